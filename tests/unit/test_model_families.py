@@ -90,3 +90,25 @@ def test_the_committed_page_is_that_of_the_committed_rows() -> None:
     if not file.exists():
         pytest.skip("docs/results/models.json is not there yet")
     assert (ROOT / "docs" / "models.md").read_text() == render(json.loads(file.read_text())["rows"])
+
+
+@pytest.mark.parametrize(("said", "alike"), [(f"resumed from step {rows.RESUME_FROM}, engine and", True), ("", False)])
+def test_a_resume_that_did_nothing_is_a_defect(
+    said: str, alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "run" / "model"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"loss": 0.5}\n{"loss": 0.2}\n')
+
+    def resumed(args: object, place: Path) -> rows.Ended:
+        assert not model.exists()
+        if said:
+            model.mkdir()
+            (model / "model.safetensors").write_bytes(b"weights")
+        return rows.Ended(code=0, out="", errors=said, started_workers=True)
+
+    monkeypatch.setattr(rows, "run", resumed)
+    found = row(resumed_alike=None)
+    rows.resume(found, tmp_path, lambda _: None)
+    assert found.resumed_alike is alike

@@ -119,7 +119,9 @@ def test_other_payloads_carry_the_adapters_log_probs_too(experts: dict[str, tupl
     scoring = scorer(payload="sampled_logprobs")
     for teacher, path in experts.values():
         want = plain(path)
-        for row in (row for batch in scoring.score(teacher, rollouts(), {}) for row in batch):
+        rows = [row for batch in scoring.score(teacher, rollouts(), {}) for row in batch]
+        assert len(rows) == len(rollouts())
+        for row in rows:
             sampled = want[row.rollout.sample_id].gather(1, torch.tensor(row.rollout.response_ids)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(row.answer.teacher_logprobs), sampled, rtol=0, atol=1e-5)
 

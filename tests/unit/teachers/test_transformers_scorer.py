@@ -155,7 +155,9 @@ def test_sampled_log_probs_are_those_of_a_plain_forward(
     scoring = scorer(payload="sampled_logprobs")
     for domain, teacher in teachers.items():
         rollouts = [rollout(i, domain, prompt=1 + 3 * i, response=1 + i) for i in range(5)]
-        for row in (row for batch in scoring.score(teacher, rollouts, {}) for row in batch):
+        rows = [row for batch in scoring.score(teacher, rollouts, {}) for row in batch]
+        assert len(rows) == len(rollouts)
+        for row in rows:
             want = plain_log_probs(expert_dirs[teacher.name], row)[
                 range(len(row.rollout.response_ids)), list(row.rollout.response_ids)
             ]

@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -281,6 +282,17 @@ def whole(tmp_path: Path, **options: Any) -> tuple[str, Merge]:
     return merge.take_to(), merge
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, Merge]]:
+    """`whole`, once for all tests with the same options."""
+
+    @cache
+    def found(balanced: bool, with_cuts: bool) -> tuple[str, Merge]:
+        return whole(tmp_path_factory.mktemp("whole"), balanced=balanced, **(CUTS if with_cuts else {}))
+
+    return found
+
+
 def test_the_next_step_is_written_while_one_is_trained(tmp_path: Path) -> None:
     begun = {(m, step): threading.Event() for m in ("train", "write") for step in range(1, STEPS + 2)}
 
@@ -348,27 +360,31 @@ def test_a_row_that_is_too_old_is_refused_before_it_is_scored(tmp_path: Path, mo
 
 
 MOMENTS = ("write", "written", "keep", "kept", "score", "train", "trained", "push", "record")
+KILLS = [
+    pytest.param(moment, step, id=f"{moment}-{step}")
+    for step in (1, 2, 4, 5, 7)
+    for moment in MOMENTS
+    # the first step's responses are written when it begins, and scored at once
+    if (moment, step) not in {("keep", 1), ("kept", 1)}
+]
 
 
 @pytest.mark.parametrize("balanced", [False, True], ids=["fixed", "balanced"])
-@pytest.mark.parametrize("step", [1, 2, 4, 5, 7])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("moment", "step"), KILLS)
 def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_weights(
-    moment: str, step: int, balanced: bool, tmp_path: Path
+    moment: str, step: int, balanced: bool, undisturbed: Callable[..., tuple[str, Merge]], tmp_path: Path
 ) -> None:
-    wanted, undisturbed = whole(tmp_path, balanced=balanced)
+    wanted, merge = undisturbed(balanced, with_cuts=False)
     broken = tmp_path / "broken"
-    if moment in ("keep", "kept") and step == 1:
-        return  # the first step's responses are written when it begins, and scored at once
     with pytest.raises(Killed):
         Merge(broken, kill=(moment, step), balanced=balanced).take_to()
     resumed = Merge(broken, balanced=balanced)
     assert resumed.take_to() == wanted
     assert [(r.step, r.token_ages, r.prompts) for r in resumed.records] == [
-        (r.step, r.token_ages, r.prompts) for r in undisturbed.records
+        (r.step, r.token_ages, r.prompts) for r in merge.records
     ]
     assert resumed.told == []
-    assert (len({tuple(r.prompts.values()) for r in undisturbed.records}) > 1) == balanced
+    assert (len({tuple(r.prompts.values()) for r in merge.records}) > 1) == balanced
 
 
 CUTS: dict[str, Any] = {"cuts": Cuts(at=3, times=1), "max_staleness": 2}
@@ -417,18 +433,17 @@ def test_what_was_written_ahead_is_written_again_if_other_responses_wait(tmp_pat
 
 
 @pytest.mark.parametrize("balanced", [False, True], ids=["fixed", "balanced"])
-@pytest.mark.parametrize("step", [1, 2, 4, 5, 7])
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_with_cuts_too_a_kill_changes_nothing(moment: str, step: int, balanced: bool, tmp_path: Path) -> None:
-    wanted, undisturbed = whole(tmp_path, balanced=balanced, **CUTS)
-    if moment in ("keep", "kept") and step == 1:
-        return  # the first step's responses are written when it begins, and scored at once
+@pytest.mark.parametrize(("moment", "step"), KILLS)
+def test_with_cuts_too_a_kill_changes_nothing(
+    moment: str, step: int, balanced: bool, undisturbed: Callable[..., tuple[str, Merge]], tmp_path: Path
+) -> None:
+    wanted, merge = undisturbed(balanced, with_cuts=True)
     with pytest.raises(Killed):
         Merge(tmp_path / "broken", kill=(moment, step), balanced=balanced, **CUTS).take_to()
     resumed = Merge(tmp_path / "broken", balanced=balanced, **CUTS)
     assert resumed.take_to() == wanted
     assert [(r.step, r.token_ages, r.prompts, r.unfinished) for r in resumed.records] == [
-        (r.step, r.token_ages, r.prompts, r.unfinished) for r in undisturbed.records
+        (r.step, r.token_ages, r.prompts, r.unfinished) for r in merge.records
     ]
     assert resumed.told == []
 
