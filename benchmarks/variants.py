@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.asked import claim
 from benchmarks.machine import machine
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.report.intervals import Estimate, difference
@@ -194,7 +195,11 @@ def given(seed: int, *settings: Sequence[str]) -> list[str]:
 
 
 def carry_out(where: Place, paths: RunPaths, begin: Sequence[str]) -> None:
-    """Take a merge to its end; one that is not there yet begins with these words of `opd merge`."""
+    """Take a merge to its end; one that is not there yet begins with these words of `opd merge`.
+
+    Raises: SystemExit if one that is there was begun with others, or with another pipeline.
+    """
+    claim(paths.root, {"opd merge": begin, "pipeline": where.pipeline.read_text(encoding="utf-8")})
     if paths.report.exists():
         return
     words = ["--resume", str(paths.root)] if paths.is_run else [*begin, "--run-dir", str(paths.root)]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,14 +39,43 @@ PARTS = (
     Part(
         "packing",
         "Packing: several sequences in a row against each alone",
-        (*CORE, "opd.layouts", "tests.models.families"),
+        (*CORE, "pytest", "opd.layouts", "tests.models.families"),
         3,
     ),
-    Part("engines", "Rollout engine: weight push, CUDA graphs, sleep mode", (*CORE, "vllm"), 3),
-    Part("architectures", "Architecture table", (*CORE, "vllm", "ray", "deepspeed", "tests.models.__main__"), 8),
+    Part("engines", "Rollout engine: weight push, CUDA graphs, sleep mode", (*CORE, "pytest", "vllm"), 3),
+    Part(
+        "architectures", "Architecture table", (*CORE, "pytest", "vllm", "ray", "deepspeed", "tests.models.__main__"), 8
+    ),
     Part("loss", "Loss: exact reverse KL from hidden states", CORE, 8),
 )
 """In the order in which they run; what one does not use is left to the next."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int | None
+    """None: its time was over."""
+    out: str
+    errors: str
+
+
+def within(command: Sequence[str], seconds: float, env: Mapping[str, str] | None = None, shown: bool = False) -> Ended:
+    """Run a command; when its time is over it is killed with all processes that it started. `shown`: what it prints is ours."""
+    out = None if shown else subprocess.PIPE
+    process = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
+    code: int | None = None
+    try:
+        said, errors = process.communicate(timeout=seconds)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, errors = process.communicate()
+    except BaseException:  # Ctrl-C reaches this session alone
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return Ended(code, said or "", errors)
 
 
 def is_here(module: str) -> bool:

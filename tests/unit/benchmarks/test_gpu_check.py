@@ -8,10 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu.check import PARTS, RECORD, Check, Part, finish
+from benchmarks.gpu.check import PARTS, RECORD, Check, Part, finish, within
 from benchmarks.gpu.render import page
 
 ROOT = Path(__file__).parents[3]
@@ -122,3 +123,13 @@ def test_of_two_runs_the_later_ones_part_counts() -> None:
 def test_every_part_has_a_module() -> None:
     folder = ROOT / "benchmarks" / "gpu"
     assert all((folder / f"{part.name}.py").is_file() for part in PARTS)
+
+
+def test_a_command_whose_time_is_over_takes_its_children_with_it() -> None:
+    child = "import time; time.sleep(60)"
+    script = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}]); print(p.pid, flush=True); p.wait()"
+    done = within([sys.executable, "-c", script], seconds=2.0)
+    assert done.code is None
+    pid = int(done.out)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert within([sys.executable, "-c", "raise SystemExit('no')"], seconds=60.0).errors == "no\n"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from benchmarks.push import COLUMNS, MIB, Push, medians, peaks
+from benchmarks.push import COLUMNS, MIB, Bench, Push, medians, peaks
 
 
 def push(seconds: float, sent: int) -> dict[str, float]:
@@ -33,3 +35,32 @@ def test_the_largest_memory_is_seen() -> None:
         largest = most["me"]
         del held
     assert most["me"] >= largest > 32 * MIB
+
+
+class Sync:
+    """Both ends: far apart until something is brought."""
+
+    def __init__(self, brings: bool) -> None:
+        self.brings, self.gap = brings, 0.0
+
+    def bring(self, version: int) -> None:
+        if self.brings:
+            self.gap = 1e-6
+
+    def measure(self) -> float:
+        return self.gap
+
+    def load(self, model_dir: Path) -> None:
+        self.gap = 0.2
+
+
+@pytest.mark.parametrize("brings", [True, False])
+def test_a_way_that_brings_nothing_ends_the_benchmark(brings: bool) -> None:
+    sync, bench = Sync(brings), object.__new__(Bench)
+    workers = {name: SimpleNamespace(pulse=SimpleNamespace(pid=os.getpid())) for name in ("rank", "engine")}
+    vars(bench).update(_engine=sync, _other=Path("other"), _syncs={"network": sync}, _workers=workers)
+    if brings:
+        assert bench.push("network", 1).seconds > 0
+        return
+    with pytest.raises(SystemExit, match=r"network: engine and trainer differ by 0\.2 nats a token"):
+        bench.push("network", 1)

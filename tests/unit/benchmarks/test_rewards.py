@@ -293,20 +293,34 @@ def test_seeds_that_have_no_interval_are_refused(capsys: pytest.CaptureFixture[s
 
 def test_a_run_is_begun_resumed_or_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where, calls = place_in(tmp_path), []
+    where.pipeline.write_text("name: p")
     monkeypatch.setattr(variants, "opd", lambda log, cwd, *words: calls.append((log.name, words)))
     paths = where.run("opd with reward", 2)
-    variants.carry_out(where, paths, ["p.yaml", *variants.given(2, ["a=1"], ("b=2",))])
+    begin = ["p.yaml", *variants.given(2, ["a=1"], ("b=2",))]
+    variants.carry_out(where, paths, begin)
     root = str(tmp_path / "opd-with-reward-2")
     settings = ("--set", "seed=2", "--set", "a=1", "--set", "b=2")
     assert calls.pop() == ("opd-with-reward-2.log", ("merge", "p.yaml", *settings, "--run-dir", root))
     paths.root.mkdir()
     for file in (paths.manifest, paths.pipeline):
         file.touch()
-    variants.carry_out(where, paths, ["p.yaml"])
+    variants.carry_out(where, paths, begin)
     assert calls.pop() == ("opd-with-reward-2.log", ("merge", "--resume", root))
     paths.report.touch()
-    variants.carry_out(where, paths, ["p.yaml"])
+    variants.carry_out(where, paths, begin)
     assert calls == []
+
+
+def test_a_run_of_other_questions_is_not_taken_for_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = place_in(tmp_path)
+    where.pipeline.write_text("name: on validation questions")
+    monkeypatch.setattr(variants, "opd", lambda log, cwd, *words: where.run("opd", 0).root.mkdir())
+    variants.carry_out(where, where.run("opd", 0), ["p.yaml"])
+    with pytest.raises(SystemExit, match=r"opd-0: begun with other settings \(opd merge\): name another folder"):
+        variants.carry_out(where, where.run("opd", 0), ["p.yaml", "--set", "trainer.lr=1"])
+    where.pipeline.write_text("name: on the exam")
+    with pytest.raises(SystemExit, match=r"other settings \(pipeline\)"):
+        variants.carry_out(where, where.run("opd", 0), ["p.yaml"])
 
 
 @pytest.mark.parametrize("name", ["rewards", "rewards-at-once"])
