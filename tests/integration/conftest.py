@@ -25,7 +25,7 @@ def bind_to_own_cores() -> None:
 
 bind_to_own_cores()
 
-LONGEST = ("engines", "teachers", "merge", "agents", "scorers", "flight", "models")
+LONGEST = ("merge", "engines", "scorers", "divided_engine", "lora", "teachers", "models", "black_box")
 """The files that take minutes. They run first, so that the processes that share the tests end together."""
 
 

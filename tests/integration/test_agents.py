@@ -150,6 +150,7 @@ def test_a_merge_with_an_agent_domain_killed_and_resumed(tmp_path: Path, pipelin
     }
 
 
+@pytest.mark.slow  # a merge; tests/unit/opd/rollouts/episodes has the budget
 def test_a_broken_environment_stops_the_merge_by_name(tmp_path: Path, pipeline: dict[str, Any]) -> None:
     file = agent_pipeline(tmp_path, pipeline)
     rows = [{"prompt": f"go {n}", "metadata": {"length": 9 if n < 4 else 1}} for n in range(8)]

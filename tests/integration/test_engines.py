@@ -50,7 +50,7 @@ def config(
             "rollout": {"max_new_tokens": 8, "max_model_len": 64},
             "objective": objective or {},
             "teachers": {"payload": payload},
-            "trainer": {"steps": 10, "samples_per_step": 16, "lr": 1e-3, **trainer},
+            "trainer": {"ranks": 1, "steps": 10, "samples_per_step": 16, "lr": 1e-3, **trainer},
             "sync": {"tolerance": 20},  # responses are made up: no engine has said how likely they are
         },
         "test",

@@ -50,7 +50,7 @@ def looping(tmp_path: Path, make_pipeline: Callable[..., dict[str, Any]], make_m
     data = make_pipeline(tmp_path, make_model_dir, tie=False)
     make_it_loop(Path(data["experts"]["left"]["model"]))
     data["rollout"]["max_new_tokens"] = 24
-    data["trainer"] |= {"steps": 40, "lr": 5.0e-3}
+    data["trainer"] |= {"ranks": 1, "steps": 40, "lr": 5.0e-3}
     data["checkpoint"] = {"every": 100}
     (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump(data))
     return tmp_path / "pipeline.yaml"

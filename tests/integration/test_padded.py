@@ -164,6 +164,8 @@ def merged_without_a_padding_id(
 
     data = make_pipeline(tmp_path, make, tie=True)
     data["rollout"]["temperature"] = 1.5
+    for domain in data["domains"].values():
+        domain["eval"] = None
     data["trainer"] |= {"steps": steps, "ranks": 1}
     log = merge_and_keep_the_log(tmp_path, data, steps)
     found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -41,6 +41,8 @@ VOCABULARY = 76
 TOP_K = 8
 TOLERANCE = {"float32": 0.01, "bfloat16": 0.05}
 OBJECTIVES = {"hidden_states": {}, "sampled_logprobs": {"kind": "sampled"}, "top_k": {"kind": "top_k", "k": TOP_K}}
+PLAIN = {("transformers", "sampled_logprobs"), ("transformers", "top_k")}
+"""Without a pool in tests/unit/teachers/test_transformers_scorer.py, so only in the long run here."""
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +153,14 @@ def mean_gap(
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("payload", OBJECTIVES)
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize(
+    ("engine", "payload"),
+    [
+        pytest.param(engine, payload, marks=[pytest.mark.slow] if (engine, payload) in PLAIN else [])
+        for engine in ("transformers", "vllm")
+        for payload in OBJECTIVES
+    ],
+)
 def test_scores_are_those_of_a_plain_forward(
     tmp_path: Path, make_model_dir: Make, ray: None, engine: str, payload: str, dtype: str
 ) -> None:

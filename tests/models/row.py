@@ -149,15 +149,18 @@ def pipeline_of(family: Family, models: Mapping[str, Path], place: Path, experts
     }
 
 
-def make_row(name: str, family: Family, place: Path, tell: Callable[[str], None] = lambda line: None) -> Row:
-    """Build the models in `place`, merge, resume, look at what came out."""
+def make_row(
+    name: str, family: Family, place: Path, tell: Callable[[str], None] = lambda line: None, resumes: bool = True
+) -> Row:
+    """Build the models in `place`, merge, resume unless told not to, look at what came out."""
     began = time.monotonic()
     row = Row(family=name, note=family.note, engine_dtype=family.engine_dtype)
     models = build_models(family, place)
     experts = merge(row, family, models, place, tell)
     if experts:
         read_run(row, place / "run", experts)
-        resume(row, place, tell)
+        if resumes:
+            resume(row, place, tell)
         look(row, place, experts, tell)
         judge(row)
     row.seconds = round(time.monotonic() - began, 1)
