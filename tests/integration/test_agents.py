@@ -83,8 +83,15 @@ def largest_gap_by_turn(rollouts: list[Rollout], model_dir: str) -> dict[int, fl
     return worst
 
 
+def scored_early(record: dict[str, Any]) -> bool:
+    """Whether teachers were at work before all was written."""
+    return bool(record["busy_s"]["teachers"] > record["phase_s"]["score"])
+
+
 def test_a_merge_with_an_agent_domain(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    """And teachers that score while tools run."""
     whole = tmp_path / "whole"
+    pipeline["schedule"] = {"score_early": 2}
     done = opd("merge", agent_pipeline(tmp_path, pipeline), "--run-dir", whole, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for record in records(whole):
@@ -96,17 +103,13 @@ def test_a_merge_with_an_agent_domain(tmp_path: Path, pipeline: dict[str, Any]) 
         assert sum(turn["tokens"] for turn in found["by_turn"]) == found["tokens"] and len(found["by_turn"]) >= 3
         assert all(turn["logprob_gap"] < 1e-3 for turn in found["by_turn"])
         assert {d: s["samples"] for d, s in record["domains"].items()} == {"left-domain": 8, "right-domain": 8}
-        assert record["logprob_gap"] < 1e-3 and record["probe_gap"] < 1e-3
+        assert record["logprob_gap"] < 1e-3 and record["probe_gap"] < 1e-3 and scored_early(record)
     after = Evaluation.load(whole / "evaluation" / "after.json").scores["right-domain"]
     assert after.turns is not None and after.turns > 1 and after.failed == 0
     groups = json.loads((whole / "report.json").read_text())["by_length"]["right-domain"]
     assert [(group["fewest"], group["most"], group["questions"]) for group in groups] == [(1, 3, 2), (4, 7, 1)]
     assert [group["after"] for group in groups] == [part.accuracy for part in after.by_length]
     assert all(group["before"] is not None and group["expert"] is not None for group in groups)
-    asked = opd("evaluate", whole, "--json", cwd=tmp_path)
-    assert asked.returncode == 0, asked.stderr
-    (model,) = json.loads(asked.stdout)["models"].values()
-    assert DomainScore.from_json(model["scores"]["right-domain"]).by_length == after.by_length
 
     kept = RunPaths(whole).traces_by_step()
     assert list(kept) == [1, 2, 3]
@@ -148,6 +151,12 @@ def test_a_merge_with_an_agent_domain_killed_and_resumed(tmp_path: Path, pipelin
     assert list(kept) == [1, 2, 3] and {s: f.read_text() for s, f in kept.items()} == {
         s: f.read_text() for s, f in again.items()
     }
+
+    after = Evaluation.load(whole / "evaluation" / "after.json").scores["right-domain"]
+    asked = opd("evaluate", whole, "--json", cwd=tmp_path)
+    assert asked.returncode == 0, asked.stderr
+    (model,) = json.loads(asked.stdout)["models"].values()
+    assert DomainScore.from_json(model["scores"]["right-domain"]).by_length == after.by_length
 
 
 @pytest.mark.slow  # a merge; tests/unit/opd/rollouts/episodes has the budget

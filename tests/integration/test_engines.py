@@ -123,6 +123,39 @@ def start_sync(
     return SYNCS[kind](SyncSpec(**ends | known | more))
 
 
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A student, an expert that is another model, and a pool in which it is the teacher of both domains."""
+
+    student: Path
+    expert: Path
+    pool: Pool
+
+
+@pytest.fixture(scope="module")
+def pair(ray: None, tmp_path_factory: pytest.TempPathFactory, make_model_dir: Make) -> Iterator[Pair]:
+    """For the tests that ask for no other teachers: a pool keeps nothing of what it scored."""
+    root = tmp_path_factory.mktemp("pair")
+    student, expert = (make_model_dir(root / name, seed=seed) for seed, name in enumerate(("student", "expert")))
+    pool = start_pool(config(student), {"left": expert, "right": expert})
+    yield Pair(student, expert, pool)
+    stop(pool)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(ray: None, tiny_model_dir: Path, tiny_tokenizer: Any) -> Iterator[VLLMRolloutEngine]:
+    engine = start_engine(config(tiny_model_dir), tiny_model_dir, tiny_tokenizer)
+    yield engine
+    stop(engine)
+
+
+@pytest.fixture
+def engine(shared_engine: VLLMRolloutEngine, tiny_model_dir: Path) -> VLLMRolloutEngine:
+    """One engine for all tests; each begins with the weights of `tiny_model_dir`."""
+    shared_engine.load(tiny_model_dir)
+    return shared_engine
+
+
 def weights(trainer: DeepSpeedTrainer, path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
@@ -138,34 +171,24 @@ def stop(*parts: Any) -> None:
             worker.kill()
 
 
-@pytest.mark.parametrize(
-    ("kind", "tie"),
-    [
-        ("shared_memory", True),
-        ("network", True),
-        pytest.param("shared_memory", False, marks=pytest.mark.slow),
-        pytest.param("network", False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("tie", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_a_push_reaches_the_engine(
-    tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any, kind: str, tie: bool
+    pair: Pair, tmp_path: Path, make_model_dir: Make, engine: VLLMRolloutEngine, tie: bool
 ) -> None:
-    """After a training step and a push, 80 probe tokens agree within 0.02 nats; before the push they do not."""
-    student = make_model_dir(tmp_path / "student", seed=0, tie=tie)
-    expert = make_model_dir(tmp_path / "expert", seed=1, tie=tie)
-    cfg = config(student, lr=3e-2)
-    engine, trainer = start_engine(cfg, student, tiny_tokenizer), start_trainer(cfg)
-    pool = start_pool(cfg, {"left": expert, "right": expert})
-    sync = start_sync(kind, trainer, engine, tolerance=0.02)
-    assert sync.measure() < 1e-4
-    rows = rollouts()
-    trainer.train_step(1, rows, pool.score(rows))
-    assert sync.measure() > 0.1, "the step was too small to show anything"
-    assert sync.push(1).gap < 0.02
+    """After a training step and a push, 80 probe tokens agree within 0.02 nats; before the push they do not. Both ways in turn."""
+    student = pair.student if tie else make_model_dir(tmp_path / "student", tie=False)
+    engine.load(student)
+    trainer, rows = start_trainer(config(student, lr=3e-2)), rollouts()
+    for step, kind in enumerate(("shared_memory", "network", "shared_memory"), 1):
+        sync = start_sync(kind, trainer, engine, tolerance=0.02)
+        assert sync.measure() < (1e-4 if step == 1 else 0.02)
+        trainer.train_step(step, rows, pair.pool.score(rows))
+        assert sync.measure() > 0.1, "the step was too small to show anything"
+        assert sync.push(step).gap < 0.02
     exported = tmp_path / "exported"
     weights(trainer, exported)
     assert mean_gap(trainer.logprobs(PROBE), plain_logprobs(exported, PROBE)) < 1e-4
-    stop(engine, trainer, pool)
+    stop(trainer)
 
 
 @pytest.mark.slow
@@ -204,18 +227,14 @@ def test_without_the_head_repair_a_tied_model_is_stale(tmp_path: Path, make_mode
 
 
 def test_an_engine_takes_weights_of_another_architecture(
-    tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any
+    engine: VLLMRolloutEngine, tmp_path: Path, make_model_dir: Make, tiny_model_dir: Path
 ) -> None:
-    small, large = make_model_dir(tmp_path / "small"), make_model_dir(tmp_path / "large", hidden=96, heads=3, seed=3)
-    engine = start_engine(config(small), small, tiny_tokenizer)
-    for model_dir in (large, small):
+    for model_dir in (make_model_dir(tmp_path / "large", hidden=96, heads=3, seed=3), tiny_model_dir):
         engine.load(model_dir)
         assert mean_gap(engine.logprobs(PROBE)[0], plain_logprobs(model_dir, PROBE)) < 1e-4
-    stop(engine)
 
 
-def test_rollouts_report_the_log_probs_of_what_they_sampled(tiny_model_dir: Path, tiny_tokenizer: Any) -> None:
-    engine = start_engine(config(tiny_model_dir), tiny_model_dir, tiny_tokenizer)
+def test_rollouts_report_the_log_probs_of_what_they_sampled(engine: VLLMRolloutEngine, tiny_model_dir: Path) -> None:
     prompts = [Prompt(id=f"left/{i}", domain="left", token_ids=tuple(range(5 + i, 11 + i))) for i in range(6)]
     too_long = Prompt(id="left/long", domain="left", token_ids=(5,) * 64)
     batch = engine.generate([*prompts, too_long], step=1, policy_version=7)
@@ -241,7 +260,6 @@ def test_rollouts_report_the_log_probs_of_what_they_sampled(tiny_model_dir: Path
     together = engine.generate(many, step=1, policy_version=7)  # more tokens than vLLM takes at a time on a CPU, 4096
     alone = engine.generate(many[-2:], step=1, policy_version=7)
     assert [r.response_ids for r in together.rollouts[-2:]] == [r.response_ids for r in alone.rollouts]
-    stop(engine)
 
 
 def test_teachers_score_each_row_with_its_own_expert(tmp_path: Path, make_model_dir: Make, rows_of: Any) -> None:
@@ -272,9 +290,9 @@ def test_teachers_score_each_row_with_its_own_expert(tmp_path: Path, make_model_
     stop(pool)
 
 
-def test_equal_teacher_and_zero_rate_change_nothing(tmp_path: Path, make_model_dir: Make) -> None:
+def test_equal_teacher_and_zero_rate_change_nothing(pair: Pair, tmp_path: Path) -> None:
     """Teacher = student: loss below 1e-4, weights stay. Another teacher at learning rate 0: bit-identical after 3 steps."""
-    student, expert = make_model_dir(tmp_path / "s", seed=0), make_model_dir(tmp_path / "e", seed=1)
+    student = pair.student
     # The usual epsilon of 1e-8 would turn rounding noise in the gradient into full steps of size lr; with this one a weight moves by
     # its gradient at most. How large the noise is depends on the processor.
     cfg = config(student, lr=1e-3, adam_epsilon=1e-3)
@@ -291,30 +309,30 @@ def test_equal_teacher_and_zero_rate_change_nothing(tmp_path: Path, make_model_d
     stop(trainer, pool)
 
     still = config(student, lr=0.0, weight_decay=0.1)
-    trainer, pool = start_trainer(still), start_pool(still, {"left": expert, "right": expert})
+    trainer = start_trainer(still)
     for step in (1, 2, 3):
-        assert trainer.train_step(step, rows, pool.score(rows)).loss > 0.1
+        assert trainer.train_step(step, rows, pair.pool.score(rows)).loss > 0.1
     unmoved = weights(trainer, tmp_path / "unmoved")
     for name, weight in before.items():
         assert torch.equal(weight, unmoved[name]), name
-    stop(trainer, pool)
+    stop(trainer)
 
 
 @pytest.mark.parametrize("tie", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
-def test_two_accumulating_ranks_equal_one(tmp_path: Path, make_model_dir: Make, tie: bool) -> None:
+def test_two_accumulating_ranks_equal_one(pair: Pair, tmp_path: Path, make_model_dir: Make, tie: bool) -> None:
     """The global token mean does not depend on how rows are cut into ranks and micro-batches.
 
     Adam's usual epsilon would blow rounding noise in near-zero gradients up to full steps; a large one compares gradients.
     """
-    student, expert = make_model_dir(tmp_path / "s", tie=tie), make_model_dir(tmp_path / "e", seed=1, tie=tie)
+    student = pair.student if tie else make_model_dir(tmp_path / "s", tie=False)
     rows = rollouts(48)
     results = {}
     for ranks, micro_batch_tokens in ((1, 100_000), (2, 128)):
         cfg = config(student, lr=1e-2, adam_epsilon=1e-3, ranks=ranks, micro_batch_tokens=micro_batch_tokens)
-        trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": expert, "right": expert})
-        reports = [trainer.train_step(step, rows, pool.score(rows)) for step in (1, 2)]
+        trainer = start_trainer(cfg)
+        reports = [trainer.train_step(step, rows, pair.pool.score(rows)) for step in (1, 2)]
         results[ranks] = reports, weights(trainer, tmp_path / f"ranks-{ranks}")
-        stop(trainer, pool)
+        stop(trainer)
     (one, weights_one), (two, weights_two) = results[1], results[2]
     for a, b in zip(one, two, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-5)
@@ -353,13 +371,12 @@ def test_training_begins_while_teachers_score_and_ends_with_the_same_weights(
         assert torch.equal(weight, overlapped[name]), name
 
 
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path, make_model_dir: Make) -> None:
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(pair: Pair, tmp_path: Path) -> None:
     """2 -> 1 and 1 -> 2: the step after a load has the loss that it has without one, and leaves the same weights."""
-    student, expert = make_model_dir(tmp_path / "s"), make_model_dir(tmp_path / "e", seed=1)
+    student, pool = pair.student, pair.pool
     # Vocabulary 76 and odd widths: at two ranks some parts are shorter than others.
     one, two = (start_trainer(config(student, lr=1e-2, adam_epsilon=1e-3, ranks=ranks)) for ranks in (1, 2))
     rows = rollouts(32)
-    pool = start_pool(config(student), {"left": expert, "right": expert})
 
     def checkpoint(trainer: DeepSpeedTrainer, name: str) -> Path:
         (tmp_path / name).mkdir()
@@ -390,20 +407,17 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path, make_
     assert two.train_step(4, rows, pool.score(rows)).loss == pytest.approx(
         one.train_step(4, rows, pool.score(rows)).loss, abs=1e-3
     )
-    stop(one, two, pool)
+    stop(one, two)
 
 
-def test_a_missing_row_stops_the_step(tmp_path: Path, make_model_dir: Make) -> None:
+def test_a_missing_row_stops_the_step(pair: Pair) -> None:
     from opd.errors import RunError
 
-    student = make_model_dir(tmp_path / "s")
-    cfg = config(student)
-    trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": student, "right": student})
-    rows = rollouts()
-    short = pool.score(rows[:-1])
+    trainer, rows = start_trainer(config(pair.student)), rollouts()
+    short = pair.pool.score(rows[:-1])
     with pytest.raises(RunError, match=r"no teacher scored \["):
         trainer.train_step(1, rows, short)
-    stop(trainer, pool)
+    stop(trainer)
 
 
 @pytest.mark.parametrize(

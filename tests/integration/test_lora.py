@@ -40,7 +40,7 @@ Make = Callable[..., Path]
 LORA = {"r": 4, "alpha": 8}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
     with cluster.ray_session(ClusterConfig(), 8):
         yield
@@ -118,19 +118,24 @@ def test_ranks_that_ask_the_start_student_are_told_what_a_teacher_says(
     mine = WeightedTeacher(teacher=Teacher(name="expert", model_dir=expert), weight=1.5)
     itself = WeightedTeacher(teacher=Teacher(name="start student", model_dir=student), weight=-0.5)
     reports, after = {}, {}
-    for left, ranks, tokens in (((mine, itself), 1, 100_000), ((mine,), 1, 100_000), ((mine,), 2, 64)):
-        cfg = beyond_config(student, payload, ranks=ranks, micro_batch_tokens=tokens)
-        pool = Pool(pool_spec(cfg, VOCABULARY), {"left": left, "right": (replace(mine, weight=1.0),)})
+    of_rows = pool_spec(beyond_config(student, payload), VOCABULARY)
+    pools = {
+        len(left): Pool(of_rows, {"left": left, "right": (replace(mine, weight=1.0),)})
+        for left in ((mine, itself), (mine,))
+    }
+    for asked, ranks, tokens in ((2, 1, 100_000), (1, 1, 100_000), (1, 2, 64)):
+        cfg, pool = beyond_config(student, payload, ranks=ranks, micro_batch_tokens=tokens), pools[asked]
         pool.wait_ready()
         spec = trainer_spec(cfg, VOCABULARY)
         assert spec.rank.start is not None
-        trainer = DeepSpeedTrainer(spec if len(left) == 1 else replace(spec, rank=replace(spec.rank, start=None)))
+        trainer = DeepSpeedTrainer(spec if asked == 1 else replace(spec, rank=replace(spec.rank, start=None)))
         trainer.wait_ready()
         assert trainer.layout.layout == "shared"
-        key = (len(left), ranks)
+        key = (asked, ranks)
         reports[key] = [trainer.train_step(step, rows, pool.score(rows)) for step in (1, 2, 3)]
-        after[key] = weights(trainer, tmp_path / f"{len(left)}-{ranks}")
-        stop(trainer, pool)
+        after[key] = weights(trainer, tmp_path / f"{asked}-{ranks}")
+        stop(trainer)
+    stop(*pools.values())
     wanted, start = after.pop((2, 1)), load_file(student / "model.safetensors")
     assert any((wanted[name] - start[name]).abs().max() > 1e-3 for name in wanted)
     by_teacher = reports.pop((2, 1))

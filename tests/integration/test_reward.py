@@ -55,6 +55,9 @@ def test_a_reward_rises_beside_the_divergence(tmp_path: Path, pipeline: dict[str
         whole = both["divergence_norm"] ** 2 + both["policy_norm"] ** 2
         whole += 2 * both["cosine"] * both["divergence_norm"] * both["policy_norm"]
         assert steps[step - 1]["grad_norm"] == pytest.approx(whole**0.5, rel=1e-3), "DeepSpeed's own norm of the sum"
+        assert max(steps[step - 1]["logprob_gap"], steps[step - 1]["probe_gap"]) < 1e-3
+    layouts = json.loads((tmp_path / "run" / "layouts.json").read_text())
+    assert {layouts["student"]["layout"], *(t["layout"] for t in layouts["teachers"].values())} == {"shared"}
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Reward of the student" in page and "Cosine of the gradients" in page
 

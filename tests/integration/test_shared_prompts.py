@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.types import Prompt, Rollout
-from tests.integration.conftest import write_pipeline
 from tests.integration.test_engines import (
     config,
     plain_logprobs,
@@ -25,7 +23,6 @@ from tests.integration.test_engines import (
     stop,
     weights,
 )
-from tests.integration.test_merge import opd, records
 
 Make = Callable[..., Path]
 
@@ -48,18 +45,6 @@ def responses(n: int) -> list[Rollout]:
 
 def with_n(given: PipelineConfig, n: int) -> PipelineConfig:
     return given.model_copy(update={"rollout": given.rollout.model_copy(update={"n": n})})
-
-
-def test_a_merge_with_four_responses_a_prompt(tmp_path: Path, pipeline: dict[str, Any]) -> None:
-    pipeline["rollout"]["n"] = 4
-    pipeline["trainer"]["steps"] = 2
-    done = opd("merge", write_pipeline(tmp_path, pipeline), "--run-dir", tmp_path / "run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    layouts = json.loads((tmp_path / "run" / "layouts.json").read_text())
-    assert {layouts["student"]["layout"], *(t["layout"] for t in layouts["teachers"].values())} == {"shared"}
-    for record in records(tmp_path / "run"):
-        assert {d: s["samples"] for d, s in record["domains"].items()} == {"left-domain": 12, "right-domain": 12}
-        assert record["logprob_gap"] < 1e-3 and record["probe_gap"] < 1e-3
 
 
 def test_a_step_is_the_same_with_shared_prompts_and_on_any_number_of_ranks(
