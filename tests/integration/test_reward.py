@@ -3,6 +3,7 @@ bit."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
