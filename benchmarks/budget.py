@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from benchmarks.asked import claim
 from opd import checkpoints
 from opd.config import PipelineConfig
 from opd.metrics import MetricsFile, trained_tokens
@@ -48,8 +49,9 @@ def train_within(tokens: int, config: PipelineConfig, paths: RunPaths) -> None:
     """Begin a merge or go on with it, until it has trained on so many tokens or taken its last step.
 
     At the budget there is a checkpoint and no report; after the last step there is a report.
-    Raises: SystemExit after Ctrl-C.
+    Raises: SystemExit after Ctrl-C, and if a run that is there was begun with another pipeline or budget.
     """
+    claim(paths.root, {"tokens": tokens, **config.model_dump(mode="json")})
     if paths.report.exists():
         return
     budget = Budget(tokens, taken(paths))

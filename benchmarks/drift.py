@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.asked import claim
 from benchmarks.budget import train_within
 from benchmarks.machine import PACKAGES, machine
 from experts.episodes.rows import read_episodes
@@ -144,11 +143,8 @@ def far_tasks(source: Path, moves: int, count: int) -> Path:
 
 def merge(args: argparse.Namespace, arm: str, seed: int) -> RunPaths:
     """The arm's run directory, with a merge that ended at the budget. Raises: SystemExit if it was begun with other settings."""
-    paths, asked = runs(args, arm, seed), pipeline(args, arm, seed)
-    claim(paths.root, {"tokens": args.tokens, **asked})
-    if paths.report.exists():
-        return paths
-    train_within(args.tokens, api.load_pipeline(asked), paths)
+    paths = runs(args, arm, seed)
+    train_within(args.tokens, api.load_pipeline(pipeline(args, arm, seed)), paths)
     if not paths.report.exists():
         done = MetricsFile(paths.metrics).read()[-1].step
         api.resume(paths.root, overrides=[f"trainer.steps={done}"], tell=print)

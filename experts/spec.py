@@ -80,9 +80,9 @@ class BaseSpec(Strict):
     """Settings of that training; those that are left out are as in the spec's `train`."""
 
     @property
-    def made(self) -> bool:
-        """Whether the base is yet to be made: a new model, or the first training of one that is there."""
-        return self.from_scratch is not None or bool(self.data)
+    def given(self) -> Path | None:
+        """The model that is the base as it is; None for a base that is made, or trained first."""
+        return None if self.data else self.model
 
     @model_validator(mode="after")
     def _one_origin(self) -> BaseSpec:
@@ -124,11 +124,11 @@ class FromBase(Strict):
     @property
     def base_dir(self) -> Path:
         """Where the base is, or will be."""
-        return self.output_dir / BASE if self.base.made or not self.base.model else self.base.model
+        return self.base.given or self.output_dir / BASE
 
     @model_validator(mode="after")
     def _base_is_no_expert(self) -> Self:
-        if self.base.made and BASE in getattr(self, "experts", ()):
+        if not self.base.given and BASE in getattr(self, "experts", ()):
             raise PydanticCustomError(
                 "base_name", "an expert name other than `base`, which is the base's directory", {"found": BASE}
             )

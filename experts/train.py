@@ -95,12 +95,12 @@ def _slow_types(jobs: Sequence[TrainingJob]) -> list[str]:
 
 def base_of(spec: FromBase) -> TrainingJob:
     """The base that the experts start from: one to make, or one that is there. Raises: PromptError, ModelError."""
-    given: TrainingRecord = {"weights": inspect_model(spec.base.model).weight_files} if spec.base.model else {}
-    if not spec.base.made:
-        return TrainingJob(name=BASE, directory=spec.base_dir, lines=(), train=None, record=given, given=True)
+    origin: TrainingRecord = {"weights": inspect_model(spec.base.model).weight_files} if spec.base.model else {}
+    if spec.base.given:
+        return TrainingJob(name=BASE, directory=spec.base.given, lines=(), train=None, record=origin, given=True)
     lines, hashes = _read(spec.base.data)
     how = spec.base.model_dump(mode="json", include={"from_scratch", "train"})
-    record = {**given, "seed": spec.seed, "data": hashes, **how}
+    record = {**origin, "seed": spec.seed, "data": hashes, **how}
     return TrainingJob(name=BASE, directory=spec.base_dir, lines=lines, train=spec.base.train, record=record)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.merging.memory import end_family
 
 RECORD = "gpu.json"
 
@@ -64,17 +64,17 @@ class Ended:
 def within(command: Sequence[str], seconds: float, env: Mapping[str, str] | None = None, shown: bool = False) -> Ended:
     """Run a command; when its time is over it is killed with all processes that it started. `shown`: what it prints is ours."""
     out = None if shown else subprocess.PIPE
-    process = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
+    process = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, env=env)
     code: int | None = None
     try:
         said, errors = process.communicate(timeout=seconds)
         code = process.returncode
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        end_family(process.pid)
         said, errors = process.communicate()
-    except BaseException:  # Ctrl-C reaches this session alone
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
+    finally:  # Ctrl-C too
+        if process.poll() is None:
+            end_family(process.pid)
     return Ended(code, said or "", errors)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
-import signal
 import subprocess
 import tempfile
 import time
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.merging.case import LIMITS, OURS, Case, Step, Turn, unequal
-from benchmarks.merging.memory import anonymous, cpu_s, family, machine_cpu_s, shared, title
+from benchmarks.merging.memory import anonymous, cpu_s, end_family, family, machine_cpu_s, shared, title
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOK_S = 0.5
@@ -97,9 +95,7 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self._pipe.close()
         if self._process.poll() is None:
-            for pid in family(self._process.pid):
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+            end_family(self._process.pid)
         self._process.wait()
 
     @property

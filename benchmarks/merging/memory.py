@@ -1,9 +1,11 @@
-"""Memory and CPU time of a process and all that descend from it, and CPU time of the machine. Linux only; needs nothing but Python."""
+"""Memory and CPU time of a process and all that descend from it, their end, and CPU time of the machine. Linux only; needs nothing
+but Python."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,13 @@ def family(pid: int) -> list[int]:
     for parent in found:  # it grows meanwhile
         found += children[parent]
     return found
+
+
+def end_family(pid: int) -> None:
+    """Kill the process and all its descendants, in whatever sessions they are."""
+    for one in family(pid):
+        with contextlib.suppress(OSError):
+            os.kill(one, signal.SIGKILL)
 
 
 def anonymous(pids: list[int]) -> dict[int, int]:

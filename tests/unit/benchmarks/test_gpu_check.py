@@ -125,11 +125,17 @@ def test_every_part_has_a_module() -> None:
     assert all((folder / f"{part.name}.py").is_file() for part in PARTS)
 
 
-def test_a_command_whose_time_is_over_takes_its_children_with_it() -> None:
+@pytest.mark.parametrize("own_session", [False, True])
+def test_a_command_whose_time_is_over_takes_its_children_with_it(own_session: bool) -> None:
     child = "import time; time.sleep(60)"
-    script = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}]); print(p.pid, flush=True); p.wait()"
+    start = f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session={own_session})"
+    script = f"import subprocess, sys; p = {start}; print(p.pid, flush=True); p.wait()"
+    began = time.monotonic()
     done = within([sys.executable, "-c", script], seconds=2.0)
-    assert done.code is None
+    assert done.code is None and time.monotonic() - began < 30, "nobody waits for a child that is left"
     pid = int(done.out)
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    deadline = time.monotonic() + 5  # the system ends a process a moment after it was killed
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert within([sys.executable, "-c", "raise SystemExit('no')"], seconds=60.0).errors == "no\n"

@@ -163,6 +163,9 @@ def test_training_within_a_budget_goes_on_after_ctrl_c_and_stops_once(
         budget.train_within(100, config, paths)
         assert [record.step for record in budget.taken(paths)] == [1, 2, 3, 4] and not paths.report.exists()
     assert calls == ["begin", "reopen"]
+    for tokens, asked in ((200, config), (100, config.model_copy(update={"seed": config.seed + 1}))):
+        with pytest.raises(SystemExit, match=r"run: begun with other settings \((tokens|seed)\)"):
+            budget.train_within(tokens, asked, paths)
 
 
 def test_training_that_needs_all_its_steps_ends_with_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
