@@ -30,6 +30,9 @@ class GapBalance(Strict):
     responses that are cut at their limit."""
     of: Literal["samples", "tokens"] = "samples"
     """What is shared out: a step's samples, or its trained tokens."""
+    per: Literal["token", "response"] = "token"
+    """`token`: the loss a token, as a part of what it was in the domain's first steps. `response`: the nats of a whole response,
+    x / (1 + x), for domains whose answers are right or wrong as a whole and differ in length."""
     floor: float = Field(0.5, gt=0, le=1)
     """Smallest share of a domain, as a multiple of the share that its `weight` gives it: a finished domain keeps so much."""
     cap: float = Field(3.0, ge=1)

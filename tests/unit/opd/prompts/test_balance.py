@@ -205,6 +205,19 @@ def test_a_gap_can_be_shared_out_in_tokens() -> None:
     assert got["done"] / sum(got.values()) == pytest.approx(0.5 / 3, rel=0.02), "the floor"
 
 
+def test_a_gap_per_response_counts_what_a_whole_answer_lacks() -> None:
+    """Two domains have fallen to the same part of their start; one has 22 tokens an answer, the other 2."""
+    lengths = {"long": 22, "short": 2}
+
+    def losses(step: int) -> dict[str, float | None]:
+        return dict.fromkeys(lengths, 1.0 if step <= 5 else 0.05)
+
+    by_token = after(gap(floor=0.01, cap=9.0), losses, steps=100, lengths=lambda _: lengths)
+    assert by_token["long"] == pytest.approx(by_token["short"])
+    found = after(gap(floor=0.01, cap=9.0, per="response"), losses, steps=100, lengths=lambda _: lengths)
+    assert found["long"] / found["short"] == pytest.approx((1.1 / 2.1) / (0.1 / 1.1), rel=1e-6)
+
+
 def test_weights_multiply() -> None:
     weights = {"a": 2.0, "b": 1.0, "c": 1.0}
     found = after(gap(), lambda step: {"a": 0.5, "b": 0.5, "c": 0.5}, weights=weights, total=1003)
