@@ -27,8 +27,9 @@ observation that nobody can use; the agent's program failed, asked nothing, or a
 StopReason = Literal[TurnStop, "done", "turns", "curriculum", "tokens", "context", "template", Broken]
 """Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
 of `turns` (`curriculum`: of the step), of `tokens`, or the model's `context`; `template`: the template cannot append a message."""
-SegmentOrigin = Literal["main", "summary", "sub_agent"]
-"""What a segment of an episode begins with: the dialogue, a summary of the segment before it, or what a tool was asked."""
+SegmentOrigin = Literal["main", "summary", "sub_agent", "aside"]
+"""What a segment of an episode begins with: the dialogue, a summary of the segment before it, what a tool was asked, or another
+dialogue of an agent's program, beside which the one that it left went on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from experts.rl.recipe import pipeline_data
 from experts.rl.spec import ReinforceSpec
 from experts.train import TrainingJob, base_of, check_unclaimed, make_base, publish, register, staging
 from opd.config import PipelineConfig
+from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.prompts import find_source
 from opd.report import read_run
 from opd.run_dir import RunPaths
@@ -36,8 +37,8 @@ class _Expert:
     config: PipelineConfig
     job: TrainingJob
     domain: str
-    prompts: Path
-    """The tasks, with which it is registered."""
+    prompts: Path | None
+    """The tasks, with which it is registered; None where a mapping reads them, because a registry knows files alone."""
     paths: RunPaths
 
     @property
@@ -81,9 +82,17 @@ def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any],
         {"guard"} if config.guard else set()
     )
     found = config.model_dump(mode="json", include=decides)
-    for domain in found["domains"].values():
-        del domain["prompts"], domain["eval"]["prompts"]  # paths; of the tasks the contents are hashed
+    for name, domain in found["domains"].items():
+        # Not the path: of the tasks the contents are hashed, and an exam decides no weight.
+        del domain["prompts"], domain["eval"]["prompts"]
+        domain |= _taken(config.domains[name].prompts)
     return {"method": spec.method, "base": base, "seed": spec.seed, "prompts": prompts, **found}
+
+
+def _taken(prompts: Path | PromptsConfig) -> dict[str, Any]:
+    """What a mapping says of the tasks beside where they are: rows, columns and the like. Empty where it says nothing."""
+    said = as_prompts_config(prompts).model_dump(mode="json", exclude={"path"}, exclude_defaults=True)
+    return {"prompts": said} if said else {}
 
 
 def _expert(spec: ReinforceSpec, name: str, base: TrainingJob) -> _Expert:
@@ -95,7 +104,7 @@ def _expert(spec: ReinforceSpec, name: str, base: TrainingJob) -> _Expert:
         config=config,
         job=TrainingJob(name=name, directory=spec.output_dir / name, lines=(), train=None, record=record),
         domain=spec.experts[name].domain,
-        prompts=tasks if isinstance(tasks, Path) else tasks.path,
+        prompts=tasks if isinstance(tasks, Path) else None,
         paths=RunPaths(spec.runs / config.name),
     )
 

@@ -152,7 +152,7 @@ def critic_options(config: PipelineConfig, baseline: CriticBaseline, vocab_size:
         dtype=trainer.dtype,
         vocab_size=vocab_size,
         adamw=adamw_options(trainer),
-        max_grad_norm=trainer.max_grad_norm,
+        max_grad_norm=trainer.max_grad_norm if baseline.max_grad_norm is None else baseline.max_grad_norm,
         grad_accum_dtype=trainer.grad_accum_dtype,
         gradient_checkpointing=trainer.gradient_checkpointing,
         bucket=trainer.bucket,

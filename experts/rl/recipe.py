@@ -38,6 +38,7 @@ def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
     kl = spec.kl_to_base if expert.kl_to_base is None else expert.kl_to_base
     reward = merged({"baseline": BASELINES[spec.method]}, sections.pop("reward"))
     if kl:
+        reward["baseline"] = _critic_clipped(reward["baseline"], sections["trainer"])
         sections["trainer"] = _clipped_alike(sections["trainer"], kl)
     guarded = spec.guard is not None and expert.guard is not False and expert.acts
     return {
@@ -85,9 +86,17 @@ def _clipped_alike(trainer: dict[str, Any], kl: float) -> dict[str, Any]:
     return {**trainer, "max_grad_norm": _over(kl, trainer.get("max_grad_norm", 1.0))}
 
 
+def _critic_clipped(baseline: Any, trainer: dict[str, Any]) -> Any:
+    """The critic's loss knows nothing of kl, so its gradients are clipped where the spec says."""
+    if not isinstance(baseline, dict) or baseline.get("kind") != "critic":
+        return baseline
+    return {"max_grad_norm": trainer.get("max_grad_norm", 1.0), **baseline}
+
+
 def _over(kl: float, value: Any) -> Any:
-    """A number of the spec over kl. YAML takes `1e-2` for text; what is no number the pipeline's check refuses."""
+    """A number of the spec over kl. YAML takes `1e-2` for text; what is no number above 0 the pipeline's check refuses as it is."""
     try:
-        return float(value) / kl
+        number = float(value)
     except (TypeError, ValueError):
         return value
+    return number / kl if number > 0 else value

@@ -196,8 +196,10 @@ class DomainConfig(Strict):
 
     @property
     def can_be_rewarded(self) -> bool:
-        """Whether anything can judge the domain's responses in training."""
-        return self.acts or self.eval is not None
+        """Whether anything can judge the domain's responses in training. Where a student's answers are a replay of its expert's
+        episodes, no environment runs and the verifier of the exams judges whole episodes."""
+        replay = self.environment is not None and self.environment.replay
+        return not replay and (self.acts or self.eval is not None)
 
     @property
     def rewarded(self) -> bool:

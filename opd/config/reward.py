@@ -65,6 +65,8 @@ class CriticBaseline(Strict):
     its end. False: it earned 0; for tasks where the limit is part of the task, so that rambling on is a mistake."""
     value_clip: float | None = Field(None, gt=0)
     """Distance from its value at the start of the step from which on the critic is not drawn any further; default: none."""
+    max_grad_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The critic's gradients are scaled down to this global norm; default: `trainer.max_grad_norm`."""
     freeze_attention: bool = False
     """Keep the critic's attention layers as they are."""
     warm_up: WarmUpConfig = WarmUpConfig()

@@ -24,6 +24,7 @@ from opd.credit.interfaces import Assigned
 from opd.credit.state import read_state, write_state
 from opd.errors import RunError
 from opd.train.critic import CriticEngineSpec, DeepSpeedCritic
+from opd.train.turns import first_turns
 from opd.types import Rollout, WrittenFile
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ def _readings(
     explained = explained_variance(value_N, return_N)
     if explained is not None:
         found["explained_variance"] = explained
-    turn_N = np.array([turn for s in segments for turn in s.turns])
+    before = first_turns(segments)
+    turn_N = np.array([before.get(s.sample_id, 0) + turn for s in segments for turn in s.turns])
     error_N = value_N.astype(np.float64) - return_N
     turns = [turn for turn in np.unique(turn_N) if turn < SHOWN_TURNS]
     return found | {

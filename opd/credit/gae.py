@@ -9,7 +9,8 @@ lambda, and no reward lies on them: the last token of a turn is followed by the 
 segment by the first of the segment that goes on from its summary. So cutting an episode changes no advantage, and what is
 learned at the end reaches a token with (gamma lambda)^k, k the sampled tokens between, those of later segments among them.
 
-A sub-agent is a line of its own that ends with the episode's outcome. Who started it reads its answer as an observation.
+A sub-agent is a line of its own that ends with the episode's outcome. Who started it reads its answer as an observation. So is
+what an agent's program asked beside a dialogue that went on. A fork that its parent did not outlive goes on in the line.
 
 An episode that was cut from outside has not failed. If it earned nothing, its outcome is the value of the state at the cut.
 """
@@ -19,12 +20,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from opd.credit.episodes import Episode
-from opd.types import Broken, Rollout, StopReason
+from opd.types import Rollout, SegmentOrigin, StopReason
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,8 +36,12 @@ if TYPE_CHECKING:
 
 ADAPTIVE = 1.5
 """Lambda of a line of l tokens is 1 - 1 / (1.5 l): its horizon grows with the line."""
-CUT: frozenset[StopReason] = frozenset({"length", "tokens", "context", "curriculum", "template", *get_args(Broken)})
-"""Stop reasons of episodes that were cut from outside. A limit of turns is a rule of the task: reaching it is an outcome."""
+CUT: frozenset[StopReason] = frozenset({"length", "tokens", "context", "curriculum", "template"})
+"""Stop reasons of episodes that were cut from outside. A limit of turns is a rule of the task: reaching it is an outcome. An
+episode that broke before it earned anything has no reward, and no part in the step."""
+
+BESIDE: frozenset[SegmentOrigin] = frozenset({"sub_agent", "aside"})
+"""Origins of segments that begin a line of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +86,7 @@ def lines(episode: Episode) -> list[tuple[Rollout, ...]]:
     for segment in episode.segments:
         first = episode.segments[0].sample_id
         before = first if segment.parent is None else begun.get(segment.parent, first)
-        begun[segment.sample_id] = segment.sample_id if segment.origin == "sub_agent" else before
+        begun[segment.sample_id] = segment.sample_id if segment.origin in BESIDE else before
         found[begun[segment.sample_id]].append(segment)
     return [tuple(line) for line in found.values()]
 

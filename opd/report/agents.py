@@ -153,7 +153,8 @@ def _copied(segment: SegmentTrace) -> bool:
 
 def _title(segment: SegmentTrace, domain: str) -> str:
     """What a segment is, in words."""
-    kind = "fork" if segment.parent is not None and segment.origin == "main" else segment.origin.replace("_", "-")
+    forked = segment.parent is not None and segment.origin in ("main", "aside")
+    kind = "fork" if forked else segment.origin.replace("_", "-")
     comes = "" if segment.parent is None else f" of {segment.parent}"
     scored = "" if segment.domain == domain else f", scored by the expert of {segment.domain}"
     goes = "" if segment.next is None else f", goes on from its summary in {segment.next}"

@@ -43,13 +43,14 @@ class RewardStream:
 
     def judged(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
         judged, self._failures = self._verified.give(batch, prompts)
-        unpaid = {
-            rollout.sample_id
+        # A game that is lost says nothing; in an exam that is a 0, too. What broke is not the student's fault, and many
+        # environments give 0 in each turn that earns nothing yet.
+        empty = {
+            rollout.sample_id: None if rollout.stop_reason in BROKEN else 0.0
             for rollout, _ in self._taking_part(judged.rollouts)
-            if rollout.reward is None and rollout.stop_reason not in BROKEN
+            if not rollout.reward
         }
-        # A game that is lost says nothing; in an exam that is a 0, too. What broke is not the student's fault.
-        paid = (replace(r, reward=0.0) if r.sample_id in unpaid else r for r in judged.rollouts)
+        paid = (replace(r, reward=empty[r.sample_id]) if r.sample_id in empty else r for r in judged.rollouts)
         return replace(judged, rollouts=tuple(paid))
 
     def step(self, step: int, rollouts: Sequence[Rollout]) -> RewardStep:

@@ -30,7 +30,8 @@ class Failure:
 
 
 class VerifiedRewards:
-    """Judges the responses of the domains that have a verifier; other rollouts stay as they are."""
+    """Judges the responses of the domains that have a verifier; other rollouts stay as they are. So do a sub-agent's, which may be
+    scored in such a domain: it has the reward of the episode that started it."""
 
     def __init__(self, verifiers: Mapping[str, Verifier], tokenizer: Decoder, timeout_s: float) -> None:
         """`verifiers`: domain -> what judges it."""
@@ -44,7 +45,9 @@ class VerifiedRewards:
         by_group = {f"{r.step:06d}/{p.id}": p for r in batch.rollouts[:1] for p in prompts}
         failures: list[Failure] = []
         rollouts = [
-            self._judged(rollout, by_group[rollout.group], failures) if rollout.domain in self._verifiers else rollout
+            self._judged(rollout, by_group[rollout.group], failures)
+            if rollout.domain in self._verifiers and rollout.sample_id == rollout.episode
+            else rollout
             for rollout in batch.rollouts
         ]
         return replace(batch, rollouts=tuple(rollouts)), failures

@@ -189,12 +189,20 @@ class Trace:
         if fitting:
             segment = max(fitting, key=lambda s: len(s.ids))
             segment.append(given[len(segment.ids) :])
+            self._leave_beside(segment)
         else:
             nearest = max(self.segments, key=lambda s: _shared(s.ids, given), default=None)
             self._forks += nearest is not None
-            segment = self.begin(given, parent=nearest)
+            beside = nearest is not None and nearest.busy
+            segment = self.begin(given, "aside" if beside else "main", parent=nearest)
         segment.busy = True
         return segment
+
+    def _leave_beside(self, segment: Segment) -> None:
+        """Note that a segment goes on: what was forked from it before does not take its place in the episode."""
+        for fork in self.segments:
+            if fork.parent == segment.number and fork.origin == "main":
+                fork.origin = "aside"
 
     def release(self, segment: Segment, *, lost: bool) -> None:
         """Free a segment whose turn does not come; `lost` if tokens of it had been sampled, or may have been."""

@@ -34,6 +34,16 @@ def test_a_domain_with_a_verifier_or_an_environment_takes_part() -> None:
     assert read().objective.reward is None
 
 
+def test_a_replay_earns_nothing_and_takes_no_part() -> None:
+    """No environment runs beside it, and the verifier of its exams judges whole episodes."""
+    replay = "domains.code.environment={name: maze, replay: true}"
+    assert [domain.rewarded for domain in read("objective.reward={}", replay).domains.values()] == [True, False]
+    with pytest.raises(ConfigError, match="domains.code.reward"):
+        read("objective.reward={}", replay, "domains.code.reward=true")
+    with pytest.raises(ConfigError, match="no domain that gives a reward"):
+        read("objective.reward={}", replay, "domains.math.reward=false")
+
+
 def test_a_baseline_may_be_a_name() -> None:
     reward = read("objective.reward={baseline: ema, weight: 0.5}").objective.reward
     assert reward is not None and reward.baseline.kind == "ema" and reward.baseline.decay == 0.95

@@ -80,6 +80,18 @@ def test_each_expert_is_a_run_of_its_own_from_the_same_base_and_is_registered(en
     assert said[-1] == "upper: 0.20 → 0.50 on upper, report runs/upper-ppo/report.html"
 
 
+def test_tasks_that_a_mapping_reads_are_not_registered_as_a_file(engines: Engines) -> None:
+    """The file has other columns than ours, so nobody could read it by its path alone."""
+    rows = [json.loads(line) for line in Path("upper.jsonl").read_text().splitlines()]
+    Path("other.jsonl").write_text("\n".join(json.dumps({"question": r.pop("prompt"), **r}) for r in rows) + "\n")
+    experts = raw()["experts"]
+    experts["upper"]["prompts"] = {"path": "other.jsonl", "columns": {"prompt": "question"}}
+    assert go(experts=experts) == [Path("models/reverse"), Path("models/upper")]
+    registry = Registry(Path("registry"))
+    assert registry.get("upper").prompts is None and registry.get("reverse").prompts is not None
+    assert go(experts=experts) == [Path("models/reverse"), Path("models/upper")], "the same command finds it finished"
+
+
 def manifest_of_base() -> dict[str, str]:
     from experts.model_dir import inspect_model
 

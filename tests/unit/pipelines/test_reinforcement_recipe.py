@@ -16,6 +16,7 @@ from opd.config.reward import CriticBaseline, GroupBaseline, LeaveOneOutBaseline
 from opd.errors import ConfigError
 from opd.settings import validate
 from pipelines.reinforce import pipeline_of, record_of
+from pipelines.specs import critic_options
 
 VALID: dict[str, Any] = {
     "output_dir": "models",
@@ -108,6 +109,9 @@ def test_the_base_may_be_the_one_teacher() -> None:
     assert config.trainer.max_grad_norm == pytest.approx(20), (
         "gradients are 20 times as large, and so is where they are cut"
     )
+    critic = config.objective.reward.baseline
+    assert isinstance(critic, CriticBaseline), "its gradients know no kl"
+    assert critic_options(config, critic, 7).max_grad_norm == 1.0
     data = changed(kl_to_base=0.05)
     data["experts"]["guess"]["kl_to_base"] = 0
     assert pipeline_of(validate(ReinforceSpec, data, "s.yaml"), "guess").objective.kind == "none"
@@ -129,6 +133,11 @@ def test_what_decides_the_weights_is_recorded_and_nothing_else() -> None:
 
     same = [{"checkpoint": {"every": 3}}, {"runs": "elsewhere"}, {"monitors": {"length": {"warn": None}}}]
     assert all(record(**change) == record() for change in same)
+    mapping = changed()
+    for kind in ({}, {"columns": {"answer": "solution"}}, {"limit": 5}):
+        mapping["experts"]["answer"] |= {"prompts": {"path": "s.jsonl", **kind}}
+        spec = validate(ReinforceSpec, mapping, "s.yaml")
+        assert (record_of(pipeline_of(spec, "answer"), spec, {"weights": "w"}, "hash") == record()) == (not kind)
     other = [{"seed": 1}, {"method": "rloo"}, {"kl_to_base": 0.1}, {"trainer": {"steps": 10, "lr": 1e-4}}]
     assert all(record(**change) != record() for change in other)
     moved = changed()
@@ -155,6 +164,7 @@ def refusal(data: dict[str, Any]) -> str:
         ({"kl_to_base": -1}, "s.yaml: kl_to_base", "-1"),
         ({"kl_to_base": 0.1, "reward": {"weight": "much"}}, "experts.guess: objective.reward.weight", "'much'"),
         ({"kl_to_base": 0.1, "reward": {"schedule": {"to": []}}}, "experts.guess: objective.reward.schedule", "[]"),
+        ({"kl_to_base": 0.1, "reward": {"weight": -0.5}}, "experts.guess: objective.reward.weight", "-0.5"),
         ({"base": {"from_scratch": None}}, "s.yaml: base", "neither"),
         ({"teachers": {}}, "s.yaml: teachers", "an unknown key"),
     ],

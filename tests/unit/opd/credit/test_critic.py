@@ -17,7 +17,7 @@ from opd.credit.critic import CriticCredit, CriticSpec, WarmUp, explained_varian
 from opd.credit.gae import GaeSpec
 from opd.errors import RunError
 from opd.types import Rollout, WrittenFile
-from tests.credit import segment
+from tests.credit import chain, segment
 
 
 @dataclass
@@ -76,6 +76,12 @@ def test_values_come_before_the_updates_and_rollouts_without_a_reward_stay_out(m
             "critic_grad_norm": 4.0, "value_bias_turn_0": -0.05, "value_bias_turn_1": -0.05,
         }
     )  # fmt: skip
+
+
+def test_turns_go_on_after_a_compaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    credit, _ = made(monkeypatch, knows)
+    found = credit.assign(1, [*chain("aaoaa", "aa").segments, *step_of(0.0)])
+    assert {key for key in found.readings if "bias" in key} == {f"value_bias_turn_{turn}" for turn in range(3)}
 
 
 def test_a_step_without_a_reward_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

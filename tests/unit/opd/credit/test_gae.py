@@ -131,6 +131,18 @@ def test_a_sub_agent_is_a_line_of_its_own_and_compaction_goes_on_in_its_line() -
     assert names == [["e", "e+3", "e+4"], ["e+1", "e+2"]]
 
 
+def test_a_dialogue_beside_one_that_goes_on_takes_nothing_of_its_reward() -> None:
+    """An agent's program asks another question between two turns; then the first dialogue ends with the answer."""
+    (episode,) = episodes(
+        [segment("aaoaa"), segment("aaa", 1, origin="aside", parent="e"), segment("a", 2, parent="e+1")]
+    )
+    assert [[s.sample_id for s in line] for line in lines(episode)] == [["e"], ["e+1", "e+2"]]
+    values = some_values(episode)
+    found = credit(episode, values, GaeSpec(policy_lambda=0.0))
+    for name in ("e", "e+2"):
+        assert found.advantages[name][-1] + values[name][-2] == pytest.approx(1.0)
+
+
 def test_sub_agents_share_the_outcome_and_nothing_of_the_line_that_started_them() -> None:
     episode = branching()
     values = some_values(episode)

@@ -53,6 +53,20 @@ def test_an_episodes_reward_is_that_of_the_domain_where_it_began() -> None:
     assert (found["b"].episodes, found["b"].tokens) == (0, 2), "its tokens are trained all the same"
 
 
+def test_a_sub_agents_segment_is_not_judged_by_the_domain_that_scores_it() -> None:
+    """`a` has a verifier, which would give the segment 0: it answers what the episode of `b` asked."""
+    rollouts = (
+        rollout("e", "b", response_ids=(1, 2), reward=1.0),
+        rollout("e+1", "a", episode="e", group="e", response_ids=(9,), reward=1.0, origin="sub_agent", parent="e"),
+        rollout("e+2", "a", episode="e", group="e", response_ids=(9,), reward=1.0, origin="summary", parent="e+1"),
+    )
+    made = stream(domains=("a", "b"))
+    judged = made.judged(RolloutBatch(rollouts=rollouts, quarantined=()), []).rollouts
+    assert [r.reward for r in judged] == [1.0, 1.0, 1.0]
+    assert set(made.step(1, judged).advantages) == {"e", "e+1", "e+2"}
+    assert {one.failed for one in made.record(judged, None).domains.values()} == {0}
+
+
 def test_the_weight_is_a_function_of_the_step() -> None:
     linear = RewardConfig.model_validate({"weight": 2.0, "schedule": {"to": 0.5, "steps": 4}})
     assert [linear.weight_at(step) for step in (1, 2, 3, 4, 5, 99)] == [2.0, 1.5, 1.0, 0.5, 0.5, 0.5]
@@ -158,11 +172,11 @@ def test_an_episode_that_earned_nothing_is_worth_0_and_one_that_broke_has_no_rew
     rollouts = (
         rollout("e", reward=None, stop_reason="turns"), rollout("e.1", "b", episode="e", reward=None, stop_reason="turns"),
         rollout("f", reward=1.0, stop_reason="done"), rollout("g", reward=None, stop_reason="raised"),
-        rollout("x", "b", reward=None, stop_reason="turns"),
+        rollout("x", "b", reward=None, stop_reason="turns"), rollout("h", reward=0.0, stop_reason="timeout"),
     )  # fmt: skip
     made = RewardStream(RewardConfig(), ["a"], VerifiedRewards({}, Letters(), 5.0), LeaveOneOut())
     judged = made.judged(RolloutBatch(rollouts=rollouts, quarantined=()), []).rollouts
-    assert [r.reward for r in judged] == [0.0, 0.0, 1.0, None, None]
+    assert [r.reward for r in judged] == [0.0, 0.0, 1.0, None, None, None]
     assert {i: list(v) for i, v in made.step(1, judged).advantages.items()} == {
         "e": [-1.0, -1.0], "e.1": [-1.0, -1.0], "f": [1.0, 1.0],
     }  # fmt: skip

@@ -94,10 +94,19 @@ def test_a_history_that_was_changed_forks_and_no_token_is_trained_twice() -> Non
     assert trace.audit == Audit(segments=2, turns=2, sampled=3, trained=3, forks=1)
 
 
+def test_what_was_forked_from_a_dialogue_that_goes_on_lies_beside_it() -> None:
+    trace = Trace()
+    trace.continue_or_fork([1, 2]).sampled(turn(3))
+    trace.continue_or_fork([1, 7]).sampled(turn(8))
+    assert [r.origin for r in trace.rollouts(SAMPLE, "done", 1.0)] == ["main", "main"], "it may take its place"
+    trace.continue_or_fork([1, 2, 3, 4]).sampled(turn(5))
+    assert [r.origin for r in trace.rollouts(SAMPLE, "done", 1.0)] == ["main", "aside"]
+
+
 def test_calls_at_the_same_time_do_not_share_a_segment() -> None:
     trace = Trace()
     first, second = trace.continue_or_fork([1, 2]), trace.continue_or_fork([1, 2])
-    assert first is not second and second.parent == 0
+    assert first is not second and (second.parent, second.origin) == (0, "aside")
     second.sampled(turn(4))
     first.sampled(turn(3))
     assert [r.response_ids for r in trace.rollouts(SAMPLE, "done", None)] == [(3,), (4,)]
