@@ -38,7 +38,7 @@ def test_a_replay_earns_nothing_and_takes_no_part() -> None:
     """No environment runs beside it, and the verifier of its exams judges whole episodes."""
     replay = "domains.code.environment={name: maze, replay: true}"
     assert [domain.rewarded for domain in read("objective.reward={}", replay).domains.values()] == [True, False]
-    with pytest.raises(ConfigError, match="domains.code.reward"):
+    with pytest.raises(ConfigError, match=r"domains\.code\.reward"):
         read("objective.reward={}", replay, "domains.code.reward=true")
     with pytest.raises(ConfigError, match="no domain that gives a reward"):
         read("objective.reward={}", replay, "domains.math.reward=false")
