@@ -18,20 +18,43 @@ from opd.errors import ConfigError
 from opd.near import nearest, of_key_elsewhere
 from opd.wording import leads_to, wanted, wanted_of
 
+MERGE = "tag:yaml.org,2002:merge"
+"""Tag of the key `<<`."""
+
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice, which plain YAML silently resolves to the last one."""
+    """Safe YAML that refuses a key given twice, which plain YAML silently resolves to the last one.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    It looks at each mapping as it is written: `<<: *defaults` later puts keys of another mapping in, which those beside it may
+    replace.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            key = MERGE if key_node.tag == MERGE else self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 raise yaml.constructor.ConstructorError(None, None, f"key {key} is no name", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is given twice", key_node.start_mark)
             seen.add(key)
-        return super().construct_mapping(node, deep=deep)
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put the keys of `<<` in, under those beside it. PyYAML's own keeps the wrong value of a key that a merged mapping had
+        replaced itself."""
+        own = {self.construct_object(k, deep=True): (k, v) for k, v in node.value if k.tag != MERGE}
+        merged: dict[Any, Any] = {}
+        for key_node, given in node.value:
+            if key_node.tag != MERGE:
+                continue
+            for source in given.value if isinstance(given, yaml.SequenceNode) else [given]:
+                if not isinstance(source, yaml.MappingNode):
+                    raise yaml.constructor.ConstructorError(None, None, "`<<` merges mappings alone", source.start_mark)
+                self.flatten_mapping(source)
+                merged = {self.construct_object(k, deep=True): (k, v) for k, v in source.value} | merged
+        node.value = list((merged | own).values())
 
 
 MAX_YAML_BYTES = 1 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import unicodedata
 
 _LAYOUT = "\n\t\r"
@@ -30,3 +31,8 @@ def is_control(character: str) -> bool:
 def readable(text: str) -> str:
     """The text without such characters."""
     return "".join(c for c in text if not is_control(c))
+
+
+def as_typed(path: object) -> str:
+    """A path in a command that a user is to copy into a shell."""
+    return shlex.quote(str(path))

@@ -11,6 +11,7 @@ from types import FrameType
 
 from opd.run_dir import RunPaths
 from opd.signals import end_at_once, postponed, settle
+from opd.text import as_typed
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -28,7 +29,7 @@ class Interrupted(Exception):
 
     def __init__(self, step: int, root: Path, number: int) -> None:
         super().__init__(
-            f"stopped after step {step}, checkpoint written; go on with `opd merge --resume {RunPaths(root).whole}`"
+            f"stopped after step {step}, checkpoint written; go on with `opd merge --resume {as_typed(RunPaths(root).whole)}`"
         )
         self.number = number
         """The number of the signal."""

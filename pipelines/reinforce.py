@@ -89,8 +89,9 @@ def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any],
     return {"method": spec.method, "base": base, "seed": spec.seed, "prompts": prompts, **found}
 
 
-def _taken(prompts: Path | PromptsConfig) -> dict[str, Any]:
+def _taken(prompts: Path | PromptsConfig | None) -> dict[str, Any]:
     """What a mapping says of the tasks beside where they are: rows, columns and the like. Empty where it says nothing."""
+    assert prompts is not None, "an expert has tasks"
     said = as_prompts_config(prompts).model_dump(mode="json", exclude={"path"}, exclude_defaults=True)
     return {"prompts": said} if said else {}
 

@@ -17,6 +17,7 @@ from opd.monitors.signal import History, Signal
 from opd.named import imported
 from opd.run_dir import RunPaths
 from opd.step_record import AlarmRecord, StepRecord
+from opd.text import as_typed
 from opd.types import Rollout
 
 Readings = Mapping[str, Mapping[str, float]]
@@ -125,6 +126,6 @@ class RunMonitors:
             f"  saw:    {self._paths.alarms(max(alarm.since for alarm in ending))}, and the samples in {self._paths.page}",
             f"  intact: checkpoint of step {step}",
             "  fix:    " + "; ".join(dict.fromkeys(signal_of(alarm).advice for alarm in ending)),
-            "  go on:  " + " ".join(["opd merge --resume", str(self._paths.whole), changes]).strip(),
+            "  go on:  " + " ".join(["opd merge --resume", as_typed(self._paths.whole), changes]).strip(),
         ]
         return (RunError if stops else Paused)("\n".join(lines))

@@ -21,6 +21,7 @@ from opd.prompts.line import COLUMNS, FORM, MAX_LINE_BYTES, BrokenRow, no_column
 from opd.prompts.sources import Source, library, quiet
 
 BATCH_ROWS = 1024
+csv.field_size_limit(MAX_LINE_BYTES)  # Python's own limit is 128 KiB
 
 
 class Place(NamedTuple):
@@ -53,8 +54,9 @@ def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
         return
     for file, shown in zip(source.files, source.shown, strict=True):
         if source.kind == "jsonl":
+            prompt = config.columns.get("prompt", "prompt")
             for place, row in _json_lines(file, shown):
-                yield place, row if kept(row, config, text=False) else None
+                yield place, _without_empty(row, prompt) if kept(row, config, text=False) else None
         elif source.kind == "csv":
             yield from _tables(shown, _csv(file, shown, config), _from_text, config)
         else:
@@ -111,6 +113,11 @@ def _rest(opened: Any) -> int:
     return total
 
 
+def _without_empty(row: Any, prompt: str) -> Any:
+    """Drop columns that are null, as an empty cell of a table is dropped: `datasets` writes such nulls."""
+    return {k: v for k, v in row.items() if v is not None or k == prompt} if isinstance(row, dict) else row
+
+
 # Tables, by `datasets`
 
 
@@ -139,7 +146,7 @@ def _next(shown: str, batches: Iterator[Any]) -> Any:
             return next(batches, None)
     except PromptError:
         raise
-    except (OSError, ValueError, pa.ArrowException) as error:  # errors of pandas are ValueErrors
+    except (OSError, ValueError, csv.Error, pa.ArrowException) as error:  # errors of pandas are ValueErrors
         raise _unreadable(shown, error) from None
 
 
@@ -160,7 +167,7 @@ def _parquet(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
 
 def _csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
     """Tables of a CSV file. Every cell is text: `007` stays `007`, and `NA` is no missing value."""
-    columns = _wanted(shown, _header(file), config)
+    columns = _wanted(shown, _header(file, shown), config)
     datasets = library()
     stream = datasets.load_dataset(
         "csv",
@@ -173,9 +180,18 @@ def _csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
     yield from stream.with_format("arrow").iter(BATCH_ROWS)
 
 
-def _header(file: Path) -> list[str]:
+def _header(file: Path, shown: str) -> list[str]:
+    """The names of the columns. Raises: PromptError if the first row has more cells.
+
+    From such cells pandas would make names of rows, and every cell of the file would move by a column. Later rows that are too long
+    it refuses itself.
+    """
     with file.open(encoding="utf-8-sig", newline="", errors="replace") as opened:
-        return next(csv.reader(opened), [])
+        rows = (row for row in csv.reader(opened) if row)  # blank lines are passed over, as pandas does
+        names = next(rows, [])
+        if len(next(rows, [])) > len(names):
+            raise _unreadable(shown, ValueError("more cells in row 1 than in the header; is a comma without quotes?"))
+    return names
 
 
 def refuse_missing_columns(file: Path, shown: str, config: PromptsConfig) -> None:
@@ -184,8 +200,10 @@ def refuse_missing_columns(file: Path, shown: str, config: PromptsConfig) -> Non
     from pyarrow import parquet
 
     try:
-        names = _header(file) if file.suffix.lower() == ".csv" else parquet.read_schema(file).names
-    except (OSError, ValueError, pa.ArrowException) as error:
+        names = _header(file, shown) if file.suffix.lower() == ".csv" else parquet.read_schema(file).names
+    except PromptError:
+        raise
+    except (OSError, ValueError, csv.Error, pa.ArrowException) as error:
         raise _unreadable(shown, error) from None
     _wanted(shown, names, config)
 

@@ -23,8 +23,9 @@ from opd.prompts.mix import shuffled
 from opd.prompts.readers import Place, refuse_missing_columns, source_rows
 from opd.prompts.sources import Source, find_source, is_hub_name
 
-FORMAT = 1
-"""Version of the cached rows; raise it if the same file would give other rows."""
+FORMAT = 2
+"""Version of the cached rows; raise it if the same file would give other rows. With 1 a CSV whose first row had too many cells was
+accepted."""
 SCHEMA = pa.schema([("row", pa.int64()), ("line", pa.large_binary())])
 
 

@@ -11,6 +11,7 @@ from opd.evaluation.scores import Evaluation
 from opd.metrics import steps_and_tokens
 from opd.report.run import RunFiles
 from opd.run_dir import RunPaths
+from opd.text import as_typed
 
 
 def unfinished(run: RunFiles) -> str | None:
@@ -74,7 +75,7 @@ def _same_model(one: Evaluation, other: Evaluation) -> bool:
 def _command(one: BaselineResult, run: RunFiles) -> str:
     share = "" if one.token_share in (None, 1.0) else f" --share {one.token_share:g}"
     seed = "" if one.seed == run.pipeline.get("seed", 0) else f" --seed {one.seed}"
-    return f"opd baseline {run.root} --method {one.method}{share}{seed}"
+    return f"opd baseline {as_typed(run.root)} --method {one.method}{share}{seed}"
 
 
 def notices(run: RunFiles) -> list[str]:

@@ -12,6 +12,7 @@ from opd.report.gate import Gate
 from opd.report.run import read_run
 from opd.report.summary import full_report
 from opd.run_dir import RunPaths
+from opd.text import as_typed
 
 
 def write_report(root: Path, output: Path | None = None, gate: Gate | None = None) -> dict[str, Any]:
@@ -28,7 +29,9 @@ def write_report(root: Path, output: Path | None = None, gate: Gate | None = Non
                 root,
                 found="a merge without a domain that was measured" if run.finished else "a merge that is not finished",
                 wanted="a finished merge, for --min-headroom and --max-regression to judge",
-                fix="give a domain an `eval`" if run.finished else f"finish it with `opd merge --resume {root}`",
+                fix="give a domain an `eval`"
+                if run.finished
+                else f"finish it with `opd merge --resume {as_typed(root)}`",
             )
         report["gate"] = gate.verdict(report)
     from opd.report.page import render  # imports matplotlib, which what was refused above needs not

@@ -11,6 +11,7 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.errors import RunDirError
 from opd.report import read_run
 from opd.run_dir import RunPaths
+from opd.text import as_typed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ def find_model(given: Path, tell: Callable[[str], None]) -> Found:
             paths.model,
             found="no such directory: the merge has not come to its end",
             wanted="the model that a finished merge leaves",
-            fix=f"`opd merge --resume {given}` finishes it",
+            fix=f"`opd merge --resume {as_typed(given)}` finishes it",
         )
     if not read_run(given).finished:
         tell(f"warning: {given} is not finished: {paths.model} is the model of an earlier end")

@@ -19,6 +19,7 @@ from opd.errors import ConfigError, RunDirError
 from opd.metrics import MetricsFile
 from opd.near import did_you_mean
 from opd.run_dir import RunPaths
+from opd.text import as_typed
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.merging.changes import accept_changes
 
@@ -188,7 +189,7 @@ def tokens_per_step(root: Path) -> dict[str, float] | None:
             paths.metrics,
             found="no steps",
             wanted="the metrics of a merge: baselines get as many tokens as it trained on",
-            fix=f"`opd merge --resume {root}`",
+            fix=f"`opd merge --resume {as_typed(root)}`",
         )
     if not records:
         return None

@@ -21,6 +21,7 @@ from opd.evaluation.scores import DomainScore, Evaluation
 from opd.files import replace_dir
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.run_dir import RunPaths
+from opd.text import as_typed
 from pipelines.baselines.bound import bound, drop_other_merge, outdated, refuse_other_inputs
 from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.episodes import cut_notice
@@ -99,7 +100,7 @@ def _refuse_unfinished(jobs: Sequence[BaselineJob]) -> None:
                 job.root,
                 found="a merge that is not finished",
                 wanted="a finished one: `opd` with all of its steps is the merge itself",
-                fix=f"`opd merge --resume {job.root}`",
+                fix=f"`opd merge --resume {as_typed(job.root)}`",
             )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from opd.run_dir import RunPaths
+from opd.text import as_typed
 from pipelines.commands import experts, prompts
 from pipelines.commands.merge import merge
 from pipelines.commands.shell import examples, say
@@ -38,11 +39,11 @@ def demo(
     run = RunPaths(here / RUN)
     made = ", ".join(str(here / path) for path in MADE)
     if _finished(run):
-        say(f"finished before: `opd report {run.root}` shows it; to begin anew, delete {made}")
+        say(f"finished before: `opd report {as_typed(run.root)}` shows it; to begin anew, delete {made}")
         return
     say(f"makes {made}; after an interruption the same command goes on")
     if run.root.exists():
-        say(f"3 of 3: opd merge --resume {run.root}")
+        say(f"3 of 3: opd merge --resume {as_typed(run.root)}")
         merge(resume=run.root)
     else:
         _make_experts()

@@ -80,15 +80,15 @@ def evaluate(
         side_by_side=compare,
     )
     found = command.evaluate(options, say)
+    if as_json:
+        typer.echo(json.dumps(found.data))
+    else:
+        for title, columns, rows in found.tables:
+            print_table(title, columns, rows)
     if output:
         from opd.files import atomic_write_text
 
         atomic_write_text(output, json.dumps(found.data, indent=1) + "\n")
-    if as_json:
-        typer.echo(json.dumps(found.data))
-        return
-    for title, columns, rows in found.tables:
-        print_table(title, columns, rows)
 
 
 def _first_look(models: list[Path], pipeline: str | None) -> None:

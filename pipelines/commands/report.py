@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from opd.errors import ConfigError
 from opd.run_dir import RunPaths
+from opd.text import as_typed
 from pipelines.commands import completion
 from pipelines.commands.shell import examples, in_a_directory, print_table, say
 
@@ -50,6 +52,13 @@ def report(
     """Print a merge's table and write it as a page, report.html, with report.json beside it."""
     from opd.report import Gate, write_report
 
+    if output is not None and output.suffix == ".json":
+        raise ConfigError.at(
+            "opd report --output",
+            found=f"{output}, where the report's numbers go, which are written beside the page by themselves",
+            wanted="a name for the page",
+            fix=f"--output {as_typed(output.with_suffix('.html'))}",
+        )
     gate = Gate(min_headroom=min_headroom, max_regression=max_regression)
     found = write_report(run_dir, output, gate)
     if markdown:

@@ -28,8 +28,8 @@ from pipelines.commands import completion
 from pipelines.commands.usage import DEBUG, UsageError, debug_first, explained, shows_help
 from pipelines.interrupts import Interrupted
 
-PATH_ERRNOS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
-"""Errors of a path that leads through a file, or to a directory in a file's place: nobody but the user names such paths."""
+PATH_ERRNOS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""Errors of a path that leads through a file, to a directory in a file's place, or has a name that is too long: nobody but the user names such paths."""
 PipelineArgument = Annotated[
     str,
     typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.pipelines),
@@ -49,6 +49,8 @@ def in_a_directory(file: Path | None) -> Path | None:
         raise typer.BadParameter(f"{file}, and there is no directory {file.parent}")
     if file is not None and file.is_dir():
         raise typer.BadParameter(f"{file}, which is a directory")
+    if file is not None and not os.access(file.parent, os.W_OK):
+        raise typer.BadParameter(f"{file}, and nothing may be written to {file.parent}")
     return file
 
 
@@ -105,6 +107,8 @@ def ends_clearly(debug: bool = False) -> Iterator[None]:
 
         if error.errno in PATH_ERRNOS and error.filename:
             end(f"error: {_no_such_place(error)}", 2)
+        if error.errno == errno.EACCES and error.filename and _unreadable(Path(error.filename)):
+            end(f"error: {_closed(error)}", 2)
         if error.errno not in STORAGE_ERRNOS:
             raise
         end(f"failed: {error.strerror}: {error.filename or 'while writing'}; what was finished before is intact", 3)
@@ -116,6 +120,20 @@ def _no_such_place(error: OSError) -> OpdError:
         found=(error.strerror or str(error)).lower(),
         wanted="a path whose parents are directories, and that is itself what the command reads or writes",
         fix="correct the path in the command or in its file; `--debug` shows where it was used",
+    )
+
+
+def _unreadable(file: Path) -> bool:
+    """Whether a file that is there may not be read, or nothing in its directory."""
+    return not os.access(file.parent, os.X_OK) or (os.path.lexists(file) and not os.access(file, os.R_OK))
+
+
+def _closed(error: OSError) -> OpdError:
+    return OpdError.at(
+        error.filename,
+        found="a file that you may not read",
+        wanted="a file that this user may read",
+        fix="ask its owner, or change its rights (chmod)",
     )
 
 

@@ -73,6 +73,14 @@ def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
             wanted="a pipeline, for its domains and verifiers, or --lm-eval TASK",
             fix="give --pipeline FILE, or the name of a shipped one",
         )
+    unused = [name for name, given in (("--domains", options.domains), ("--set", options.overrides)) if given]
+    if config is None and unused:
+        raise ConfigError.at(
+            unused[0],
+            found=f"no pipeline that it belongs to: {dirs[0]} is not in a run directory",
+            wanted="--pipeline beside it, or --lm-eval alone",
+            fix=f"give --pipeline FILE, or leave {unused[0]} out",
+        )
     settings = _with_tasks(config, options.tasks)
     harness.check_tasks(settings)
     found = {} if config is None else evaluate_models(config, dirs, options.domains, tell)

@@ -12,6 +12,7 @@ from opd.config import PipelineConfig, rounds_of
 from opd.errors import ConfigError, RunDirError
 from opd.evaluation.evaluator import BEFORE, MERGED
 from opd.evaluation.scores import FORMAT, Evaluation
+from opd.text import as_typed
 from opd.types import Teacher
 from pipelines.evaluation.models import (
     Subject,
@@ -86,7 +87,7 @@ def _matrix_subjects(
                 merged,
                 found="no such directory",
                 wanted="the model of a finished merge",
-                fix=f"finish it with `opd merge --resume {merged.parent}`, or give the pipeline to leave it out",
+                fix=f"finish it with `opd merge --resume {as_typed(merged.parent)}`, or give the pipeline to leave it out",
             )
         info, _ = inspect_expert(merged)
         refuse_other_vocabulary(merged, info, inputs.student)

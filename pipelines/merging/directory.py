@@ -14,6 +14,7 @@ from opd import checkpoints
 from opd.errors import RunDirError, StorageError
 from opd.files import storing
 from opd.run_dir import RunPaths
+from opd.text import as_typed
 
 LOOK_S = 0.2
 """Seconds to wait for the lock: `opd status` holds it for a moment to find out whether anybody does."""
@@ -26,7 +27,7 @@ def refuse_existing(root: Path) -> None:
             root,
             found="a run directory that exists",
             wanted="a new one",
-            fix=f"`opd merge --resume {root}` goes on with it; --run-dir names another",
+            fix=f"`opd merge --resume {as_typed(root)}` goes on with it; --run-dir names another",
         )
 
 
@@ -79,7 +80,7 @@ def says_what_is_intact(paths: RunPaths) -> Iterator[None]:
         steps = checkpoints.steps_of(paths.checkpoints)
         intact = f"checkpoint of step {steps[-1]}" if steps else "the run directory; no checkpoint was due yet"
         raise StorageError(
-            f"{error}\n  intact: {intact}\n  fix:    make room or mend the disk, then `opd merge --resume {paths.whole}`"
+            f"{error}\n  intact: {intact}\n  fix:    make room or mend the disk, then `opd merge --resume {as_typed(paths.whole)}`"
         ) from None
 
 

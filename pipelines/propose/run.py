@@ -14,6 +14,7 @@ from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.files import atomic_write_text, storing
 from opd.settings import parse_yaml, validate
+from opd.text import as_typed
 from pipelines.propose.given import Ask, Flags, Tell, complete
 from pipelines.propose.shipped import RECIPES, commands_of, files_of
 from pipelines.propose.text import render, schema_line
@@ -34,8 +35,10 @@ class Target:
 
     def refuse_existing(self, files: Mapping[Path, str] | None = None) -> None:
         """Raises: ConfigError for a file that would be replaced, or a directory that is not there."""
-        for path in files or {self.path: ""}:
-            if path.exists() and not self.force:
+        for path in (*(files or {self.path: ""}), self.schema):
+            if path.is_dir():
+                raise ConfigError.at(path, found="a directory", wanted="a file to write", fix="name a file in it")
+            if path.exists() and not self.force and not (path == self.schema and _is_schema(path)):
                 raise ConfigError.at(
                     path,
                     found="a file that is there already",
@@ -58,6 +61,11 @@ class Target:
         for path, text in {self.schema: schema, **files}.items():
             with storing(path):
                 atomic_write_text(path, text)
+
+
+def _is_schema(path: Path) -> bool:
+    """Whether an earlier call wrote it: it is the same for every pipeline."""
+    return f'"title": "{PipelineConfig.__name__}"' in path.read_text(encoding="utf-8", errors="replace")
 
 
 def copy_shipped(name: str, target: Target) -> list[str]:
@@ -111,7 +119,7 @@ def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) ->
         tell(line)
     for warning in proposal.warnings:
         tell(f"warning: {warning}")
-    return [f"opd check {target.path}", f"opd merge {target.path}"]
+    return [f"opd check {as_typed(target.path)}", f"opd merge {as_typed(target.path)}"]
 
 
 def _name(path: Path) -> str:
@@ -124,6 +132,6 @@ def _head(target: Target, machine: str) -> list[str]:
         f"Written by `opd init` of opd-merge {__version__} for a machine with {machine}.",
         "Paths are relative to the directory that `opd` is started in; all keys are in docs/pipelines.md.",
         "",
-        f"    opd check {target.path}      can these experts teach this student anything?",
-        f"    opd merge {target.path}      writes runs/{_name(target.path)}",
+        f"    opd check {as_typed(target.path)}      can these experts teach this student anything?",
+        f"    opd merge {as_typed(target.path)}      writes runs/{_name(target.path)}",
     ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experts.spec import find_spec
+from opd.text import as_typed
 from pipelines.catalog import find
 
 
@@ -70,5 +71,5 @@ def files_of(name: str, pipeline: Path) -> dict[Path, str]:
 def commands_of(name: str, pipeline: Path) -> list[str]:
     """What to type next, in order."""
     recipe = RECIPES[name]
-    train = [f"opd experts train {pipeline.with_name(f'{recipe.spec}.yaml')}"] if recipe.spec else []
-    return [*recipe.before, *train, f"opd check {pipeline}", f"opd merge {pipeline}"]
+    train = [f"opd experts train {as_typed(pipeline.with_name(f'{recipe.spec}.yaml'))}"] if recipe.spec else []
+    return [*recipe.before, *train, f"opd check {as_typed(pipeline)}", f"opd merge {as_typed(pipeline)}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -63,6 +64,42 @@ def test_report_says_that_a_merge_is_not_finished(tmp_path: Path) -> None:
         "not finished: 4 of 9 steps are done; what stands under “merged” is the last evaluation so far" in result.stderr
     )
     assert "not finished" in opd("report", root, "--markdown").stderr
+
+
+# What was measured, and what may not be read
+
+
+def test_a_full_disk_costs_the_file_and_not_the_table(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "scores.json")
+
+    found = EvaluateOutput({"models": {}}, [("measured", ("model", "a"), [("m", "0.75")])])
+    monkeypatch.setattr(pipelines.evaluation.command, "evaluate", lambda options, tell: found)
+    monkeypatch.setattr("opd.files.atomic_write_text", full)
+    result = opd("evaluate", "up", "--output", "scores.json")
+    assert result.exit_code == 3 and "0.75" in result.stdout and "scores.json" in result.stderr
+
+
+def test_settings_of_public_tasks_need_a_pipeline(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one nobody would read them, and the whole task would be run."""
+    monkeypatch.setattr("opd.evaluation.harness.run_tasks", lambda *_: pytest.fail("the harness was begun"))
+    for more in (["--set", "evaluate.lm_eval.limit=5"], ["--domains", "a"]):
+        result = opd("evaluate", "up", "--lm-eval", "gsm8k", *more)
+        assert result.exit_code == 2 and result.stderr.startswith(f"error: {more[0]}\n  found:  no pipeline"), (
+            result.output
+        )
+
+
+def test_a_file_that_may_not_be_read_is_bad_input(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, may = world.root / "base" / "model.safetensors", os.access
+
+    def closed(*_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(weights))
+
+    monkeypatch.setattr(pipelines.evaluation.command, "evaluate", closed)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != weights and may(path, mode))
+    result = opd("evaluate", "up")
+    assert result.exit_code == 2 and "may not read" in result.stderr, result.output
 
 
 # Text from others

@@ -433,6 +433,16 @@ def test_a_file_that_is_not_one_mapping_is_refused(text: str | bytes, word: str,
     assert word in str(error.value)
 
 
+def test_defaults_of_an_anchor_can_be_merged_and_replaced(tmp_path: Path) -> None:
+    """Whichever of the mappings is read first; a key that is written twice beside a merge is refused all the same."""
+    text = "late: {in: &b {<<: *a, y: 3}}\n"
+    text = "one: &a {x: 1, y: 2}\nnear: {<<: *a, y: 5}\n" + text + "last: {<<: *b, x: 4}\n"
+    found = load_yaml(write(tmp_path, text))
+    assert (found["near"], found["late"]["in"], found["last"]) == ({"x": 1, "y": 5}, {"x": 1, "y": 3}, {"x": 4, "y": 3})
+    with pytest.raises(ConfigError, match="`y` is given twice"):
+        load_yaml(write(tmp_path, "one: &a {x: 1}\ntwo: {<<: *a, y: 1, y: 2}\n"))
+
+
 def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml\n  found:  no such file"):
         load_pipeline(tmp_path / "none.yaml")

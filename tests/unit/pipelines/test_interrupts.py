@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.interrupts import Stopped, interrupts
+from pipelines.interrupts import Interrupted, Stopped, interrupts
 
 ROOT = Path(__file__).parents[3]
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -42,6 +44,11 @@ def test_where_there_is_no_step_the_first_ends(number: int) -> None:
         with pytest.raises(Stopped):
             signal.raise_signal(number)
         assert found.asked()
+
+
+def test_the_command_that_goes_on_can_be_pasted() -> None:
+    (command,) = re.findall("`(.*)`", str(Interrupted(3, Path("runs/my run"), signal.SIGINT)))
+    assert shlex.split(command) == ["opd", "merge", "--resume", "runs/my run"]
 
 
 def test_within_another_it_is_that_one() -> None:

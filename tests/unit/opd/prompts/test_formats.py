@@ -12,6 +12,7 @@ import pytest
 from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
 from opd.prompts import find_source, load_prompts, open_rows, read_prompt_lines
+from opd.prompts.line import MAX_LINE_BYTES
 from opd.prompts.readers import BATCH_ROWS
 
 FORMATS = ["p.jsonl", "p.csv", "p.parquet", "saved", "splits", "files"]
@@ -161,7 +162,10 @@ def test_files_that_are_not_what_their_ending_says_are_refused(tmp_path: Path) -
     for content, name, word in (
         (b'{"prompt": "a"}\n', "p.parquet", "magic bytes"),
         (b"prompt,answer\na,b\nc,d,e\n", "p.csv", "line 3"),
+        (b"prompt,answer\nrev aa, or bb=,aa\nc,d\n", "p.csv", "more cells in row 1"),
+        (b"prompt,answer\na,b,\nc,d,\n", "p.csv", "more cells in row 1"),
         (b'prompt,answer\n"a,b\n', "p.csv", "EOF inside string"),
+        (b'"prompt,answer\n' + b"a,b\n" * (MAX_LINE_BYTES // 4 + 1), "p.csv", "field larger than"),
         (b"", "p.csv", "no column `prompt`"),
     ):
         path = tmp_path / name
@@ -169,6 +173,13 @@ def test_files_that_are_not_what_their_ending_says_are_refused(tmp_path: Path) -
         assert refusal(path).startswith(str(path)) and word in refusal(path)
     path.write_bytes(b"prompt,answer\na,b\n\xff,c\n")
     assert refusal(path).startswith(f"{path}:3\n  found:  bytes that are not UTF-8")
+
+
+def test_a_null_is_a_column_that_the_row_does_not_have(write_rows: WriteRows) -> None:
+    row = {"prompt": "a", "answer": None, "completion": None, "metadata": None}
+    lines = [read_prompt_lines(write_rows(name, [row, ROWS[0]])) for name in ("p.jsonl", "p.parquet")]
+    assert [(one.prompt, one.answer) for one in lines[0]] == [(one.prompt, one.answer) for one in lines[1]]
+    assert "column `prompt`" in refusal(write_rows("p.jsonl", [{"prompt": None, "answer": "b"}]))
 
 
 @pytest.mark.parametrize("name", ["p.csv", "p.parquet"])

@@ -235,13 +235,22 @@ def no_directory(three: Path) -> tuple[list[str], list[str]]:
     return [*THREE, *FILES, "--output", "new/p.yaml"], ["new/p.yaml\n", "no directory new"]
 
 
+def a_schema_is_there(three: Path) -> tuple[list[str], list[str]]:
+    (three / "pipeline.schema.json").write_text("{}")
+    return [*THREE, *FILES], ["pipeline.schema.json\n", "there already", "--force"]
+
+
+def a_directory(three: Path) -> tuple[list[str], list[str]]:
+    return [*THREE, *FILES, "--output", "up", "--force"], ["up\n", "a directory"]
+
+
 def unknown_recipe(three: Path) -> tuple[list[str], list[str]]:
     return ["--from", "quikstart"], ["--from\n", "did you mean `quickstart`?"]
 
 
 REFUSED = (
     nothing, no_student, no_weights, other_tokens, no_base, no_question, no_verifier, unjudgeable, a_leak, file_is_there,
-    no_directory, unknown_recipe,
+    no_directory, a_schema_is_there, a_directory, unknown_recipe,
 )  # fmt: skip
 
 
@@ -295,6 +304,14 @@ def test_the_commands_of_a_copy_are_those_of_the_makefile() -> None:
         for command in recipe.before:
             wanted = re.sub("^opd ", "$(OPD) ", command).removeprefix("pip install --no-deps ")
             assert wanted in makefile, command
+
+
+def test_a_schema_of_an_earlier_call_may_be_replaced_and_odd_names_can_be_pasted(three: Path) -> None:
+    for _ in range(2):
+        result = opd("--from", "quickstart", "--output", "my own.yaml")
+        assert result.exit_code == 0 and "opd merge 'my own.yaml'" in result.output, result.output
+        Path("my own.yaml").unlink()
+        Path("quickstart-experts.yaml").unlink()
 
 
 def test_a_copy_takes_no_models(three: Path) -> None:
