@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -44,6 +46,25 @@ def test_a_reward_that_is_no_number_to_train_on(reward: str, tmp_path: Path) -> 
 def test_a_result_that_is_none(result: str, tmp_path: Path) -> None:
     found = beside_a_good_one(f"{ASK}{result}\n", tmp_path)
     assert (found.stop_reason, found.reward, found.error) == ("done", None, "")
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason", "reward", "told"),
+    [
+        ("print('{\"reward\": 0.5}')", "done", 0.5, ""),
+        ("sys.exit('it is broken')", "agent", None, "exit status 1: it is broken"),
+    ],
+)
+def test_what_was_said_is_kept_although_a_process_left_behind_could_say_more(
+    ending: str, reason: str, reward: float | None, told: str, tmp_path: Path
+) -> None:
+    holds = "import subprocess\nleft = subprocess.Popen(['sleep', '30'], start_new_session=True)\n"
+    pid = tmp_path / "pid"
+    try:
+        found = beside_a_good_one(f"{ASK}{holds}open({str(pid)!r}, 'w').write(str(left.pid))\n{ending}\n", tmp_path)
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert (found.stop_reason, found.reward) == (reason, reward) and told in found.error
 
 
 @pytest.mark.parametrize(
