@@ -95,6 +95,18 @@ def test_what_the_programs_own_tool_gave(text: str, tmp_path: Path) -> None:
         assert (found.stop_reason, found.audit.turns) == ("done", 1)
 
 
+@pytest.mark.parametrize("depth", [500, 50_000])
+def test_a_call_that_is_nested_too_deeply_is_the_programs_fault(depth: int, tmp_path: Path) -> None:
+    code = (
+        f"deep = '{{\"a\": ' * {depth} + '1' + '}}' * {depth}\n"
+        "call = {'id': 'c', 'type': 'function', 'function': {'name': 'f', 'arguments': deep}}\n"
+        "chat = [{'role': 'user', 'content': '2'}, {'role': 'assistant', 'tool_calls': [call]}]\n"
+        "try: ask([*chat, {'role': 'tool', 'tool_call_id': 'c', 'content': 'x'}])\n"
+        "except urllib.error.HTTPError as error: sys.exit(f\"{error.code} {json.load(error)['error']['message']}\")\n"
+    )
+    assert ": 400 " in beside_a_good_one(ASK + code, tmp_path).error
+
+
 def test_a_program_whose_requests_are_refused_for_ever(tmp_path: Path) -> None:
     code = "while True:\n    try: ask(3)\n    except urllib.error.HTTPError: pass\n"
     found = beside_a_good_one(code, tmp_path, timeout_s=30.0, max_calls=9)
