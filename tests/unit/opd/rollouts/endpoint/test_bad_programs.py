@@ -84,6 +84,13 @@ def test_a_verifier_that_gives_nothing(verifier: Any, reason: str, told: str, tm
     assert found.stop_reason == reason and told in found.error and found.reward is None
 
 
+@pytest.mark.parametrize("result", ["", 'print(\'{"answer": "3", "reward": 1}\', flush=True)\n'])
+@pytest.mark.parametrize("verifier", ["exact_match", None])
+def test_a_program_that_hangs_gets_no_reward(verifier: Any, result: str, tmp_path: Path) -> None:
+    found = beside_a_good_one(f"{ASK}{result}import time\ntime.sleep(60)\n", tmp_path, verifier=verifier, timeout_s=3.0)
+    assert (found.stop_reason, found.reward, found.audit.turns) == ("timeout", None, 1)
+
+
 @pytest.mark.parametrize("text", ["'x' * 10_000_000", "'\\x1b[2J\\x00' + '2'"], ids=["10 MB", "control"])
 def test_what_the_programs_own_tool_gave(text: str, tmp_path: Path) -> None:
     begun = time.monotonic()
