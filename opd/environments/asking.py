@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from opd.config.strict import Strict
 from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.errors import ConfigError
+from opd.text import readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ class Asking(ABC):
         """Whether the answer is right."""
 
     def step(self, action: Action) -> Outcome:
-        """Carry out the calls, or judge the answer if there are none."""
+        """Carry out the calls, or judge the answer if there are none. Tools may repeat a call's words, also those that are no text."""
         if not action.calls:
             return self._answered(action.text)
-        return Outcome(observation=tuple(map(self.called, action.calls)))
+        return Outcome(observation=tuple(readable(self.called(call)) for call in action.calls))
 
     def called(self, call: ToolCall) -> str:
         """What a tool says. An environment with tools has its own; a call of any other tool does not come here."""

@@ -24,7 +24,7 @@ from opd.rollouts.endpoint.program import Ran, environment, run_program
 from opd.rollouts.endpoint.server import Endpoint
 from opd.rollouts.endpoint.session import Session, Terms
 from opd.rollouts.episodes.runner import Dialogues, run_episodes, watch_of
-from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeRequest, EpisodeResult, is_reward
+from opd.rollouts.episodes.spec import BROKEN, EpisodeEnd, EpisodeRequest, EpisodeResult, is_reward
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 from opd.rollouts.episodes.trace import Trace
 from opd.text import one_line
@@ -89,7 +89,7 @@ class _Agent:
             async with slots:
                 ran = await self._program(endpoint)
             end = self._end(ran)
-            if end.reason not in ("foreign", "agent", "silent"):
+            if end.reason not in BROKEN:
                 reward = await self._reward(ran)
         except EpisodeEnd as wrong:
             end = wrong

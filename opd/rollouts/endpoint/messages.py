@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal
@@ -132,6 +132,14 @@ def identity(body: Mapping[str, Any]) -> str:
     """Hash of a request's body without the settings that decide how the reply is sent alone."""
     asked = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
     return sha256(canonical(asked).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def digests(context: str, messages: Iterable[Message]) -> Iterator[str]:
+    """A digest of the conversation up to each message."""
+    digest = sha256(context.encode("utf-8", "surrogatepass")).hexdigest()
+    for message in messages:
+        digest = sha256(f"{digest}{message.key}".encode("utf-8", "surrogatepass")).hexdigest()
+        yield digest
 
 
 def given(body: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:

@@ -51,18 +51,18 @@ async def run_program(
         _pipe() as (err, said),
         _started(command, folder, environ, out, err) as process,
     ):
-        readers = [asyncio.ensure_future(_tail(stream)) for stream in (printed, said)]
+        tails = [_Tail(stream) for stream in (printed, said)]
+        readers = [asyncio.ensure_future(tail.read()) for tail in tails]
         waits = [asyncio.ensure_future(wait) for wait in (process.wait(), ended.wait())]
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             code = process.returncode
             await _end(process)
             await asyncio.wait(readers, timeout=GRACE_S)  # a process outside of the group may hold the pipes open
-            texts = [reader.result() if reader.done() else "" for reader in readers]
         finally:
             for task in (*waits, *readers):
                 task.cancel()
-    return Ran(code=code, err=texts[1], result=_result(folder / "result.json", texts[0]))
+    return Ran(code=code, err=tails[1].text, result=_result(folder / "result.json", tails[0].text))
 
 
 def environment(folder: Path, given: Mapping[str, str], inherit: Sequence[str]) -> dict[str, str]:
@@ -134,12 +134,20 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None
         os.killpg(process.pid, number)
 
 
-async def _tail(stream: asyncio.StreamReader) -> str:
-    """Read to the end, and keep the last part."""
-    kept = b""
-    while data := await stream.read(KEPT_BYTES):
-        kept = (kept + data)[-KEPT_BYTES:]
-    return kept.decode("utf-8", "replace")
+class _Tail:
+    """The last part of what a stream has brought so far."""
+
+    def __init__(self, stream: asyncio.StreamReader) -> None:
+        self._stream, self._kept = stream, b""
+
+    async def read(self) -> None:
+        """Read to the end."""
+        while data := await self._stream.read(KEPT_BYTES):
+            self._kept = (self._kept + data)[-KEPT_BYTES:]
+
+    @property
+    def text(self) -> str:
+        return self._kept.decode("utf-8", "replace")
 
 
 def _result(file: Path, out: str) -> Any:

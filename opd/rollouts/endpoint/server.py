@@ -113,9 +113,9 @@ class Endpoint:
         session.count()
         try:
             request = codec.parse(await _body(http))
+            turn = session.accept(request)
         except RecursionError:
             raise refused("the body is nested too deeply") from None
-        turn = session.accept(request)
         if request.stream:
             return await _stream(http, codec, request, turn)
         return web.json_response(codec.body(await turn.reply(), request.model))

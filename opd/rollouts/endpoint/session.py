@@ -21,18 +21,18 @@ import secrets
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import Literal
 
 from opd.environments.records import ToolCall
 from opd.errors import RunError
 from opd.guard.watch import Looked, Watch
 from opd.interfaces import TokenEngine
+from opd.rollouts.endpoint.budget import Budget
 from opd.rollouts.endpoint.dialogue import Dialogue, Unreadable
-from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, refused
+from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, digests, refused
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
 from opd.rollouts.episodes.runner import seed_of
 from opd.rollouts.episodes.tool_formats.records import BadCall
@@ -87,6 +87,7 @@ class Turn:
     ids: Sequence[int]
     """Everything that comes before the reply."""
     max_tokens: int
+    """Of the reply, if as many are left of the session's."""
     number: int = 0
     """Turns of the policy before this one."""
     reply_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
@@ -138,6 +139,7 @@ class Session:
         """Whether a request was refused because it left no room in the context."""
         self._trace, self._engine, self._dialogue, self._terms = trace, engine, dialogue, terms
         self._watch = watch
+        self._budget = Budget(terms.max_tokens, lambda: trace.audit.sampled)
         self._places: dict[str, list[_Place]] = {}
         """Digest of a conversation up to a reply -> where such replies end."""
         self._answered: dict[str, Reply] = {}
@@ -180,22 +182,33 @@ class Session:
         Raises: ApiError.
         """
         while True:
-            self._begun += 1
-            seed = self._seed(turn.number)
+            share = await self._budget.take(turn.max_tokens)
             try:
-                written = await self._write(turn, seed)
+                if not share:
+                    self.end("tokens")
                 self._refuse_if_ended()
-                segment = self._commit(turn, written)
-            except asyncio.CancelledError:  # the client has gone, or the episode is over
-                self._drawn[turn.number] -= 1
-                raise
-            except RunError as error:
-                self.failure = error
-                self.end("engine")
-                raise ApiError(500, "engine", "the engine failed, and with it this episode") from None
+                written, segment = await self._one_turn(replace(turn, max_tokens=share))
+            finally:
+                self._budget.give_back(share)
             if not written.looked.stops:
                 return self._reply(turn, written, segment)
             turn = self._go_on(turn, written)
+
+    async def _one_turn(self, turn: Turn) -> tuple[_Written, Segment]:
+        """A turn of the policy, and where it is in the trace. Raises: ApiError."""
+        self._begun += 1
+        seed = self._seed(turn.number)
+        try:
+            written = await self._write(turn, seed)
+            self._refuse_if_ended()
+            return written, self._commit(turn, written)
+        except asyncio.CancelledError:  # the client has gone, or the episode is over
+            self._drawn[turn.number] -= 1
+            raise
+        except RunError as error:
+            self.failure = error
+            self.end("engine")
+            raise ApiError(500, "engine", "the engine failed, and with it this episode") from None
 
     async def _write(self, turn: Turn, seed: int) -> _Written:
         """A turn of the policy, and what the guard says of it. Raises: RunError if the engine fails."""
@@ -245,9 +258,9 @@ class Session:
         if not messages or messages[-1].role not in ("user", "tool"):
             raise refused("messages: expected the last one to be of the user or of a tool")
         self._refuse_text_beyond_the_context(messages)
-        digests = list(_digests(request.context, messages))
+        known = list(digests(request.context, messages))
         for number in range(len(messages) - 1, 0, -1):
-            places, new = self._places.get(digests[number - 1]), messages[number:]
+            places, new = self._places.get(known[number - 1]), messages[number:]
             if messages[number - 1].role == "assistant" and places and all(m.role != "assistant" for m in new):
                 place = next((one for one in places if one.last), places[-1])
                 before = place.segment.ids[: place.end]
@@ -282,13 +295,10 @@ class Session:
             self.too_long = True
             limit = self._terms.max_model_len - 1
             raise ApiError(400, "context", f"prompt is too long: {len(ids)} tokens > {limit} maximum")
-        if self._terms.max_tokens is None:
-            return min(room, self._terms.max_new_tokens)
-        left = self._terms.max_tokens - self._trace.audit.sampled
-        if left < 1:
+        if self._budget.spent:
             self.end("tokens")
             self._refuse_if_ended()
-        return min(room, left, self._terms.max_new_tokens)
+        return min(room, self._terms.max_new_tokens)
 
     def _seed(self, number: int) -> int:
         """That of the white box for the first turn with this number; others like it are those of parallel conversations."""
@@ -325,7 +335,7 @@ class Session:
             completion_tokens=len(sampled.token_ids),
             created=turn.created,
         )
-        *_, digest = _digests(request.context, (*request.messages, reply.message))
+        *_, digest = digests(request.context, (*request.messages, reply.message))
         end = len(segment.ids)
         place = _Place(segment, end - len(sampled.token_ids), end, turn.number + 1, dummies)
         self._places.setdefault(digest, []).append(place)
@@ -387,11 +397,3 @@ def _woven(new: Sequence[Message], dummies: Sequence[str | None]) -> Sequence[Me
         elif own:
             woven.append(own.pop(0))
     return [*woven, *own, *(message for message in new if message.role != "tool")]
-
-
-def _digests(context: str, messages: Sequence[Message]) -> Iterator[str]:
-    """A digest of the conversation up to each message."""
-    digest = sha256(context.encode("utf-8", "surrogatepass")).hexdigest()
-    for message in messages:
-        digest = sha256(f"{digest}{message.key}".encode("utf-8", "surrogatepass")).hexdigest()
-        yield digest

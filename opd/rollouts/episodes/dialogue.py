@@ -114,7 +114,7 @@ class ChatDialogue:
         texts = (observation,) if isinstance(observation, str) else observation
         role = "tool" if calls else "user"
         messages: list[dict[str, Any]] = [{"role": role, "content": checked(text)} for text in texts]
-        if note and role == "user":
+        if note and messages and role == "user":
             messages[-1]["content"] += f"\n\n{note}"
         elif note:
             messages.append({"role": "user", "content": note})

@@ -114,13 +114,13 @@ class Segment:
         self.busy = False
 
     def mark(self, turn: Sampled, origin: Origin) -> None:
-        """Give the trained tokens of the turn that was added last another origin."""
+        """Give what the policy wrote of the turn that was added last another origin; `masked` takes the loss from an expert's too."""
         left, place = len(turn.token_ids), len(self.spans)
         while left > 0:
             place -= 1
             left -= self.spans[place].length
-        marked = [replace(s, origin=origin) if s.origin == "policy" else s for s in self.spans[place:]]
-        self.spans[place:] = marked
+        others: dict[Origin, Origin] = {"policy": origin, "taught": "teacher" if origin == "masked" else "taught"}
+        self.spans[place:] = [replace(s, origin=others.get(s.origin, s.origin)) for s in self.spans[place:]]
 
     def _span(self, length: int, origin: Origin) -> None:
         if length:

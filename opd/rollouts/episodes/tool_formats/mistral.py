@@ -44,4 +44,4 @@ def _calls(part: str) -> list[ToolCall]:
     if named is None:
         raise BadCall(f"wanted NAME{ARGS}{{...}}, or a list of calls, {WHERE}")
     name, arguments = named.groups()
-    return [ToolCall(name=name, arguments=arguments_of(name, parsed(arguments, f"{WHERE}{name}{ARGS}")))]
+    return [ToolCall(name=name, arguments=arguments_of(name, parsed(arguments, f"{WHERE}{name:.60}{ARGS}")))]

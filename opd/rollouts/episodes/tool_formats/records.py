@@ -16,7 +16,10 @@ _BETWEEN = re.compile(re.escape(OPEN) + r"(.*?)" + re.escape(CLOSE), re.DOTALL)
 
 
 class BadCall(Exception):
-    """A call that cannot be made as it is written; the policy reads why."""
+    """A call that cannot be made as it is written; the policy reads why, so words of its own in it have to be text."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(readable(why))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,5 +83,5 @@ def call_of(data: Any, where: str) -> ToolCall:
 def arguments_of(name: str, arguments: Any) -> Mapping[str, Any]:
     """The arguments of a call of `name`. Raises: BadCall if they are no object."""
     if not isinstance(arguments, dict):
-        raise BadCall(f"{readable(name):.60}: arguments is {arguments!r:.60}, wanted object")
+        raise BadCall(f"{name:.60}: arguments is {arguments!r:.60}, wanted object")
     return arguments

@@ -63,6 +63,9 @@ def test_a_question_is_looked_up_step_by_step() -> None:
     row = {"metadata": {"start": "Ann", "path": ["boss", "room"], "table": table}}
     made = started(Lookup, row, tries=2)
     assert made.step(look_up("Zoe", "boss")).observation == ("error: there is nobody called Zoe",)
+    assert made.step(look_up("Z\u0007\ud800oe", "boss")).observation == ("error: there is nobody called Zoe",), (
+        "as text"
+    )
     assert made.step(look_up("Ann", "room")).observation == ("12",), "true, but it does not help"
     wrong = made.step(Action(text="The room is 12."))
     assert not wrong.done and wrong.observation.startswith("That is not right.")
@@ -92,6 +95,7 @@ def test_things_are_moved_and_moved_back() -> None:
     made = started(Boxes, row, tries=2)
     told = made.step(move("pen", "red")).observation
     assert told == ("error: there is no pen. key: red, cup: red",)
+    assert made.step(move("p\x1ben", "red")).observation == told, "as text"
     assert made.step(move("cup", "white")).observation == ("key: red, cup: white",)
     early = made.step(Action(text=DONE))
     assert (early.done, early.observation) == (False, "That is not done yet. key: red, cup: white")

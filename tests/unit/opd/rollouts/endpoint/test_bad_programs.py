@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -47,6 +49,25 @@ def test_a_result_that_is_none(result: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("ending", "reason", "reward", "told"),
+    [
+        ("print('{\"reward\": 0.5}')", "done", 0.5, ""),
+        ("sys.exit('it is broken')", "agent", None, "exit status 1: it is broken"),
+    ],
+)
+def test_what_was_said_is_kept_although_a_process_left_behind_could_say_more(
+    ending: str, reason: str, reward: float | None, told: str, tmp_path: Path
+) -> None:
+    holds = "import subprocess\nleft = subprocess.Popen(['sleep', '30'], start_new_session=True)\n"
+    pid = tmp_path / "pid"
+    try:
+        found = beside_a_good_one(f"{ASK}{holds}open({str(pid)!r}, 'w').write(str(left.pid))\n{ending}\n", tmp_path)
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert (found.stop_reason, found.reward) == (reason, reward) and told in found.error
+
+
+@pytest.mark.parametrize(
     ("verifier", "reason", "told"),
     [
         (leaves, "raised", "the verifier: SystemExit: no more of 3"),
@@ -63,6 +84,13 @@ def test_a_verifier_that_gives_nothing(verifier: Any, reason: str, told: str, tm
     assert found.stop_reason == reason and told in found.error and found.reward is None
 
 
+@pytest.mark.parametrize("result", ["", 'print(\'{"answer": "3", "reward": 1}\', flush=True)\n'])
+@pytest.mark.parametrize("verifier", ["exact_match", None])
+def test_a_program_that_hangs_gets_no_reward(verifier: Any, result: str, tmp_path: Path) -> None:
+    found = beside_a_good_one(f"{ASK}{result}import time\ntime.sleep(60)\n", tmp_path, verifier=verifier, timeout_s=3.0)
+    assert (found.stop_reason, found.reward, found.audit.turns) == ("timeout", None, 1)
+
+
 @pytest.mark.parametrize("text", ["'x' * 10_000_000", "'\\x1b[2J\\x00' + '2'"], ids=["10 MB", "control"])
 def test_what_the_programs_own_tool_gave(text: str, tmp_path: Path) -> None:
     begun = time.monotonic()
@@ -72,6 +100,18 @@ def test_what_the_programs_own_tool_gave(text: str, tmp_path: Path) -> None:
         assert time.monotonic() - begun < 20
     else:
         assert (found.stop_reason, found.audit.turns) == ("done", 1)
+
+
+@pytest.mark.parametrize("depth", [500, 50_000])
+def test_a_call_that_is_nested_too_deeply_is_the_programs_fault(depth: int, tmp_path: Path) -> None:
+    code = (
+        f"deep = '{{\"a\": ' * {depth} + '1' + '}}' * {depth}\n"
+        "call = {'id': 'c', 'type': 'function', 'function': {'name': 'f', 'arguments': deep}}\n"
+        "chat = [{'role': 'user', 'content': '2'}, {'role': 'assistant', 'tool_calls': [call]}]\n"
+        "try: ask([*chat, {'role': 'tool', 'tool_call_id': 'c', 'content': 'x'}])\n"
+        "except urllib.error.HTTPError as error: sys.exit(f\"{error.code} {json.load(error)['error']['message']}\")\n"
+    )
+    assert ": 400 " in beside_a_good_one(ASK + code, tmp_path).error
 
 
 def test_a_program_whose_requests_are_refused_for_ever(tmp_path: Path) -> None:

@@ -172,6 +172,62 @@ def test_parallel_calls_fork_and_are_sampled_on_their_own() -> None:
     in_a_loop(work)
 
 
+async def eight_at_once(served: Served) -> list[str]:
+    """How each of eight parallel requests ended."""
+
+    async def one(number: int) -> str:
+        try:
+            return str((await ask_openai(served, [{"role": "user", "content": str(number)}], stream=False))["finish"])
+        except openai.PermissionDeniedError:
+            return "refused"
+
+    return sorted(await asyncio.gather(*map(one, range(8))))
+
+
+def test_parallel_calls_share_the_tokens_of_their_episode() -> None:
+    async def work() -> None:
+        async with serving(lambda before, seed: "x" * 29, 0.001, max_tokens=100, max_new_tokens=40) as (served, engine):
+            assert await eight_at_once(served) == ["length", *["refused"] * 4, *["stop"] * 3]
+            assert (served.session.audit.sampled, served.session.audit.lost_turns) == (100, 0)
+            assert served.session.why == "tokens" and engine.limits == [40, 40, 40, 10] and engine.most == 2
+
+    in_a_loop(work)
+
+
+def test_no_parallel_call_is_cut_while_the_others_may_leave_enough() -> None:
+    async def work() -> None:
+        async with serving(echo, 0.001, max_tokens=120, max_new_tokens=200) as (served, engine):
+            assert await eight_at_once(served) == ["stop"] * 8
+            assert served.session.why is None and served.session.audit.sampled == 8 * len("you said 1 ")
+            assert engine.most == 1, "each may need all that is left"
+
+    in_a_loop(work)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_call_that_waits_for_tokens_goes_on_when_another_ends_without_any(gone: bool) -> None:
+    async def work() -> None:
+        async with serving(echo, 0.02, max_tokens=60) as (served, engine):
+            first, second = (
+                asyncio.ensure_future(ask_openai(served, [{"role": "user", "content": word}], stream=False))
+                for word in ("one", "two")
+            )
+            while not engine.started:
+                await asyncio.sleep(0.01)
+            if gone:
+                first.cancel()
+                assert (await second)["content"] == "you said two" and engine.cancelled == 1
+                assert served.session.audit.sampled == len("you said two ")
+                return
+            served.session.end("foreign")
+            for refused in (first, second):
+                with pytest.raises(openai.PermissionDeniedError):
+                    await refused
+            assert engine.started == 1
+
+    in_a_loop(work)
+
+
 def test_a_history_that_was_rewritten_forks() -> None:
     async def work() -> None:
         async with serving(echo) as (served, _):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from opd.environments.records import Outcome
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.types import Rollout
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
@@ -121,6 +122,19 @@ def test_chat_messages(template: str) -> None:
     kept = second[0].partition("<|im_start|>assistant\n")[2]
     assert kept.split("<|im_end|>")[0].isdigit() and kept.endswith("<|im_start|>assistant\n")
     assert found.rollouts[0].response_ids[-1] == EOS
+
+
+@pytest.mark.parametrize("template", [CHATML, WITH_TOOLS], ids=["ChatML", "with tools"])
+def test_a_turn_that_gets_no_observation(template: str) -> None:
+    silent = {"step": Outcome(observation=())}
+    (found,), _ = play(
+        request(text=[{"role": "user", "content": "count"}], options=silent, compaction=options(compact_at=60)),
+        policy=policy,
+        tokenizer=chat_tokenizer(template),
+    )
+    assert (found.stop_reason, found.error) == ("turns", "") and len(found.rollouts) > 1
+    asked = text_of(found.rollouts[0])[1]
+    assert f"<|im_end|>\n<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n" in asked
 
 
 def test_a_call_is_never_apart_from_its_result() -> None:

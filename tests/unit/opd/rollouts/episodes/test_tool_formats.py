@@ -135,6 +135,21 @@ def test_a_call_that_cannot_be_read_says_why(name: str, text: str, told: str) ->
     assert time.perf_counter() - begun < 5
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "ru\\u0007n", "arguments": 4}</tool_call>'),
+        ("qwen3_xml", "<tool_call><function=ru\x07n>x</function></tool_call>"),
+        ("qwen3_xml", (XML % (1, 2)).replace("=add>", "=ru\x07n>").replace("=b>", "=a>")),
+        ("mistral", '[TOOL_CALLS]ru\x07n[ARGS]{"a}'),
+    ],
+)
+def test_the_reason_can_be_read_whatever_the_call_has_in_it(name: str, text: str) -> None:
+    with pytest.raises(BadCall) as caught:
+        tool_format(name).read(text, TOOLS)
+    assert "run" in str(caught.value)
+
+
 VALUES: tuple[dict[str, Any], ...] = (
     {},
     {"command": "ls -l", "loud": True, "lines": [1, "two", None], "options": {"a": {"b": [False, 2.5]}}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,24 @@ def test_masked_tokens_are_sampled_but_not_trained() -> None:
     (rollout,) = trace.rollouts(SAMPLE, "length", None)
     assert [(s.origin, s.length) for s in rollout.spans] == [("policy", 1), ("masked", 2), ("policy", 1)]
     assert (trace.audit.sampled, trace.audit.trained) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("mark", "origins"),
+    [
+        ("policy", ["policy", "taught", "teacher"]),
+        ("masked", ["masked", "teacher", "teacher"]),
+        ("blocked", ["blocked", "taught", "teacher"]),
+    ],
+)
+def test_a_turn_that_is_marked_keeps_its_author_and_a_masked_one_no_loss(mark: Any, origins: list[str]) -> None:
+    segment = Trace().begin([1])
+    segment.sampled(turn(3, 4))
+    segment.mark(turn(3, 4), mark)
+    for train in (True, False):
+        segment.guided(turn(5, 6), train=train)
+        segment.mark(turn(5, 6), mark)
+    assert [span.origin for span in segment.spans] == origins
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""The tokens that may be sampled for one session. A turn sets its limit aside before it runs, because others run beside it.
+
+most   ── sampled ──┤── set aside by running turns ──┤── free ──
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Budget:
+    """What is left of a number of tokens."""
+
+    def __init__(self, most: int | None, sampled: Callable[[], int]) -> None:
+        """`most` tokens, None for as many as there are; `sampled` says how many have been taken."""
+        self._most, self._sampled = most, sampled
+        self._aside = 0
+        self._freed = asyncio.Event()
+
+    @property
+    def spent(self) -> bool:
+        """Whether nothing is left, even if all running turns sample nothing more."""
+        return self._most is not None and self._sampled() >= self._most
+
+    async def take(self, wanted: int) -> int:
+        """Set tokens aside for a turn: as many as wanted, or all that are left once no other turn can give any back.
+
+        0 if nothing is left. Call `give_back` once the tokens that were sampled are among those that have been taken.
+        """
+        share = wanted
+        while self._most is not None:
+            left = max(0, self._most - self._sampled())
+            share = min(wanted, left)
+            if self._aside + share <= left:
+                break
+            await self._freed.wait()
+        self._aside += share
+        return share
+
+    def give_back(self, share: int) -> None:
+        """The turn for which so many tokens were set aside has ended."""
+        self._aside -= share
+        self._freed.set()
+        self._freed = asyncio.Event()
