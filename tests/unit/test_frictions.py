@@ -121,6 +121,11 @@ def registered(stage: Stage) -> None:
 def nothing(stage: Stage) -> None: ...
 
 
+def a_run(stage: Stage) -> None:
+    (stage.root / "runs" / "mine").mkdir(parents=True)
+    (stage.root / "runs" / "mine" / "pipeline.yaml").write_text("name: mine\n")
+
+
 def spec(**expert: Any) -> Spoil:
     """A training spec for an expert by reinforcement."""
     made = {"base": {"model": "base"}, "output_dir": "out", "method": "ppo", "trainer": {"steps": 2}}
@@ -222,11 +227,8 @@ FRICTIONS: dict[str, tuple[Spoil, list[str], str]] = {
     "a domain, misspelt": (nothing, ["prompts", "show", "pipeline.yaml", "--domain", "maths"], "did you mean `math`?"),
     "a method, misspelt": (nothing, ["baseline", "pipeline.yaml", "--method", "tis"], "did you mean `ties`?"),
     "a suite, misspelt": (nothing, ["prompts", "make", "leters", "--output", "x"], "did you mean `letters`?"),
-    "a run directory that exists": (
-        lambda stage: (stage.root / "runs" / "mine").mkdir(parents=True),
-        MERGE,
-        "--resume",
-    ),
+    "a run directory that exists": (a_run, MERGE, "--resume"),
+    "a model in the place of a run directory": (nothing, [*MERGE, "--run-dir", "base"], "that is no run"),
     "a run that is not there": (nothing, ["report", "runs/mine"], "check the path"),
     "a resume of nothing": (nothing, ["merge", "--resume", "runs/mine"], "check the path"),
     "episodes of a run that is not there": (nothing, ["traces", "runs/mine"], "runs/mine"),
