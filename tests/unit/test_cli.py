@@ -276,7 +276,7 @@ def test_a_run_directory_that_exists_is_refused(started: Path) -> None:
 
 def test_any_directory_that_exists_is_refused(world: Any) -> None:
     (world.root / "here").mkdir()
-    refused(opd("merge", "pipeline.yaml", "--run-dir", "here"), "here\n", "--resume")
+    refused(opd("merge", "pipeline.yaml", "--run-dir", "here"), "here\n", "that is no run")
     assert list((world.root / "here").iterdir()) == []
 
 

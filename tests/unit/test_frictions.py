@@ -243,7 +243,7 @@ FRICTIONS: dict[str, tuple[Spoil, list[str], str]] = {
         ["evaluate", "base", "--pipeline", "pipeline.yaml", "--output", "out/scores.json"],
         "no directory out",
     ),
-    "a page in the place of its data": (nothing, ["report", "runs/mine", "--output", "x.json"], "report.json"),
+    "a page in the place of its data": (nothing, ["report", "runs/mine", "--output", "x.json"], "x.html"),
     "a path that leads through a file": (
         nothing,
         ["environments", "tasks", "maze", "--output", "math.jsonl/tasks.jsonl", "-n", "2"],
