@@ -21,7 +21,7 @@ from opd.config import PipelineConfig
 from opd.config.balance import SamplesBalance
 from opd.config.reward import CriticBaseline, EmaBaseline
 from opd.errors import ConfigError, RunDirError
-from opd.files import atomic_write_text, replace_dir
+from opd.files import atomic_write_text
 from opd.lineage import BRANCHED, LINEAGE, events_until, sentences
 from opd.metrics import MetricsFile
 from opd.run_dir import RunPaths, step_name
@@ -74,13 +74,9 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
         "changed": {key: list(values) for key, values in changed.items()},
     }
     manifest |= {"identity": identity(manifest), LINEAGE: [*events_until(recorded, origin.step), event]}
-    temporary = RunPaths(new_directory(root))
-    try:
+    with new_directory(root) as temporary:
         _take_over(origin, recorded["identity"], temporary, manifest["identity"], changed)
         write_inputs(temporary, manifest)
-        replace_dir(temporary.root, root)
-    finally:
-        shutil.rmtree(temporary.root, ignore_errors=True)
     return Run(
         config=config,
         inputs=inputs,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from opd import checkpoints
+from opd import checkpoints, leftovers
 from opd.errors import RunDirError, StorageError
-from opd.files import storing
+from opd.files import place_dir, storing
 from opd.run_dir import RunPaths
 
 LOOK_S = 0.2
@@ -41,20 +41,40 @@ def refuse_no_run(paths: RunPaths) -> None:
         )
 
 
-def new_directory(root: Path) -> Path:
-    """Make an empty directory beside `root`, which is renamed to `root` later. Raises: RunDirError if that is impossible."""
-    temporary = root.with_name(f".tmp-{root.name}")
+@contextmanager
+def new_directory(root: Path) -> Iterator[RunPaths]:
+    """An empty directory beside `root` to fill; it gets the name `root` when the block ends well, and is deleted otherwise.
+
+    Raises: RunDirError if that is impossible, or if another command has begun a run in `root` meanwhile.
+    """
+    _clear_abandoned(root)
+    temporary = root.with_name(f".tmp-{root.name}-{leftovers.mark()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
         raise RunDirError.at(
             root,
-            found=f"{error.filename}: {error.strerror}",
+            found=f"{root.parent}: {error.strerror}",
             wanted="a directory that can be made",
             fix="give another place with --run-dir, or correct the rights",
         ) from None
-    return temporary
+    try:
+        yield RunPaths(temporary)
+        place_dir(temporary, root)
+    except FileExistsError:
+        refuse_existing(root)
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _clear_abandoned(root: Path) -> None:
+    """Delete what commands that are gone had begun to fill for `root`."""
+    head = f".tmp-{root.name}-"
+    for path in root.parent.glob(".tmp-*"):
+        if path.name.startswith(head) and not leftovers.alive(path.name.removeprefix(head)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -83,9 +83,8 @@ def begin(config: PipelineConfig, root: Path, tell: Tell) -> Run | Rounds:
     inputs = _check_all(configs)
     configs = [on_day(one, inputs[0].template_date) for one in configs]
     plan = [_facts(one, found) for one, found in zip(configs, inputs, strict=True)]
-    temporary = new_directory(root)
-    _write(RunPaths(temporary), config, inputs[0], plan)
-    replace_dir(temporary, root)
+    with new_directory(root) as temporary:
+        _write(temporary, config, inputs[0], plan)
     return Rounds(config=config, configs=configs, root=root, plan=plan, resume_from=None, tell=tell)
 
 

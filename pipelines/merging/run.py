@@ -142,15 +142,15 @@ def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
     refuse_too_large(config, inputs)
     notices = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)
-    temporary = RunPaths(new_directory(root))
     manifest = manifest_of(config, inputs)
     manifest["identity"] = identity(manifest)
-    write_inputs(temporary, manifest)
-    if known:
-        temporary.evaluation.mkdir()
-        for name, text in known.items():
-            atomic_write_text(temporary.evaluation / name, text)
-    replace_dir(temporary.root, root)  # from here on `opd merge --resume` works, even without a checkpoint
+    with new_directory(root) as temporary:
+        write_inputs(temporary, manifest)
+        if known:
+            temporary.evaluation.mkdir()
+            for name, text in known.items():
+                atomic_write_text(temporary.evaluation / name, text)
+    # From here on `opd merge --resume` works, even without a checkpoint.
     return Run(
         config=config, inputs=inputs, paths=RunPaths(root), identity=manifest["identity"], notices=tuple(notices)
     )
