@@ -277,11 +277,14 @@ def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, s
 
 
 def _same_exam(domain: str, before: Facts, now: Facts) -> bool:
-    """True if questions, verifier and limits are the same. Rounds cannot differ in `evaluate`, so it is not compared."""
+    """True if questions, verifier, limits and what the student acts on are the same. Rounds cannot differ in `evaluate` and
+    `guard`, so these are not compared."""
 
     def exam(facts: Facts) -> tuple[Any, ...]:
-        config = facts["config"]
-        return config["rollout"], config["domains"][domain]["eval"], list(facts["prompts"][domain].values())
+        own, asked = facts["config"]["domains"][domain], list(facts["prompts"][domain].values())
+        rows = own["prompts"] if own["eval"] and own["eval"].get("holdout") else None  # a part of these is asked
+        acts = [own.get(key) for key in ("environment", "agent", "guard")]
+        return facts["config"]["rollout"], own["eval"], rows, acts, asked
 
     return exam(before) == exam(now)
 

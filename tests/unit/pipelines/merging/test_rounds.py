@@ -24,6 +24,7 @@ from opd.live.displays import Silence
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.report import build_report, write_report
+from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
 from opd.types import WrittenFile
 from pipelines.baselines import jobs
@@ -465,6 +466,36 @@ def test_another_exam_is_measured_again(engines: Engines, run: Callable[..., Any
     assert [e.split(": ")[1] for e in engines.events[len(ROUND_1) :][:3]] == [
         "student before on reverse,upper", "expert rev on reverse", "expert up on upper",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({}, True),
+        ({"environment": {"name": "maze", "max_turns": 16}}, False),
+        ({"agent": {"command": ["python", "other.py"]}}, False),
+        ({"guard": False}, False),
+        ({"prompts": {"path": "/p.jsonl", "filter": {"column": "level", "equals": "hard"}}}, False),
+        ({"prompts": {"path": "/p.jsonl", "limit": 9}, "eval": {"prompts": "/q.jsonl"}}, True),
+    ],
+)
+def test_what_makes_another_exam(changed: dict[str, Any], same: bool, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.evaluation.mkdir()
+    for name in ("after", "expert"):
+        Evaluation(model=name, scores=scores({"d": 0.5})).save(paths.exam(name))
+
+    def facts(**own: Any) -> dict[str, Any]:
+        exam = changed.get("eval", {"holdout": 0.1})
+        domain = {"prompts": "/p.jsonl", "environment": {"name": "maze", "max_turns": 4}, "agent": None, "guard": None}
+        return {
+            "config": {"rollout": {}, "domains": {"d": {**domain, "eval": exam, **own}}},
+            "prompts": {"d": {"/p.jsonl": "1"}},
+            "teachers": {"d": "2"},
+        }
+
+    known = rounds.known_evaluations(paths, facts(), facts(**changed))
+    assert set(known) == ({"before.json", "expert.json"} if same else set())
 
 
 def test_another_expert_under_the_same_name_is_measured(
