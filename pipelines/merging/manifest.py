@@ -100,13 +100,19 @@ def _size(info: ModelInfo) -> dict[str, Any]:
 
 def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     """The pipeline with every default and absolute paths, so that a resume does not depend on where it is started."""
+    data = with_absolute_paths(config)
+    data["student"]["template_date"] = _absolute(config.student.template_date or inputs.template_date)
+    if not isinstance(config.experts, RegisteredExperts):
+        for name, expert in inputs.experts.items():
+            data["experts"][name]["base"] = _absolute(Path(expert.adapter.base)) if expert.adapter else None
+    return data
+
+
+def with_absolute_paths(config: PipelineConfig) -> dict[str, Any]:
+    """The pipeline with absolute paths and every default that does not follow from a file."""
     data = config.model_dump()
-    data["student"]["template_date"] = config.student.template_date or inputs.template_date
     if isinstance(config.experts, RegisteredExperts):
         data["registry"] = config.registry or default_root()
-    else:
-        for name, expert in inputs.experts.items():
-            data["experts"][name]["base"] = Path(expert.adapter.base) if expert.adapter else None
     tasks = config.evaluate.lm_eval.tasks
     data["evaluate"]["lm_eval"]["tasks"] = [Path(task) if is_task_file(task) else task for task in tasks]
     for name, domain in config.domains.items():
@@ -115,7 +121,8 @@ def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     _find_rules(data["guard"])
     for domain_data in data["domains"].values():
         _find_rules(domain_data["guard"])
-    return _absolute(data)
+    absolute: dict[str, Any] = _absolute(data)
+    return absolute
 
 
 def _find_rules(guard: Any) -> None:
