@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import read_inputs
 from pipelines.inputs.template_date import as_recorded
-from pipelines.merging.changes import changed_keys, identity, refuse_foreign
+from pipelines.merging.changes import Key, among, changed_keys, dotted, identity, refuse_foreign
 from pipelines.merging.directory import link_files, locked, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
 from pipelines.merging.origin import Origin
@@ -71,7 +70,7 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
         "event": BRANCHED,
         "run": str(origin.paths.root.absolute()),
         "step": origin.step,
-        "changed": {key: list(values) for key, values in changed.items()},
+        "changed": {dotted(key): list(values) for key, values in changed.items()},
     }
     manifest |= {"identity": identity(manifest), LINEAGE: [*events_until(recorded, origin.step), event]}
     with new_directory(root) as temporary:
@@ -88,7 +87,7 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
 
 
 def _take_over(
-    origin: Origin, theirs: Mapping[str, Any], paths: RunPaths, ours: Mapping[str, Any], changed: Mapping[str, Any]
+    origin: Origin, theirs: Mapping[str, Any], paths: RunPaths, ours: Mapping[str, Any], changed: Iterable[Key]
 ) -> None:
     """Put the origin's checkpoint, as one of the run with the identity `ours`, and its records into a run directory.
 
@@ -103,7 +102,7 @@ def _take_over(
     MetricsFile(paths.metrics).rewind(origin.step)
     file = target / checkpoints.MANIFEST
     facts = json.loads(file.read_text(encoding="utf-8"))
-    if any(fnmatchcase(key, pattern) for key in changed for pattern in DECIDE_ROLLOUTS):
+    if any(among(key, DECIDE_ROLLOUTS) for key in changed):
         for name in written.FILES:
             (target / name).unlink(missing_ok=True)
             facts["files"].pop(name, None)
