@@ -18,7 +18,7 @@ from typing import Any
 from opd import checkpoints
 from opd.config import PipelineConfig
 from opd.config.balance import SamplesBalance
-from opd.config.reward import CriticBaseline, EmaBaseline
+from opd.config.reward import BaselineConfig, CriticBaseline, EmaBaseline
 from opd.errors import ConfigError, RunDirError
 from opd.files import atomic_write_text
 from opd.lineage import BRANCHED, LINEAGE, events_until, sentences
@@ -143,9 +143,15 @@ def _parts(config: PipelineConfig) -> dict[str, str]:
     adapters = lora.model_dump(mode="json", exclude={"export"}) if lora else {}
     return {
         "student.lora": ", ".join(f"{key} {value}" for key, value in adapters.items()) or "none",
-        "objective.reward.baseline": reward.baseline.kind if reward else "none",
+        "objective.reward.baseline": _baseline(reward.baseline) if reward else "none",
         "domains": ", ".join(sorted(config.domains)),
     }
+
+
+def _baseline(baseline: BaselineConfig) -> str:
+    if not isinstance(baseline, CriticBaseline):
+        return baseline.kind
+    return f"critic, freeze_attention {str(baseline.freeze_attention).lower()}"  # a checkpoint has what is trained
 
 
 def _needed(config: PipelineConfig) -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from opd import checkpoints
 from opd.config import load_pipeline
@@ -84,6 +85,25 @@ def test_what_does_not_fit_the_checkpoint_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=where):
         begin(interrupted, tmp_path / "branch", change)
+
+
+def with_settings(origin: Path, **sections: Any) -> None:
+    """Let the origin, which nothing has trained, have begun with other sections of its pipeline."""
+    for file in (origin / "manifest.json", origin / "pipeline.yaml"):
+        data = yaml.safe_load(file.read_text())
+        data.get("config", data).update(sections)
+        file.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(("frozen", "now"), [(False, "true"), (True, "false")])
+def test_a_critic_keeps_the_layers_that_it_trains(frozen: bool, now: str, interrupted: Path, tmp_path: Path) -> None:
+    reward = {"baseline": {"kind": "critic", "freeze_attention": frozen}}
+    with_settings(interrupted, objective={"kind": "reverse_kl", "reward": reward})
+    key = "objective.reward.baseline"
+    with pytest.raises(ConfigError, match=rf"{key}\n  found:  critic, freeze_attention {now}\n.*{str(frozen).lower()}"):
+        begin(interrupted, tmp_path / "branch", f"{key}.freeze_attention={now}")
+    assert not (tmp_path / "branch").exists()
+    begin(interrupted, tmp_path / "branch", f"{key}.gamma=0.9")
 
 
 def test_balanced_domains_must_be_those_whose_records_there_are(interrupted: Path, tmp_path: Path) -> None:
