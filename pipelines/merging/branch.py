@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import read_inputs
 from pipelines.inputs.template_date import as_recorded
-from pipelines.merging.changes import Key, among, changed_keys, dotted, identity, refuse_foreign
+from pipelines.merging.changes import among, changed_keys, dotted, identity, refuse_foreign
 from pipelines.merging.directory import link_files, locked, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
 from pipelines.merging.origin import Origin
@@ -45,8 +45,10 @@ DECIDE_ROLLOUTS = (
     "schedule.mode",
     "schedule.partial_rollout*",
     "guard*",
+    "teachers.mask_tokens*",
 )
-"""Keys that decide what the student writes. If one differs, responses that the origin had written ahead are left behind."""
+"""Keys that decide what is written, and which tokens of it carry a loss. If one differs, responses that the origin had written ahead
+are left behind."""
 
 
 def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
@@ -73,8 +75,9 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
         "changed": {dotted(key): list(values) for key, values in changed.items()},
     }
     manifest |= {"identity": identity(manifest), LINEAGE: [*events_until(recorded, origin.step), event]}
+    as_written = not any(among(key, DECIDE_ROLLOUTS) for key in changed) and _same_writers(config, recorded, manifest)
     with new_directory(root) as temporary:
-        _take_over(origin, recorded["identity"], temporary, manifest["identity"], changed)
+        _take_over(origin, recorded["identity"], temporary, manifest["identity"], as_written)
         write_inputs(temporary, manifest)
     return Run(
         config=config,
@@ -86,10 +89,19 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
     )
 
 
+def _same_writers(config: PipelineConfig, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    """Whether the manifests have the same files of rules, and the same experts where these write turns or mask tokens. The keys
+    with their paths do not tell."""
+    turns = any(domain.environment and domain.environment.teacher_turns for domain in config.domains.values())
+    parts = ("guard", "experts") if turns or config.teachers.mask_tokens else ("guard",)
+    return all(theirs.get(part) == ours.get(part) for part in parts)
+
+
 def _take_over(
-    origin: Origin, theirs: Mapping[str, Any], paths: RunPaths, ours: Mapping[str, Any], changed: Iterable[Key]
+    origin: Origin, theirs: Mapping[str, Any], paths: RunPaths, ours: Mapping[str, Any], as_written: bool
 ) -> None:
-    """Put the origin's checkpoint, as one of the run with the identity `ours`, and its records into a run directory.
+    """Put the origin's checkpoint, as one of the run with the identity `ours`, and its records into a run directory; what was
+    written ahead only if this run would have it `as_written`.
 
     Raises: RunDirError for a checkpoint that is damaged or not the origin's.
     """
@@ -102,7 +114,7 @@ def _take_over(
     MetricsFile(paths.metrics).rewind(origin.step)
     file = target / checkpoints.MANIFEST
     facts = json.loads(file.read_text(encoding="utf-8"))
-    if any(among(key, DECIDE_ROLLOUTS) for key in changed):
+    if not as_written:
         for name in written.FILES:
             (target / name).unlink(missing_ok=True)
             facts["files"].pop(name, None)

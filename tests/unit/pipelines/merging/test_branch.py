@@ -13,12 +13,13 @@ import yaml
 
 from opd import checkpoints
 from opd.config import load_pipeline
+from opd.config.domains import EnvironmentConfig
 from opd.errors import ConfigError, OpdError, RunDirError, RunError
 from opd.files import blake3_file
 from opd.run_dir import RunPaths
 from opd.stream import written
 from pipelines.merging import run as merging
-from pipelines.merging.branch import branch
+from pipelines.merging.branch import _same_writers, branch
 from pipelines.merging.origin import Origin, origin_of
 from tests.unit.pipelines.merging.test_longer import files
 
@@ -54,11 +55,13 @@ def test_a_branch_has_the_steps_before_it_and_leaves_its_origin_alone(interrupte
         merging.resume(root)  # it is a run like any other
 
 
+MASKED = "teachers.mask_tokens.up=['a']"
 AHEAD = "schedule={mode: one_step_off, partial_rollout: {cut_at: 1}}"
 
 
 @pytest.mark.parametrize(
-    ("change", "kept"), [("trainer.lr=0.5", True), ("rollout.temperature=0.5", False), (AHEAD, False)]
+    ("change", "kept"),
+    [("trainer.lr=0.5", True), ("rollout.temperature=0.5", False), (AHEAD, False), (MASKED, False)],
 )
 def test_what_was_written_ahead_goes_along_if_it_would_be_written_again(
     change: str, kept: bool, interrupted: Path, tmp_path: Path
@@ -70,6 +73,20 @@ def test_what_was_written_ahead_goes_along_if_it_would_be_written_again(
     assert {name: (path / name).exists() for name in written.FILES} == dict.fromkeys(written.FILES, kept)
     assert {name: name in listed for name in written.FILES} == dict.fromkeys(written.FILES, kept)
     checkpoints.verify(path)
+
+
+@pytest.mark.parametrize(("domain", "kept"), [({}, True), ({"teacher_turns": {"share": 0.5, "over_steps": 9}}, False)])
+def test_turns_that_other_experts_wrote_ahead_are_left_behind(
+    domain: dict[str, Any], kept: bool, interrupted: Path
+) -> None:
+    config = load_pipeline(interrupted / "pipeline.yaml")
+    acting = config.domains["upper"].model_copy(update={"environment": EnvironmentConfig(name="maze", **domain)})
+    acting_config = config.model_copy(update={"domains": {**config.domains, "upper": acting}})
+    ours = json.loads((interrupted / "manifest.json").read_text())
+    theirs = {**ours, "experts": {**ours["experts"], "up": {"weights": {"model.safetensors": "0"}}}}
+    assert _same_writers(acting_config, ours, ours)
+    assert _same_writers(acting_config, theirs, ours) is kept
+    assert not _same_writers(config, {**ours, "guard": {"upper": {"0": "1"}}}, ours)
 
 
 @pytest.mark.parametrize(
