@@ -35,6 +35,7 @@ from pipelines.merging.directory import link_files, locked, new_directory, refus
 from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
 from pipelines.merging.origin import Origin
 from pipelines.merging.run import Run
+from pipelines.placement import refuse_unplaceable
 
 DECIDE_ROLLOUTS = (
     "seed",
@@ -64,6 +65,7 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
     inputs = read_inputs(config)
     refuse_too_large(config, inputs)
     notices = refuse_crowded_gpus(config, inputs)
+    refuse_unplaceable(config)
     manifest = manifest_of(config, inputs)
     _refuse_other_student(recorded["student"], manifest["student"], origin)
     now = validate(PipelineConfig, manifest["config"], origin.paths.manifest)

@@ -89,6 +89,18 @@ def test_turns_that_other_experts_wrote_ahead_are_left_behind(
     assert not _same_writers(config, {**ours, "guard": {"upper": {"0": "1"}}}, ours)
 
 
+def test_the_cluster_is_asked_before_anything_is_written(
+    interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(config: Any) -> None:
+        raise ConfigError("no cluster there")
+
+    monkeypatch.setattr("pipelines.merging.branch.refuse_unplaceable", refused)
+    with pytest.raises(ConfigError, match="no cluster there"):
+        begin(interrupted, tmp_path / "branch")
+    assert not (tmp_path / "branch").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "where"),
     [
