@@ -31,7 +31,7 @@ from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.merging.changes import among, changed_keys, dotted, identity, refuse_foreign
-from pipelines.merging.directory import link_files, locked, new_directory, refuse_existing
+from pipelines.merging.directory import link_files, locked_to_read, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
 from pipelines.merging.origin import Origin
 from pipelines.merging.run import Run
@@ -108,7 +108,7 @@ def _take_over(
     Raises: RunDirError for a checkpoint that is damaged or not the origin's.
     """
     target = paths.checkpoints / step_name(origin.step)
-    with locked(origin.paths):  # a merge at work there might delete it meanwhile
+    with locked_to_read(origin.paths):  # a merge at work there might delete it meanwhile
         refuse_foreign(checkpoints.verify(origin.checkpoint), theirs)
         link_files(origin.checkpoint, target)
         if origin.paths.metrics.exists():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -13,6 +15,7 @@ from filelock import FileLock, Timeout
 from opd import checkpoints, leftovers
 from opd.errors import RunDirError, StorageError
 from opd.files import place_dir, storing
+from opd.live.status import is_held
 from opd.run_dir import RunPaths
 
 LOOK_S = 0.2
@@ -84,9 +87,27 @@ def locked(paths: RunPaths) -> Iterator[None]:
         with FileLock(paths.lock, timeout=LOOK_S, poll_interval=LOOK_S / 4):
             yield
     except Timeout:
-        raise RunDirError.at(
-            paths.root, found="another `opd merge` at work in it", wanted="one at a time", fix="wait for it or stop it"
-        ) from None
+        raise _at_work(paths) from None
+
+
+@contextmanager
+def locked_to_read(paths: RunPaths) -> Iterator[None]:
+    """Like `locked`, but a directory that may only be read goes without a lock. Raises: RunDirError if a merge is at work there."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(paths))
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            if is_held(paths.lock):
+                raise _at_work(paths) from None
+        yield
+
+
+def _at_work(paths: RunPaths) -> RunDirError:
+    return RunDirError.at(
+        paths.root, found="another `opd merge` at work in it", wanted="one at a time", fix="wait for it or stop it"
+    )
 
 
 @contextmanager
@@ -107,6 +128,8 @@ def link_files(source: Path, target: Path) -> None:
     """Put a directory's files under a second name, as hard links where the file system has them; what lies there goes."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target, copy_function=_link)
+    for directory in (target, *(path for path in target.rglob("*") if path.is_dir())):
+        directory.chmod(directory.stat().st_mode | stat.S_IRWXU)  # the source may be one that nobody may write to
 
 
 def _link(source: str, target: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from filelock import FileLock
 
 from opd import checkpoints
 from opd.config import load_pipeline
@@ -87,6 +90,25 @@ def test_turns_that_other_experts_wrote_ahead_are_left_behind(
     assert _same_writers(acting_config, ours, ours)
     assert _same_writers(acting_config, theirs, ours) is kept
     assert not _same_writers(config, {**ours, "guard": {"upper": {"0": "1"}}}, ours)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_an_origin_may_be_one_that_can_only_be_read(
+    number: int, interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    checkpoint = interrupted / "checkpoints" / "step-000001"
+    checkpoint.chmod(0o555)
+    with FileLock(interrupted / ".lock"):
+        monkeypatch.setattr("pipelines.merging.directory.FileLock", refused)
+        with pytest.raises(RunDirError, match="another `opd merge` at work"):
+            begin(interrupted, tmp_path / "branch")
+    begin(interrupted, tmp_path / "branch")
+    taken = tmp_path / "branch" / "checkpoints" / "step-000001"
+    assert checkpoints.verify(taken).step == 1
+    assert taken.stat().st_mode & 0o700 == 0o700, "the new run can delete it"
 
 
 def test_the_cluster_is_asked_before_anything_is_written(
