@@ -126,7 +126,7 @@ def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manife
             wanted="these keys as they were; "
             + ", ".join([*steps, "checkpoint.*, evaluate.every, cluster.*"])
             + ", trainer.ranks and what else docs/resume.md lists may change",
-            fix="put them back, or start a new run in another --run-dir",
+            fix="put them back, or start a new run in another directory",
         )
     accepted = {dotted(key): changes[key] for key in (*free, *rounding)}
     notices = [f"{key}: {_shown(before)} before, {_shown(now)} now" for key, (before, now) in accepted.items()]

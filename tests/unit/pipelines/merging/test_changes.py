@@ -107,6 +107,8 @@ def test_what_decides_the_weights_is_refused_as_a_table() -> None:
         ["objective.beta", "nothing", "0.5"],
     ]
     assert lines[8].startswith("  wanted: ")
+    # `opd experts train` says it, too, and has no --run-dir.
+    assert lines[9] == "  fix:    put them back, or start a new run in another directory"
 
 
 @pytest.mark.parametrize(
