@@ -52,10 +52,7 @@ def replace_dir(tmp: Path, final: Path) -> None:
     A directory already at `final` is moved aside first and deleted last: a crash in between loses neither of the two,
     and `final` is never a mixture. Raises: OSError.
     """
-    for directory, _, names in os.walk(tmp):
-        for name in names:
-            _fsync(Path(directory, name), os.O_RDONLY)
-        fsync_dir(Path(directory))
+    _fsync_tree(tmp)
     aside = final.with_name(f".{final.name}.{os.getpid()}.old")
     if final.exists():
         final.rename(aside)
@@ -64,6 +61,23 @@ def replace_dir(tmp: Path, final: Path) -> None:
     fsync_dir(final.parent.parent)  # the parent may be as new as `final`
     if aside.exists():
         shutil.rmtree(aside)
+
+
+def place_dir(tmp: Path, final: Path) -> None:
+    """Sync every file under `tmp` and rename it to `final`, which lies on the same file system and must not exist.
+
+    Of two processes that do it at the same time one succeeds. Raises: FileExistsError if something is at `final`, other than an
+    empty directory; OSError.
+    """
+    _fsync_tree(tmp)
+    try:
+        tmp.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final)) from None
+    fsync_dir(final.parent)
+    fsync_dir(final.parent.parent)  # the parent may be as new as `final`
 
 
 def sweep(directory: Path) -> list[str]:
@@ -116,6 +130,13 @@ def cache_dir() -> Path:
 def blake3_file(path: Path, threads: int = blake3.AUTO) -> str:
     """Hash of a file's bytes as 64 hexadecimal digits, read through a memory map. Raises: OSError."""
     return blake3(max_threads=threads).update_mmap(path).hexdigest()
+
+
+def _fsync_tree(root: Path) -> None:
+    for directory, _, names in os.walk(root):
+        for name in names:
+            _fsync(Path(directory, name), os.O_RDONLY)
+        fsync_dir(Path(directory))
 
 
 def _fsync(path: Path, flags: int) -> None:

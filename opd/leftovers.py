@@ -73,13 +73,13 @@ def end_abandoned() -> list[str]:
     Nobody would end an agent's program in time, and what it does would get in the way of the one that repeats its episode. A
     process of a dead worker's engine holds memory that the next engine needs.
     """
-    abandoned = [p for p in _own() if (owner := _carried(p, OWNER)) and not _alive(owner)]
+    abandoned = [p for p in _own() if (owner := _carried(p, OWNER)) and not alive(owner)]
     return [*_end(abandoned), *remove_directories()]
 
 
 def sweep() -> list[str]:
     """End the processes and remove the directories of drivers that are gone. Returns what was found, for people."""
-    orphans = [p for p in psutil.process_iter() if (theirs := _carried(p)) and not _alive(theirs)]
+    orphans = [p for p in psutil.process_iter() if (theirs := _carried(p)) and not alive(theirs)]
     return [*_end(orphans), *remove_directories()]
 
 
@@ -107,7 +107,7 @@ def _carried(process: psutil.Process, variable: str = VARIABLE) -> str:
         return ""
 
 
-def _alive(theirs: str) -> bool:
+def alive(theirs: str) -> bool:
     """True if the driver with this mark lives, and also where that cannot be seen: for one in another container."""
     try:
         pid, started, namespace = map(int, theirs.split("-"))
@@ -142,7 +142,7 @@ def remove_directories() -> list[str]:
     for parent in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
         for path in parent.glob("opd-run-*") if parent.is_dir() else ():
             match = _MARK.match(path.name)
-            if match and path.is_dir() and not path.is_symlink() and not _alive(match[1]):
+            if match and path.is_dir() and not path.is_symlink() and not alive(match[1]):
                 shutil.rmtree(path, ignore_errors=True)  # may belong to another user
                 found += [] if path.exists() else [str(path)]
     return found

@@ -14,6 +14,7 @@
       tensorboard/    wandb/  mlflow-run-id     the same numbers for other tools
       rounds.json     round-1/ round-2/ ...     of a merge in several rounds: a run directory for each
       .lock           .live.json                who is at work here, and at what
+      .pipeline.yaml.next                       for a moment, where a resume changes pipeline.yaml and manifest.json
 
 The files inside `targets/step-NNNNNN/` and `checkpoints/step-NNNNNN/` belong to `opd.stream.log` and `opd.checkpoints`.
 """
@@ -62,6 +63,11 @@ class RunPaths:
     @property
     def pipeline(self) -> Path:
         return self.root / "pipeline.yaml"
+
+    @property
+    def next_pipeline(self) -> Path:
+        """What `pipeline` becomes as soon as the manifest says the same."""
+        return self.root / ".pipeline.yaml.next"
 
     @property
     def manifest(self) -> Path:

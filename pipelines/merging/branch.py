@@ -12,16 +12,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from opd import checkpoints
 from opd.config import PipelineConfig
 from opd.config.balance import SamplesBalance
-from opd.config.reward import CriticBaseline, EmaBaseline
+from opd.config.reward import BaselineConfig, CriticBaseline, EmaBaseline
 from opd.errors import ConfigError, RunDirError
-from opd.files import atomic_write_text, replace_dir
+from opd.files import atomic_write_text
 from opd.lineage import BRANCHED, LINEAGE, events_until, sentences
 from opd.metrics import MetricsFile
 from opd.run_dir import RunPaths, step_name
@@ -31,11 +30,12 @@ from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import read_inputs
 from pipelines.inputs.template_date import as_recorded
-from pipelines.merging.changes import changed_keys, identity, refuse_foreign
-from pipelines.merging.directory import link_files, locked, new_directory, refuse_existing
+from pipelines.merging.changes import among, changed_keys, dotted, identity, refuse_foreign
+from pipelines.merging.directory import link_files, locked_to_read, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
 from pipelines.merging.origin import Origin
 from pipelines.merging.run import Run
+from pipelines.placement import refuse_unplaceable
 
 DECIDE_ROLLOUTS = (
     "seed",
@@ -46,8 +46,10 @@ DECIDE_ROLLOUTS = (
     "schedule.mode",
     "schedule.partial_rollout*",
     "guard*",
+    "teachers.mask_tokens*",
 )
-"""Keys that decide what the student writes. If one differs, responses that the origin had written ahead are left behind."""
+"""Keys that decide what is written, and which tokens of it carry a loss. If one differs, responses that the origin had written ahead
+are left behind."""
 
 
 def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
@@ -63,6 +65,7 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
     inputs = read_inputs(config)
     refuse_too_large(config, inputs)
     notices = refuse_crowded_gpus(config, inputs)
+    refuse_unplaceable(config)
     manifest = manifest_of(config, inputs)
     _refuse_other_student(recorded["student"], manifest["student"], origin)
     now = validate(PipelineConfig, manifest["config"], origin.paths.manifest)
@@ -71,16 +74,13 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
         "event": BRANCHED,
         "run": str(origin.paths.root.absolute()),
         "step": origin.step,
-        "changed": {key: list(values) for key, values in changed.items()},
+        "changed": {dotted(key): list(values) for key, values in changed.items()},
     }
     manifest |= {"identity": identity(manifest), LINEAGE: [*events_until(recorded, origin.step), event]}
-    temporary = RunPaths(new_directory(root))
-    try:
-        _take_over(origin, recorded["identity"], temporary, manifest["identity"], changed)
+    as_written = not any(among(key, DECIDE_ROLLOUTS) for key in changed) and _same_writers(config, recorded, manifest)
+    with new_directory(root) as temporary:
+        _take_over(origin, recorded["identity"], temporary, manifest["identity"], as_written)
         write_inputs(temporary, manifest)
-        replace_dir(temporary.root, root)
-    finally:
-        shutil.rmtree(temporary.root, ignore_errors=True)
     return Run(
         config=config,
         inputs=inputs,
@@ -91,15 +91,24 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
     )
 
 
+def _same_writers(config: PipelineConfig, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    """Whether the manifests have the same files of rules, and the same experts where these write turns or mask tokens. The keys
+    with their paths do not tell."""
+    turns = any(domain.environment and domain.environment.teacher_turns for domain in config.domains.values())
+    parts = ("guard", "experts") if turns or config.teachers.mask_tokens else ("guard",)
+    return all(theirs.get(part) == ours.get(part) for part in parts)
+
+
 def _take_over(
-    origin: Origin, theirs: Mapping[str, Any], paths: RunPaths, ours: Mapping[str, Any], changed: Mapping[str, Any]
+    origin: Origin, theirs: Mapping[str, Any], paths: RunPaths, ours: Mapping[str, Any], as_written: bool
 ) -> None:
-    """Put the origin's checkpoint, as one of the run with the identity `ours`, and its records into a run directory.
+    """Put the origin's checkpoint, as one of the run with the identity `ours`, and its records into a run directory; what was
+    written ahead only if this run would have it `as_written`.
 
     Raises: RunDirError for a checkpoint that is damaged or not the origin's.
     """
     target = paths.checkpoints / step_name(origin.step)
-    with locked(origin.paths):  # a merge at work there might delete it meanwhile
+    with locked_to_read(origin.paths):  # a merge at work there might delete it meanwhile
         refuse_foreign(checkpoints.verify(origin.checkpoint), theirs)
         link_files(origin.checkpoint, target)
         if origin.paths.metrics.exists():
@@ -107,7 +116,7 @@ def _take_over(
     MetricsFile(paths.metrics).rewind(origin.step)
     file = target / checkpoints.MANIFEST
     facts = json.loads(file.read_text(encoding="utf-8"))
-    if any(fnmatchcase(key, pattern) for key in changed for pattern in DECIDE_ROLLOUTS):
+    if not as_written:
         for name in written.FILES:
             (target / name).unlink(missing_ok=True)
             facts["files"].pop(name, None)
@@ -148,9 +157,15 @@ def _parts(config: PipelineConfig) -> dict[str, str]:
     adapters = lora.model_dump(mode="json", exclude={"export"}) if lora else {}
     return {
         "student.lora": ", ".join(f"{key} {value}" for key, value in adapters.items()) or "none",
-        "objective.reward.baseline": reward.baseline.kind if reward else "none",
+        "objective.reward.baseline": _baseline(reward.baseline) if reward else "none",
         "domains": ", ".join(sorted(config.domains)),
     }
+
+
+def _baseline(baseline: BaselineConfig) -> str:
+    if not isinstance(baseline, CriticBaseline):
+        return baseline.kind
+    return f"critic, freeze_attention {str(baseline.freeze_attention).lower()}"  # a checkpoint has what is trained
 
 
 def _needed(config: PipelineConfig) -> dict[str, str]:

@@ -7,7 +7,7 @@ computed. The two lists below are all the keys that may be changed between two s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,12 @@ STEPS = "trainer.steps"
 TEMPLATE_DATE = "student.template_date"
 """This key may be added to a run that an older release began without it."""
 
+Key = tuple[str, ...]
+"""The keys on the way to a value. They are not joined, because names may have dots."""
 
-def changed_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (recorded, found), for every key that differs between two resolved pipelines."""
+
+def changed_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[Key, tuple[Any, Any]]:
+    """Key -> (recorded, found), for every key that differs between two resolved pipelines."""
     before, now = _flat(_with_mappings(recorded)), _flat(_with_mappings(found))
     return {key: (before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)}
 
@@ -111,10 +114,10 @@ def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manife
     recorded = validate(PipelineConfig, recorded, manifest).model_dump(mode="json")  # adds defaults of newer keys
     changes = changed_keys(recorded, validate(PipelineConfig, found, manifest).model_dump(mode="json"))
     constant = recorded["trainer"]["lr_scheduler_type"] == "constant"
-    free = [key for key in changes if _among(key, SAME_WEIGHTS) or (key == STEPS and constant)]
-    free += [key for key, (before, _) in changes.items() if key == TEMPLATE_DATE and before is None]
-    rounding = [key for key in changes if _among(key, SAME_BUT_FOR_ROUNDING)]
-    refused = {key: change for key, change in changes.items() if key not in (*free, *rounding)}
+    free = [key for key in changes if among(key, (*SAME_WEIGHTS, *([STEPS] if constant else ())))]
+    free += [key for key, (before, _) in changes.items() if among(key, [TEMPLATE_DATE]) and before is None]
+    rounding = [key for key in changes if among(key, SAME_BUT_FOR_ROUNDING)]
+    refused = {dotted(key): change for key, change in changes.items() if key not in (*free, *rounding)}
     if refused:
         steps = [f"{STEPS} (only with a constant learning rate)"] if STEPS in refused else []
         raise RunDirError.at(
@@ -123,17 +126,20 @@ def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manife
             wanted="these keys as they were; "
             + ", ".join([*steps, "checkpoint.*, evaluate.every, cluster.*"])
             + ", trainer.ranks and what else docs/resume.md lists may change",
-            fix="put them back, or start a new run in another --run-dir",
+            fix="put them back, or start a new run in another directory",
         )
-    notices = [f"{key}: {_shown(changes[key][0])} before, {_shown(changes[key][1])} now" for key in (*free, *rounding)]
+    accepted = {dotted(key): changes[key] for key in (*free, *rounding)}
+    notices = [f"{key}: {_shown(before)} before, {_shown(now)} now" for key, (before, now) in accepted.items()]
     if rounding:
-        notices.append(f"not bit for bit from here: {', '.join(rounding)} changed, which changes the order of sums")
+        keys = ", ".join(map(dotted, rounding))
+        notices.append(f"not bit for bit from here: {keys} changed, which changes the order of sums")
     return notices
 
 
 def refused_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """Keys that differ and decide what is computed, including the number of steps."""
-    return [key for key in changed_keys(recorded, found) if not _among(key, (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING))]
+    free = (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING)
+    return [dotted(key) for key in changed_keys(recorded, found) if not among(key, free)]
 
 
 def identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +148,7 @@ def identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
     It is made once, when the run begins, because a later release may know more keys.
     """
     free = (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING, STEPS)
-    bound = {key: value for key, value in _flat(manifest["config"]).items() if not _among(key, free)}
+    bound = {dotted(key): value for key, value in _flat(manifest["config"]).items() if not among(key, free)}
     return {
         "config": _digest(bound),
         "student": _digest(manifest["student"]),
@@ -232,7 +238,7 @@ def _named(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     sides = [_flat(side[name]) for side in (before, now) if isinstance(side.get(name), Mapping)]
     if len(sides) < 2:
         return name
-    files = [key.partition(".")[2] for key in {**sides[0], **sides[1]} if sides[0].get(key) != sides[1].get(key)]
+    files = [dotted(key[1:]) for key in {**sides[0], **sides[1]} if sides[0].get(key) != sides[1].get(key)]
     return f"{name} ({', '.join(dict.fromkeys(file or 'domains' for file in files))})"
 
 
@@ -246,15 +252,28 @@ def version_warnings(recorded: Mapping[str, str], found: Mapping[str, str]) -> l
     ]
 
 
-def _among(key: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(key, pattern) for pattern in patterns)
+def among(key: Key, patterns: Iterable[str]) -> bool:
+    """Whether a pattern stands for the key: part by part between the dots, and `*` at its end for what follows, too."""
+    return any(_stands_for(pattern, key) for pattern in patterns)
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted keys; an empty mapping counts as no key."""
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+def _stands_for(pattern: str, key: Key) -> bool:
+    parts = pattern.split(".")
+    alike = all(fnmatchcase(name, part) for name, part in zip(key, parts, strict=False))
+    return alike and (len(key) == len(parts) or (len(key) > len(parts) and pattern.endswith("*")))
+
+
+def dotted(key: Key) -> str:
+    """The key as people write it."""
+    return ".".join(key)
+
+
+def _flat(data: Mapping[str, Any], above: Key = ()) -> dict[Key, Any]:
+    """Flatten nested mappings; an empty mapping counts as no key."""
+    flat: dict[Key, Any] = {}
+    for name, value in data.items():
+        key = (*above, str(name))
+        flat |= _flat(value, key) if isinstance(value, Mapping) else {key: value}
     return flat
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from opd import checkpoints
+from opd import checkpoints, leftovers
 from opd.errors import RunDirError, StorageError
-from opd.files import storing
+from opd.files import place_dir, storing
+from opd.live.status import is_held
 from opd.run_dir import RunPaths
 from opd.text import as_typed
 
@@ -49,20 +52,40 @@ def refuse_no_run(paths: RunPaths) -> None:
         )
 
 
-def new_directory(root: Path) -> Path:
-    """Make an empty directory beside `root`, which is renamed to `root` later. Raises: RunDirError if that is impossible."""
-    temporary = root.with_name(f".tmp-{root.name}")
+@contextmanager
+def new_directory(root: Path) -> Iterator[RunPaths]:
+    """An empty directory beside `root` to fill; it gets the name `root` when the block ends well, and is deleted otherwise.
+
+    Raises: RunDirError if that is impossible, or if another command has begun a run in `root` meanwhile.
+    """
+    _clear_abandoned(root)
+    temporary = root.with_name(f".tmp-{root.name}-{leftovers.mark()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
         raise RunDirError.at(
             root,
-            found=f"{error.filename}: {error.strerror}",
+            found=f"{root.parent}: {error.strerror}",
             wanted="a directory that can be made",
             fix="give another place with --run-dir, or correct the rights",
         ) from None
-    return temporary
+    try:
+        yield RunPaths(temporary)
+        place_dir(temporary, root)
+    except FileExistsError:
+        refuse_existing(root)
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _clear_abandoned(root: Path) -> None:
+    """Delete what commands that are gone had begun to fill for `root`."""
+    head = f".tmp-{root.name}-"
+    for path in root.parent.glob(".tmp-*"):
+        if path.name.startswith(head) and not leftovers.alive(path.name.removeprefix(head)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -72,9 +95,27 @@ def locked(paths: RunPaths) -> Iterator[None]:
         with FileLock(paths.lock, timeout=LOOK_S, poll_interval=LOOK_S / 4):
             yield
     except Timeout:
-        raise RunDirError.at(
-            paths.root, found="another `opd merge` at work in it", wanted="one at a time", fix="wait for it or stop it"
-        ) from None
+        raise _at_work(paths) from None
+
+
+@contextmanager
+def locked_to_read(paths: RunPaths) -> Iterator[None]:
+    """Like `locked`, but a directory that may only be read goes without a lock. Raises: RunDirError if a merge is at work there."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(paths))
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            if is_held(paths.lock):
+                raise _at_work(paths) from None
+        yield
+
+
+def _at_work(paths: RunPaths) -> RunDirError:
+    return RunDirError.at(
+        paths.root, found="another `opd merge` at work in it", wanted="one at a time", fix="wait for it or stop it"
+    )
 
 
 @contextmanager
@@ -95,6 +136,8 @@ def link_files(source: Path, target: Path) -> None:
     """Put a directory's files under a second name, as hard links where the file system has them; what lies there goes."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target, copy_function=_link)
+    for directory in (target, *(path for path in target.rglob("*") if path.is_dir())):
+        directory.chmod(directory.stat().st_mode | stat.S_IRWXU)  # the source may be one that nobody may write to
 
 
 def _link(source: str, target: str) -> None:

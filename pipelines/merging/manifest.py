@@ -23,7 +23,7 @@ from opd.config.guard import GuardConfig, LocalJudge, guard_of
 from opd.config.prompts import PromptsConfig
 from opd.errors import RunDirError
 from opd.evaluation.harness import is_task_file
-from opd.files import atomic_write_text, blake3_file
+from opd.files import atomic_write_text, blake3_file, fsync_dir
 from opd.guard.rules import SHIPPED
 from opd.prompts import find_source, is_hub_name
 from opd.run_dir import RunPaths
@@ -41,6 +41,37 @@ def write_inputs(paths: RunPaths, manifest: Mapping[str, Any]) -> None:
     command = {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}
     atomic_write_text(paths.manifest, json.dumps({**manifest, **command}, indent=2))
     atomic_write_text(paths.pipeline, yaml.safe_dump(manifest["config"], sort_keys=False))
+
+
+def replace_inputs(paths: RunPaths, manifest: Mapping[str, Any]) -> None:
+    """Write manifest.json and pipeline.yaml of a run that goes on with changes: both are written, or neither is.
+
+    The pipeline lies ready before the manifest is written. After a kill in between `own_pipeline` finds it.
+    """
+    text = json.dumps(manifest, indent=2)
+    ready = yaml.safe_dump(
+        json.loads(text)["config"], sort_keys=False
+    )  # the very data that a reader of the manifest finds
+    atomic_write_text(paths.next_pipeline, ready)
+    atomic_write_text(paths.manifest, text)
+    finish_inputs(paths)
+
+
+def finish_inputs(paths: RunPaths) -> None:
+    """Finish what a kill in `replace_inputs` left: the pipeline takes its place, or goes if its manifest was not written."""
+    if not paths.next_pipeline.exists():
+        return
+    if own_pipeline(paths, read_manifest(paths)) == paths.next_pipeline:
+        paths.next_pipeline.replace(paths.pipeline)
+        fsync_dir(paths.root)
+    paths.next_pipeline.unlink(missing_ok=True)
+
+
+def own_pipeline(paths: RunPaths, recorded: Mapping[str, Any]) -> Path:
+    """The file with the own pipeline of the run whose manifest is `recorded`."""
+    ready = paths.next_pipeline
+    is_next = ready.exists() and yaml.safe_load(ready.read_text(encoding="utf-8")) == recorded["config"]
+    return ready if is_next else paths.pipeline
 
 
 def read_manifest(paths: RunPaths) -> dict[str, Any]:
@@ -100,13 +131,19 @@ def _size(info: ModelInfo) -> dict[str, Any]:
 
 def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     """The pipeline with every default and absolute paths, so that a resume does not depend on where it is started."""
+    data = with_absolute_paths(config)
+    data["student"]["template_date"] = _absolute(config.student.template_date or inputs.template_date)
+    if not isinstance(config.experts, RegisteredExperts):
+        for name, expert in inputs.experts.items():
+            data["experts"][name]["base"] = _absolute(Path(expert.adapter.base)) if expert.adapter else None
+    return data
+
+
+def with_absolute_paths(config: PipelineConfig) -> dict[str, Any]:
+    """The pipeline with absolute paths and every default that does not follow from a file."""
     data = config.model_dump()
-    data["student"]["template_date"] = config.student.template_date or inputs.template_date
     if isinstance(config.experts, RegisteredExperts):
         data["registry"] = config.registry or default_root()
-    else:
-        for name, expert in inputs.experts.items():
-            data["experts"][name]["base"] = Path(expert.adapter.base) if expert.adapter else None
     tasks = config.evaluate.lm_eval.tasks
     data["evaluate"]["lm_eval"]["tasks"] = [Path(task) if is_task_file(task) else task for task in tasks]
     for name, domain in config.domains.items():
@@ -115,7 +152,8 @@ def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     _find_rules(data["guard"])
     for domain_data in data["domains"].values():
         _find_rules(domain_data["guard"])
-    return _absolute(data)
+    absolute: dict[str, Any] = _absolute(data)
+    return absolute
 
 
 def _find_rules(guard: Any) -> None:

@@ -36,7 +36,7 @@ from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
 from pipelines.merging.changes import accept_changes, refuse_changed_inputs, unrecorded
 from pipelines.merging.directory import link_files, locked, new_directory, refuse_existing
-from pipelines.merging.manifest import manifest_of, resolved, write_inputs
+from pipelines.merging.manifest import manifest_of, with_absolute_paths, write_inputs
 from pipelines.merging.run import Run
 from pipelines.merging.surroundings import TERMINAL, Surroundings
 
@@ -81,11 +81,10 @@ def begin(config: PipelineConfig, root: Path, tell: Tell) -> Run | Rounds:
     refuse_existing(root)
     configs = rounds_of(config)
     inputs = _check_all(configs)
-    configs = [on_day(one, inputs[0].template_date) for one in configs]
+    config, *configs = [on_day(one, inputs[0].template_date) for one in (config, *configs)]
     plan = [_facts(one, found) for one, found in zip(configs, inputs, strict=True)]
-    temporary = new_directory(root)
-    _write(RunPaths(temporary), config, inputs[0], plan)
-    replace_dir(temporary, root)
+    with new_directory(root) as temporary:
+        _write(temporary, config, plan)
     return Rounds(config=config, configs=configs, root=root, plan=plan, resume_from=None, tell=tell)
 
 
@@ -124,7 +123,7 @@ def _checked_again(run: Rounds) -> list[Facts]:
         changes += unrecorded(before) + accept_changes(before["config"], now["config"], paths.rounds)
     plan = [*run.plan[:first], *found]
     if changes:
-        _write(paths, run.config, inputs[0], plan)
+        _write(paths, run.config, plan)
     return plan
 
 
@@ -142,28 +141,31 @@ def _facts(config: PipelineConfig, inputs: Inputs) -> Facts:
     return {**manifest_of(config, inputs), "teachers": teachers}
 
 
-def _write(paths: RunPaths, config: PipelineConfig, inputs: Inputs, plan: Sequence[Facts]) -> None:
-    """Write the files that say what the rounds are; `inputs` are those of the first round."""
+def _write(paths: RunPaths, config: PipelineConfig, plan: Sequence[Facts]) -> None:
+    """Write the files that say what the rounds are."""
     experts = {name: facts for one in plan for name, facts in one["experts"].items()}
     sizes = {name: size for one in plan for name, size in one["models"]["experts"].items()}
+    first = {key: facts for key, facts in plan[0].items() if key != "teachers"}
     write_inputs(
         paths,
-        manifest_of(config, inputs)
-        | {
-            "config": resolved(config, inputs) | {"rounds": _rounds_key(config, plan)},
-            "experts": experts,
-            "models": {**plan[0]["models"], "experts": sizes},
-        },
+        first | {"config": _whole(config, plan), "experts": experts, "models": {**first["models"], "experts": sizes}},
     )
     atomic_write_text(paths.rounds, json.dumps({"format": FORMAT, "rounds": plan}, indent=1))
 
 
-def _rounds_key(config: PipelineConfig, plan: Sequence[Facts]) -> Any:
-    """`rounds` with absolute paths, as the checked pipelines of the rounds have them."""
-    if isinstance(config.rounds, int):
-        return config.rounds
-    first = plan[0]["config"]
-    return [{}, *(_difference(first, one["config"]) for one in plan[1:])]
+def _whole(config: PipelineConfig, plan: Sequence[Facts]) -> dict[str, Any]:
+    """The pipeline of all rounds, with absolute paths and bases of adapters as the checked pipelines of the rounds have them."""
+    data = with_absolute_paths(config)
+    for name, expert in data["experts"].items():
+        for found in (one["config"]["experts"].get(name) for one in plan):
+            if isinstance(found, dict) and found["model"] == expert["model"]:
+                expert["base"] = found["base"]
+    if isinstance(config.rounds, list):
+        first, *others = json.loads(
+            json.dumps([data, *(one["config"] for one in plan[1:])])
+        )  # lists in place of tuples
+        data["rounds"] = [{}, *(_difference(first, other) for other in others)]
+    return data
 
 
 def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +173,8 @@ def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
     found = {key: other[key] for key in RoundConfig.model_fields if other[key] != first[key]}
     for key in ("rollout", "teachers", "objective", "trainer"):
         if key in found and other[key].get("kind") == first[key].get("kind"):
-            found[key] = {k: value for k, value in other[key].items() if value != first[key][k]}
+            same = first[key].items()
+            found[key] = {k: value for k, value in other[key].items() if (k, value) not in same}
     return found
 
 
@@ -278,11 +281,14 @@ def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, s
 
 
 def _same_exam(domain: str, before: Facts, now: Facts) -> bool:
-    """True if questions, verifier and limits are the same. Rounds cannot differ in `evaluate`, so it is not compared."""
+    """True if questions, verifier, limits and what the student acts on are the same. Rounds cannot differ in `evaluate` and
+    `guard`, so these are not compared."""
 
     def exam(facts: Facts) -> tuple[Any, ...]:
-        config = facts["config"]
-        return config["rollout"], config["domains"][domain]["eval"], list(facts["prompts"][domain].values())
+        own, asked = facts["config"]["domains"][domain], list(facts["prompts"][domain].values())
+        rows = own["prompts"] if own["eval"] and own["eval"].get("holdout") else None  # a part of these is asked
+        acts = [own.get(key) for key in ("environment", "agent", "guard")]
+        return facts["config"]["rollout"], own["eval"], rows, acts, asked
 
     return exam(before) == exam(now)
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from experts.bound_files import TOKENIZER_FILES
 from opd import checkpoints, loop
 from opd.checkpoints import Checkpoint
@@ -55,7 +53,16 @@ from pipelines.merging.exams import StartingExams
 from pipelines.merging.journal import Journal
 from pipelines.merging.layouts import record_layouts
 from pipelines.merging.longer import Longer
-from pipelines.merging.manifest import manifest_of, read_manifest, renewed, versions, write_inputs
+from pipelines.merging.manifest import (
+    finish_inputs,
+    manifest_of,
+    own_pipeline,
+    read_manifest,
+    renewed,
+    replace_inputs,
+    versions,
+    write_inputs,
+)
 from pipelines.merging.results import of_merged, take_back, trained
 from pipelines.merging.surroundings import TERMINAL, Surroundings
 from pipelines.placement import beside_the_driver, refuse_unplaceable, reserve_places
@@ -92,8 +99,8 @@ class Run:
             around = replace(around, display=journal.beside(around.display))
             checkpoint = _go_on_from(self, self.resume_from, notices) if self.resume_from else None
             if self.changed:
-                atomic_write_text(self.paths.manifest, json.dumps(self.changed, indent=2))
-                atomic_write_text(self.paths.pipeline, yaml.safe_dump(self.changed["config"], sort_keys=False))
+                replace_inputs(self.paths, self.changed)
+            finish_inputs(self.paths)
             # One handler for all attempts: a Ctrl-C while workers start again must not get lost.
             with around.signals() as signals:
                 for restart in itertools.count(1):
@@ -142,15 +149,15 @@ def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
     refuse_too_large(config, inputs)
     notices = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)
-    temporary = RunPaths(new_directory(root))
     manifest = manifest_of(config, inputs)
     manifest["identity"] = identity(manifest)
-    write_inputs(temporary, manifest)
-    if known:
-        temporary.evaluation.mkdir()
-        for name, text in known.items():
-            atomic_write_text(temporary.evaluation / name, text)
-    replace_dir(temporary.root, root)  # from here on `opd merge --resume` works, even without a checkpoint
+    with new_directory(root) as temporary:
+        write_inputs(temporary, manifest)
+        if known:
+            temporary.evaluation.mkdir()
+            for name, text in known.items():
+                atomic_write_text(temporary.evaluation / name, text)
+    # From here on `opd merge --resume` works, even without a checkpoint.
     return Run(
         config=config, inputs=inputs, paths=RunPaths(root), identity=manifest["identity"], notices=tuple(notices)
     )
@@ -169,7 +176,9 @@ def reopen(
     """
     paths = RunPaths(root)
     refuse_no_run(paths)
-    return _reopened(paths, read_manifest(paths), config or load_pipeline(paths.pipeline, overrides), wanted)
+    recorded = read_manifest(paths)
+    config = config or load_pipeline(own_pipeline(paths, recorded), overrides)
+    return _reopened(paths, recorded, config, wanted)
 
 
 def extend(root: Path, longer: Longer, overrides: list[str] | None = None) -> Run:
@@ -178,8 +187,9 @@ def extend(root: Path, longer: Longer, overrides: list[str] | None = None) -> Ru
     `overrides` are those of `reopen`. Raises: OpdError, and then nothing is written.
     """
     paths = RunPaths(root)
-    recorded = longer.manifest(read_manifest(paths), paths)
-    config = longer.pipeline(load_pipeline(paths.pipeline, overrides))
+    before = read_manifest(paths)
+    recorded = longer.manifest(before, paths)
+    config = longer.pipeline(load_pipeline(own_pipeline(paths, before), overrides))
     run = _reopened(paths, recorded, config, checkpoints.LATEST)
     return replace(run, notices=(*longer.notices(config), *run.notices), changed=run.changed or recorded)
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors import SafetensorError
 
 from opd.errors import StorageError
-from opd.files import atomic_write_text, blake3_file, replace_dir, storing, sweep
+from opd.files import atomic_write_text, blake3_file, place_dir, replace_dir, storing, sweep
 
 
 def test_a_failed_write_leaves_the_old_text_and_no_litter(tmp_path: Path) -> None:
@@ -33,6 +33,23 @@ def test_replace_dir_leaves_only_the_new_directory(taken: bool, tmp_path: Path) 
     replace_dir(tmp, final)
     assert [p.relative_to(final).as_posix() for p in sorted(final.rglob("*"))] == ["deep", "deep/new"]
     assert list(tmp_path.iterdir()) == [final]
+
+
+@pytest.mark.parametrize("taken", ["directory", "file"])
+def test_place_dir_replaces_nothing(taken: str, tmp_path: Path) -> None:
+    tmp, final = tmp_path / "tmp", tmp_path / "final"
+    (tmp / "deep").mkdir(parents=True)
+    old = final
+    if taken == "directory":
+        final.mkdir()
+        old = final / "old"
+    old.write_text("old")
+    with pytest.raises(FileExistsError, match="final"):
+        place_dir(tmp, final)
+    assert old.read_text() == "old" and (tmp / "deep").is_dir()
+    old.unlink()
+    place_dir(tmp, final)
+    assert (final / "deep").is_dir() and list(tmp_path.iterdir()) == [final]
 
 
 def test_blake3_file(tmp_path: Path) -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from filelock import FileLock
 
 from opd import checkpoints
 from opd.config import load_pipeline
+from opd.config.domains import EnvironmentConfig
 from opd.errors import ConfigError, OpdError, RunDirError, RunError
 from opd.files import blake3_file
 from opd.run_dir import RunPaths
 from opd.stream import written
 from pipelines.merging import run as merging
-from pipelines.merging.branch import branch
+from pipelines.merging.branch import _same_writers, branch
 from pipelines.merging.origin import Origin, origin_of
 from tests.unit.pipelines.merging.test_longer import files
 
@@ -53,11 +58,13 @@ def test_a_branch_has_the_steps_before_it_and_leaves_its_origin_alone(interrupte
         merging.resume(root)  # it is a run like any other
 
 
+MASKED = "teachers.mask_tokens.up=['a']"
 AHEAD = "schedule={mode: one_step_off, partial_rollout: {cut_at: 1}}"
 
 
 @pytest.mark.parametrize(
-    ("change", "kept"), [("trainer.lr=0.5", True), ("rollout.temperature=0.5", False), (AHEAD, False)]
+    ("change", "kept"),
+    [("trainer.lr=0.5", True), ("rollout.temperature=0.5", False), (AHEAD, False), (MASKED, False)],
 )
 def test_what_was_written_ahead_goes_along_if_it_would_be_written_again(
     change: str, kept: bool, interrupted: Path, tmp_path: Path
@@ -69,6 +76,51 @@ def test_what_was_written_ahead_goes_along_if_it_would_be_written_again(
     assert {name: (path / name).exists() for name in written.FILES} == dict.fromkeys(written.FILES, kept)
     assert {name: name in listed for name in written.FILES} == dict.fromkeys(written.FILES, kept)
     checkpoints.verify(path)
+
+
+@pytest.mark.parametrize(("domain", "kept"), [({}, True), ({"teacher_turns": {"share": 0.5, "over_steps": 9}}, False)])
+def test_turns_that_other_experts_wrote_ahead_are_left_behind(
+    domain: dict[str, Any], kept: bool, interrupted: Path
+) -> None:
+    config = load_pipeline(interrupted / "pipeline.yaml")
+    acting = config.domains["upper"].model_copy(update={"environment": EnvironmentConfig(name="maze", **domain)})
+    acting_config = config.model_copy(update={"domains": {**config.domains, "upper": acting}})
+    ours = json.loads((interrupted / "manifest.json").read_text())
+    theirs = {**ours, "experts": {**ours["experts"], "up": {"weights": {"model.safetensors": "0"}}}}
+    assert _same_writers(acting_config, ours, ours)
+    assert _same_writers(acting_config, theirs, ours) is kept
+    assert not _same_writers(config, {**ours, "guard": {"upper": {"0": "1"}}}, ours)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_an_origin_may_be_one_that_can_only_be_read(
+    number: int, interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    checkpoint = interrupted / "checkpoints" / "step-000001"
+    checkpoint.chmod(0o555)
+    with FileLock(interrupted / ".lock"):
+        monkeypatch.setattr("pipelines.merging.directory.FileLock", refused)
+        with pytest.raises(RunDirError, match="another `opd merge` at work"):
+            begin(interrupted, tmp_path / "branch")
+    begin(interrupted, tmp_path / "branch")
+    taken = tmp_path / "branch" / "checkpoints" / "step-000001"
+    assert checkpoints.verify(taken).step == 1
+    assert taken.stat().st_mode & 0o700 == 0o700, "the new run can delete it"
+
+
+def test_the_cluster_is_asked_before_anything_is_written(
+    interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(config: Any) -> None:
+        raise ConfigError("no cluster there")
+
+    monkeypatch.setattr("pipelines.merging.branch.refuse_unplaceable", refused)
+    with pytest.raises(ConfigError, match="no cluster there"):
+        begin(interrupted, tmp_path / "branch")
+    assert not (tmp_path / "branch").exists()
 
 
 @pytest.mark.parametrize(
@@ -84,6 +136,25 @@ def test_what_does_not_fit_the_checkpoint_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=where):
         begin(interrupted, tmp_path / "branch", change)
+
+
+def with_settings(origin: Path, **sections: Any) -> None:
+    """Let the origin, which nothing has trained, have begun with other sections of its pipeline."""
+    for file in (origin / "manifest.json", origin / "pipeline.yaml"):
+        data = yaml.safe_load(file.read_text())
+        data.get("config", data).update(sections)
+        file.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(("frozen", "now"), [(False, "true"), (True, "false")])
+def test_a_critic_keeps_the_layers_that_it_trains(frozen: bool, now: str, interrupted: Path, tmp_path: Path) -> None:
+    reward = {"baseline": {"kind": "critic", "freeze_attention": frozen}}
+    with_settings(interrupted, objective={"kind": "reverse_kl", "reward": reward})
+    key = "objective.reward.baseline"
+    with pytest.raises(ConfigError, match=rf"{key}\n  found:  critic, freeze_attention {now}\n.*{str(frozen).lower()}"):
+        begin(interrupted, tmp_path / "branch", f"{key}.freeze_attention={now}")
+    assert not (tmp_path / "branch").exists()
+    begin(interrupted, tmp_path / "branch", f"{key}.gamma=0.9")
 
 
 def test_balanced_domains_must_be_those_whose_records_there_are(interrupted: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pipelines.merging.changes import (
     SAME_BUT_FOR_ROUNDING,
     SAME_WEIGHTS,
     accept_changes,
+    among,
     changed_keys,
     identity,
     refuse_changed_inputs,
@@ -106,6 +107,8 @@ def test_what_decides_the_weights_is_refused_as_a_table() -> None:
         ["objective.beta", "nothing", "0.5"],
     ]
     assert lines[8].startswith("  wanted: ")
+    # `opd experts train` says it, too, and has no --run-dir.
+    assert lines[9] == "  fix:    put them back, or start a new run in another directory"
 
 
 @pytest.mark.parametrize(
@@ -164,8 +167,6 @@ def test_adapters_may_be_wanted_later_but_not_another_kind_of_training() -> None
 
 def test_every_pattern_names_a_key() -> None:
     """A key that was renamed must not leave its permission behind."""
-    from fnmatch import fnmatchcase
-
     full = config(experts__e__base="/b", teachers__engine="openai", teachers__payload="sampled_logprobs",
                   teachers__servers={"e": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}},
                   objective__kind="sampled")  # fmt: skip
@@ -179,12 +180,33 @@ def test_every_pattern_names_a_key() -> None:
     judge = {"kind": "endpoint", "base_url": "http://127.0.0.1:1/v1", "model": "j", "api_key_env": "KEY"}
     guarded = {"domains__d__environment__name": "maze", "domains__d__guard": {"rules": ["shipped"]}}
     keys |= changed_keys({}, config(guard={"judge": judge}, **guarded))
-    keys |= {f"teachers.{key}": (None, None) for engine in ENGINES.values() for key in engine.model_fields}
+    keys |= {("teachers", key): (None, None) for engine in ENGINES.values() for key in engine.model_fields}
     keys |= dict.fromkeys(
-        ("domains.d.prompts", "domains.d.eval.prompts"), (None, None)
+        (("domains", "d", "prompts"), ("domains", "d", "eval", "prompts")), (None, None)
     )  # paths, as `identity` sees them
     for pattern in (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING):
-        assert any(fnmatchcase(key, pattern) for key in keys), pattern
+        assert any(among(key, [pattern]) for key in keys), pattern
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompts": "many"},
+        {"guard": {"rules": ["mine"]}},
+        {"eval": {"prompts": {"path": "/x"}}},
+        {"guard.rules": "mine"},
+    ],
+)
+def test_an_option_of_an_environment_is_bound_whatever_its_name(options: dict[str, Any]) -> None:
+    acting = {"domains__d__environment__name": "mine:Env"}
+    with pytest.raises(RunDirError, match=r"domains\.d\.environment\.options\."):
+        accept_changes(config(**acting), config(**acting, domains__d__environment__options=options), MANIFEST)
+
+
+def test_a_domain_may_have_a_dot_in_its_name() -> None:
+    before, now = ({"d": config()["domains"]["d"], "a.b": {"prompts": path}} for path in ("/p.jsonl", "/moved.jsonl"))
+    (notice,) = accept_changes(config(domains=before), config(domains=now), MANIFEST)
+    assert notice.startswith("domains.a.b.prompts.path: ")
 
 
 def manifest(**changes: Any) -> dict[str, Any]:

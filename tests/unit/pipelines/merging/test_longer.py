@@ -70,6 +70,36 @@ def test_under_a_decay_the_steps_taken_keep_their_rates(kind: str, interrupted: 
     assert sentences([event])[0].endswith(f"up to there the {kind} decay was that of 2 steps")
 
 
+@pytest.mark.parametrize("kind", ["constant", "linear"])
+@pytest.mark.parametrize("killed_at", ["manifest.json", "pipeline.yaml"])
+def test_a_kill_between_manifest_and_pipeline_loses_no_extension(
+    killed_at: str, kind: str, interrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decaying(interrupted, kind)
+    before = files(interrupted)
+    rename = Path.replace
+
+    def killed(path: Path, target: Path) -> Path:
+        if target.name == killed_at:
+            raise InterruptedError
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(InterruptedError):
+            merging.extend(interrupted, longer(RunPaths(interrupted), 3)).carry_out()
+    with pytest.raises(RunError, match="it would start now"):
+        merging.resume(interrupted)
+    assert not RunPaths(interrupted).next_pipeline.exists()
+    if killed_at == "manifest.json":
+        assert (interrupted / "pipeline.yaml").read_bytes() == before[interrupted / "pipeline.yaml"]
+        extend(interrupted, 3)
+    config = load_pipeline(interrupted / "pipeline.yaml")
+    assert config.trainer.steps == 5
+    assert [(one.at, one.steps) for one in config.trainer.extended] == ([(2, 2)] if kind == "linear" else [])
+    assert len(json.loads((interrupted / "manifest.json").read_text())["lineage"]) == 1
+
+
 def test_the_rates_of_a_run_that_was_extended_twice_and_of_its_branch(world: Any) -> None:
     world.data["trainer"] |= {"steps": 4, "lr_scheduler_type": "linear"}
     config = load_pipeline(world.write())

@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from opd.checkpoints import CheckpointStore
-from opd.config import load_pipeline
+from opd.config import load_pipeline, rounds_of
 from opd.config.sections import CheckpointConfig
 from opd.errors import ConfigError, ModelError, RunDirError, RunError
 from opd.evaluation.scores import DomainScore, Evaluation
@@ -24,6 +24,7 @@ from opd.live.displays import Silence
 from opd.metrics import MetricsFile
 from opd.progress import RunReporter
 from opd.report import build_report, write_report
+from opd.run_dir import RunPaths
 from opd.step_record import StepRecord
 from opd.types import WrittenFile
 from pipelines.baselines import jobs
@@ -465,6 +466,66 @@ def test_another_exam_is_measured_again(engines: Engines, run: Callable[..., Any
     assert [e.split(": ")[1] for e in engines.events[len(ROUND_1) :][:3]] == [
         "student before on reverse,upper", "expert rev on reverse", "expert up on upper",
     ]  # fmt: skip
+
+
+def test_an_option_may_change_after_the_first_of_rounds_with_other_experts(
+    engines: Engines, run: Callable[..., Any], world: Any, make_adapter: Callable[..., Path]
+) -> None:
+    make_adapter(world.root / "adapter", world.root / "base", base_model_name_or_path="base")
+    other = {"late": {"model": "adapter", "domain": "upper"}}
+    world.data["rounds"] = [{}, {"experts": other, "domains": {"upper": world.data["domains"]["upper"]}}]
+    stop_in_round(2, engines, run)
+    root = world.root / "run"
+    before = {name: json.loads((root / "manifest.json").read_text())[name] for name in ("experts", "prompts", "models")}
+    for ranks in (1, 4):
+        engines.fail_at = "round-2: train from 0"
+        with pytest.raises(RunError, match="killed"):
+            run(resumed=True, overrides=["checkpoint.keep=2", f"trainer.ranks={ranks}"])
+        first, second = rounds_of(load_pipeline(root / "pipeline.yaml"))
+        assert (set(first.experts), set(second.experts)) == ({"rev", "up"}, {"late"})
+        assert second.experts["late"].base == world.root / "base" and set(second.domains) == {"upper"}
+        assert second.checkpoint.keep == 2 and second.trainer.ranks == ranks
+    manifest = json.loads((root / "manifest.json").read_text())
+    assert {name: manifest[name] for name in before} == before
+    run(resumed=True)
+    assert (root / "report.json").exists()
+
+
+def test_a_round_may_have_another_engine_of_teachers(engines: Engines, run: Callable[..., Any], world: Any) -> None:
+    world.data["rounds"] = [{}, {"teachers": {"engine": "vllm"}}]
+    stop_in_round(1, engines, run)
+    first, second = rounds_of(load_pipeline(world.root / "run" / "pipeline.yaml"))
+    assert (first.teachers.engine, second.teachers.engine) == ("transformers", "vllm")
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({}, True),
+        ({"environment": {"name": "maze", "max_turns": 16}}, False),
+        ({"agent": {"command": ["python", "other.py"]}}, False),
+        ({"guard": False}, False),
+        ({"prompts": {"path": "/p.jsonl", "filter": {"column": "level", "equals": "hard"}}}, False),
+        ({"prompts": {"path": "/p.jsonl", "limit": 9}, "eval": {"prompts": "/q.jsonl"}}, True),
+    ],
+)
+def test_what_makes_another_exam(changed: dict[str, Any], same: bool, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.evaluation.mkdir()
+    for name in ("after", "expert"):
+        Evaluation(model=name, scores=scores({"d": 0.5})).save(paths.exam(name))
+
+    def facts(**own: Any) -> dict[str, Any]:
+        exam = changed.get("eval", {"holdout": 0.1})
+        domain = {"prompts": "/p.jsonl", "environment": {"name": "maze", "max_turns": 4}, "agent": None, "guard": None}
+        return {
+            "config": {"rollout": {}, "domains": {"d": {**domain, "eval": exam, **own}}},
+            "prompts": {"d": {"/p.jsonl": "1"}},
+            "teachers": {"d": "2"},
+        }
+
+    known = rounds.known_evaluations(paths, facts(), facts(**changed))
+    assert set(known) == ({"before.json", "expert.json"} if same else set())
 
 
 def test_another_expert_under_the_same_name_is_measured(

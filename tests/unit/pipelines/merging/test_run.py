@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from experts.adapter import whole_model
+from opd import leftovers
 from opd.cluster import WorkerDied
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import Paused, RunDirError, RunError
@@ -149,6 +150,39 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused(interrupted: Path) -> N
         merging.resume(interrupted, overrides=["trainer.steps=1"])
     with pytest.raises(RunError, match="it would start now"):
         merging.resume(interrupted)  # what was refused did not become the run's own
+
+
+# A run that begins
+
+
+def other_begins(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let another command begin a run in `root` while this one reads its inputs."""
+
+    def read(config: PipelineConfig) -> Any:
+        root.mkdir()
+        (root / "metrics.jsonl").write_text("of the other")
+        return read_inputs(config)
+
+    monkeypatch.setattr(merging, "read_inputs", read)
+
+
+def test_a_run_that_began_meanwhile_is_not_replaced(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = world.root / "run"
+    other_begins(root, monkeypatch)
+    with pytest.raises(RunDirError, match="a run directory that exists"):
+        merging.begin(load_pipeline(world.write()), root)
+    assert names(root) == ["metrics.jsonl"] and (root / "metrics.jsonl").read_text() == "of the other"
+    assert not list(world.root.glob(".tmp-*"))
+
+
+def test_a_run_that_begins_clears_what_killed_commands_left_and_no_more(world: Any) -> None:
+    number, start, namespace = leftovers.mark().split("-")
+    gone = world.root / f".tmp-run-{2**22 + 1}-{start}-{namespace}"  # above the largest number of a process
+    elsewhere = world.root / f".tmp-run-{number}-{start}-{int(namespace) + 1}"
+    for directory in (gone, elsewhere):
+        directory.mkdir()
+    merging.begin(load_pipeline(world.write()), world.root / "run")
+    assert list(world.root.glob(".tmp-*")) == [elsewhere], "another container's process may live"
 
 
 # Evaluations of a run
