@@ -146,7 +146,7 @@ def check_unclaimed(job: TrainingJob, registry: Registry | None) -> None:
     """Refuse a directory or a name that another spec or model has. Raises: ConfigError, RegistryError."""
     if job.given:
         return
-    if job.finished and _made_by(job.directory) != job.record:
+    if job.finished and made_by(job.directory) != job.record:
         raise ConfigError.at(
             job.directory,
             found="a directory that this spec, with these settings and data, did not make",
@@ -162,7 +162,7 @@ def check_unclaimed(job: TrainingJob, registry: Registry | None) -> None:
         )
 
 
-def _made_by(directory: Path) -> TrainingRecord | None:
+def made_by(directory: Path) -> TrainingRecord | None:
     """What made a model, as far as it decides the weights; None where nothing says so."""
     record = training_record(directory)
     return None if record is None else {key: value for key, value in record.items() if key != RESULT}

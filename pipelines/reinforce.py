@@ -15,7 +15,7 @@ from typing import Any
 from experts.registry import Registry
 from experts.rl.recipe import pipeline_data
 from experts.rl.spec import ReinforceSpec
-from experts.train import TrainingJob, base_of, check_unclaimed, make_base, publish, register, staging
+from experts.train import TrainingJob, base_of, check_unclaimed, made_by, make_base, publish, register, staging
 from opd.config import PipelineConfig
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.prompts import find_source
@@ -24,6 +24,7 @@ from opd.run_dir import RunPaths
 from opd.settings import validate
 from pipelines.interrupts import Interrupted
 from pipelines.merging import rounds
+from pipelines.merging.changes import refused_keys
 from pipelines.merging.directory import link_files
 from pipelines.merging.surroundings import TERMINAL, Surroundings
 
@@ -100,14 +101,22 @@ def _expert(spec: ReinforceSpec, name: str, base: TrainingJob) -> _Expert:
     config = pipeline_of(spec, name)
     tasks = spec.experts[name].prompts
     source = find_source(tasks)
-    record = record_of(config, spec, base.record, source.content_hash())
+    directory = spec.output_dir / name
+    record = _as_made(directory, record_of(config, spec, base.record, source.content_hash()))
     return _Expert(
         config=config,
-        job=TrainingJob(name=name, directory=spec.output_dir / name, lines=(), train=None, record=record),
+        job=TrainingJob(name=name, directory=directory, lines=(), train=None, record=record),
         domain=spec.experts[name].domain,
         prompts=tasks if isinstance(tasks, Path) else None,
         paths=RunPaths(spec.runs / config.name),
     )
+
+
+def _as_made(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """The record of an expert that is there already, if it differs from this one only in what a resumed run may change too, such as
+    a GPU's share of memory; else this one."""
+    made = made_by(directory)
+    return record if made is None or refused_keys(made, record) else made
 
 
 def _make(expert: _Expert, tell: Tell, around: Surroundings) -> None:

@@ -152,6 +152,17 @@ def test_another_spec_does_not_take_over_a_directory_a_run_or_a_name(engines: En
         go(seed=1)
 
 
+def test_a_setting_of_the_machine_may_change_between_two_experts(engines: Engines) -> None:
+    """As for a run that is resumed: memory ran out at the second expert, and the first one is what the spec would make."""
+    go()
+    made = Path("models/reverse/training.json").read_text()
+    calmer = raw()["rollout"] | {"gpu_memory_utilization": 0.5, "kv_cache_gib": 2}
+    assert go(rollout=calmer) == [Path("models/reverse"), Path("models/upper")]
+    assert Path("models/reverse/training.json").read_text() == made
+    with pytest.raises(ConfigError, match="models/reverse"):
+        go(rollout=calmer | {"temperature": 0.5})
+
+
 def test_everything_is_checked_before_anything_runs(engines: Engines) -> None:
     data = raw()
     data["experts"]["upper"]["trainer"] = {"steps": 0}
