@@ -23,7 +23,7 @@ from opd.guard.shell.fields import MARKS, plain
 from opd.guard.shell.nodes import Unreadable
 from opd.guard.shell.programs import PROGRAMS
 from opd.guard.shell.walk import Run, Walker
-from opd.text import readable
+from opd.text import one_line, readable
 
 Kind = Literal["shell", "python", "read", "write", "text"]
 ARGUMENTS: dict[str, Kind] = {
@@ -123,15 +123,17 @@ class Guard:
     def stage_one(self, call: ToolCall, session: Session) -> Finding:
         """What the rules say, without a judge. The session changes as the call would change it."""
         walker = Walker(session, PROGRAMS)
+        unread = ""
         try:
             for name, value in call.arguments.items():
                 self._walk(walker, call, name, value)
         except Unreadable as error:
-            hit = self._rules.first(walker.calls, session)
-            if hit is None or hit.rule.verdict != "block":
-                return Finding(suspicion="unreadable", reason=str(error), hit=hit, calls=walker.calls)
-            return _found(hit, walker.calls)
+            unread = str(error)
+        except Exception as error:  # noqa: BLE001 whatever a policy writes, no call may end its run
+            unread = f"to read it failed with {one_line(repr(error), 200)}"
         hit = self._rules.first(walker.calls, session)
+        if unread and (hit is None or hit.rule.verdict != "block"):
+            return Finding(suspicion="unreadable", reason=unread, hit=hit, calls=walker.calls)
         return Finding(suspicion="none", calls=walker.calls) if hit is None else _found(hit, walker.calls)
 
     def _walk(self, walker: Walker, call: ToolCall, name: str, value: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -26,6 +27,10 @@ MAX_VALUE = 1 << 16
 """Characters of a field; what is longer is cut, so that no expansion can grow without bound."""
 MAX_CUT = 256
 """Characters of a value that a pattern with `*` is tried on: the tries grow with a power of them."""
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_SLICE = re.compile(r"\s*(-?[0-9]{1,9})\s*(?::\s*(-?[0-9]{1,9})?\s*)?")
+"""Offset and length of `${x:1:2}`; what has to be worked out is none."""
 
 
 class Expander:
@@ -98,7 +103,7 @@ class Expander:
             session.read_variables.append(name.partition("[")[0])
         if name in ("@", "*"):
             return BREAK.join(session.positional) if session.positional else None
-        if name.isdigit() and name != "0":
+        if _NUMBER.fullmatch(name) and name != "0":
             return session.positional[int(name) - 1] if int(name) <= len(session.positional) else None
         if name == "PWD":
             return session.cwd
@@ -109,7 +114,7 @@ class Expander:
         if value is None:
             return session.home if base == "HOME" else None
         items = value.split()
-        if index and index[:-1].isdigit():
+        if _NUMBER.fullmatch(index[:-1]):
             return items[int(index[:-1])] if int(index[:-1]) < len(items) else ""
         return value
 
@@ -135,11 +140,11 @@ def changed(value: str, operator: str, operand: str) -> str:
     if operator in ("^^", ",,", "^", ","):
         return {"^^": value.upper(), ",,": value.lower(), "^": value[:1].upper() + value[1:]}.get(operator, value)
     if operator == ":":
-        start, _, length = plain(operand).strip().partition(":")
-        if not (start.strip().lstrip("-").isdigit() and (not length or length.strip().lstrip("-").isdigit())):
+        slice_ = _SLICE.fullmatch(plain(operand))
+        if slice_ is None:
             return UNKNOWN
-        rest = value[int(start) :]
-        return rest[: int(length)] if length else rest
+        rest = value[int(slice_[1]) :]
+        return rest[: int(slice_[2])] if slice_[2] else rest
     if operator in ("/", "//"):
         old, _, new = operand.partition("/")
         if len(value) > MAX_CUT and STAR in old:

@@ -140,7 +140,7 @@ def _rev(args: list[str], stdin: str | None, session: Session) -> str | None:
 
 def _tr(args: list[str], stdin: str | None, session: Session) -> str | None:
     sets = [_letters(unescape(arg)) for arg in args if not arg.startswith("-")]
-    if stdin is None:
+    if stdin is None or not sets:
         return None
     if "-d" in args:
         return stdin.translate(dict.fromkeys(map(ord, sets[0])))
@@ -151,7 +151,7 @@ def _tr(args: list[str], stdin: str | None, session: Session) -> str | None:
 
 
 def _letters(text: str) -> str:
-    """The characters of a set of `tr`, its ranges written out."""
+    """The characters of a set of `tr`, its ranges written out. Raises: ValueError if they are too many."""
     found, index = "", 0
     while index < len(text):
         if text[index + 1 : index + 2] == "-" and index + 2 < len(text):
@@ -160,6 +160,8 @@ def _letters(text: str) -> str:
         else:
             found += text[index]
             index += 1
+        if len(found) > MAX_OUTPUT:
+            raise ValueError("too many characters")
     return found
 
 

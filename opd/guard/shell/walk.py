@@ -23,6 +23,8 @@ from opd.guard.shell.parser import parse
 
 MAX_CALLS = 512
 MAX_NESTED = 12
+MAX_WRAPPED = 32
+"""Programs that are each started by the one before, such as `nohup nice timeout 5 ls`."""
 MAX_ROUNDS = 16
 """Words of a `for` loop that its body is gone through for."""
 NOWHERE = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
@@ -60,6 +62,7 @@ class Walker:
         self.behind: dict[str, tuple[str, ...]] = {}
         """The programs behind the path of a process substitution."""
         self._nested = 0
+        self._wrapped = 0
         self._expander = Expander(session, self.script)
 
     def text(self, text: str, streams: Streams | None = None, tags: frozenset[str] = frozenset()) -> str | None:
@@ -205,6 +208,15 @@ class Walker:
 
     def run(self, run: Run) -> str | None:
         """Note what one program call does; what it prints, if known. Raises: Unreadable."""
+        if self._wrapped >= MAX_WRAPPED:
+            raise Unreadable("too deeply nested")
+        self._wrapped += 1
+        try:
+            return self._run(run)
+        finally:
+            self._wrapped -= 1
+
+    def _run(self, run: Run) -> str | None:
         name = plain(run.argv[0]).rpartition("/")[2] if known(run.argv[0]) else ""
         if name in self.session.functions:
             return self._function(name, run)

@@ -20,6 +20,8 @@ from opd.guard.judged import StoredJudge
 from opd.guard.labelled import shipped_cases
 from opd.guard.records import JudgeFailed, Opinion, Question, Verdict
 from opd.guard.rules import RuleSet, shipped_rules
+from opd.guard.shell.programs import PROGRAMS
+from opd.guard.shell.walk import Run, Walker
 from opd.settings import validate
 
 RULES = RuleSet([shipped_rules()])
@@ -248,6 +250,38 @@ def test_a_judge_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     guard = build_guard(validate(GuardConfig, {"judge": judge}, "pipeline.yaml"))
     assert not guard.check(call(SUSPICIOUS), guard.session()).allowed
     assert guard.check(call("curl -s https://other.example/x"), guard.session()).allowed
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        'python3 -c \'print("abc".decode("utf-8"))\'',
+        "python3 -c 'b\"abc\".encode()'",
+        'python3 -c \'print("{0.name}".format("x"))\'',
+        "echo x | tr -d",
+        "x=abc; echo ${x: --1} ${x:" + "1" * 5000 + "}",
+        "echo ${²}; a=(x); echo ${a[²]}",
+    ],
+)
+def test_odd_calls_that_harm_nothing_are_let_through(command: str) -> None:
+    assert check(command).suspicion == "none"
+
+
+@pytest.mark.parametrize("program", ["nohup ", "sudo ", "exec ", "xargs ", "uv run "])
+def test_a_policy_in_a_loop_is_unreadable(program: str) -> None:
+    assert check(program * 600 + "ls").reason.startswith("too deeply nested")
+    assert check(program * 4 + "ls").suspicion == "none"
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_an_error_of_ours_is_a_suspicion(certain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(walker: Walker, run: Run) -> str | None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setitem(PROGRAMS, "odd", broken)
+    verdict = check(f"{CERTAIN}; odd" if certain else "odd")
+    assert not verdict.allowed and verdict.suspicion == ("certain" if certain else "unreadable")
+    assert certain or verdict.reason.startswith("to read it failed with ZeroDivisionError('oh')")
 
 
 def test_nothing_that_a_policy_writes_raises() -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from opd.environments.records import ToolCall
-from opd.guard.facts import Call
+from opd.guard.facts import Call, Streams
 from opd.guard.guard import Guard
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.guard.session import Session
 from opd.guard.shell.nodes import Unreadable
 from opd.guard.shell.parser import parse
 from opd.guard.shell.programs import PROGRAMS
-from opd.guard.shell.walk import Walker
+from opd.guard.shell.walk import Run, Walker
 
 
 def walked(text: str, session: Session | None = None) -> list[Call]:
@@ -255,6 +256,31 @@ def test_paths_in_python_code(code: str) -> None:
 )
 def test_paths_in_code_of_other_languages(text: str) -> None:
     assert "/far/a" in reads(text)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "'%99999999999d' % 1",
+        "'%*d' % (99999999999, 1)",
+        "'{:>99999999999}'.format(1)",
+        "'{:{}}'.format(1, 99999999999)",
+        "bytes(99999999999999)",
+        "('x' * 256 * 200).replace('x', 'x' * 256 * 200)",
+        "('x' * 256 * 200).join(map(chr, b'x' * 50000))",
+        "; ".join(["a = ['x']", *["a = [a, a]"] * 60, "f'{a}'", "'%s' % (a, )", "str(a)", "'{}'.format(a)"]),
+        "x = 'x' * 256 * 200; f'" + "{x}" * 2000 + "'",
+        "x = 'x' * 256 * 200; '" + "{0}" * 5000 + "'.format(x)",
+        "import codecs, bz2; codecs.decode(b'x', 'bz2')",
+    ],
+)
+def test_no_value_of_code_fills_the_memory(code: str) -> None:
+    tracemalloc.start()
+    walker = Walker(Session(), PROGRAMS)
+    walker.code("python", code, Run(["python"], Streams()))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 26
 
 
 def test_python_that_does_not_parse_is_unreadable() -> None:
