@@ -11,6 +11,8 @@ from opd.guard.shell.fields import UNKNOWN, glob_regex, has_glob, plain
 
 MAX_LISTED = 256
 MAX_LINKS = 16
+MAX_PATH = 4096
+"""Characters of a path that the system takes: no link or file has a longer one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +71,8 @@ class Session:
                 del done[-1:]
             elif part not in ("", "."):
                 done.append(part)
-                target = self._target("/" + "/".join(done), bool(waiting), copies) if links < MAX_LINKS else ""
+                looks = links < MAX_LINKS and len(done) <= MAX_PATH // 2
+                target = self._target("/" + "/".join(done), bool(waiting), copies) if looks else ""
                 if target:
                     links += 1
                     done = [] if target.startswith("/") else done[:-1]
@@ -100,8 +103,10 @@ class Session:
             found = self._listed(plain(path))
             if found:
                 return found
-        written = [name for name in self.written if has_glob(path) and glob_regex(path).fullmatch(name)]
-        return [path, *written]
+        if not has_glob(path) or len(path) > MAX_PATH:
+            return [path]
+        regex = glob_regex(path)
+        return [path, *(name for name in self.written if len(name) <= MAX_PATH and regex.fullmatch(name))]
 
     def _listed(self, pattern: str) -> list[str]:
         assert self.root is not None

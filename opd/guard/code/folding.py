@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from opd.guard.code.texts import MAX_TEXT, concatenated, joined_paths, made_by, percent, refuse_slow
+from opd.guard.code.texts import MAX_TEXT, concatenated, inflated, joined_paths, made_by, percent, refuse_slow
 from opd.guard.shell.nodes import Unreadable
 
 MAX_STEPS = 20_000
@@ -29,7 +29,7 @@ _DECODERS: dict[str, Callable[[Any], bytes]] = {
     "binascii.a2b_base64": binascii.a2b_base64,
     "bytes.fromhex": bytes.fromhex,
     "bytearray.fromhex": bytes.fromhex,
-    "zlib.decompress": zlib.decompress,
+    "zlib.decompress": inflated,
 }
 _METHODS = {
     "join",

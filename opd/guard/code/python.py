@@ -9,7 +9,6 @@ from typing import Any
 
 from opd.guard.code import Code
 from opd.guard.code.folding import UNKNOWABLE, Folder
-from opd.guard.shell.fields import ACTIVE
 from opd.guard.shell.nodes import Unreadable
 
 _SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn"}
@@ -66,7 +65,7 @@ class _PythonReader(ast.NodeVisitor):
         if isinstance(node, ast.expr):
             value = self.fold.value(node)
             if isinstance(value, str) and not isinstance(node, ast.Name):
-                self.code.mention(value.translate(ACTIVE) if "*" in value else value)
+                self.code.mention(value, globs="*" in value)
             if isinstance(node, ast.Attribute | ast.Name):
                 self.code.uses.append(self.fold.name(node))
                 return self._base(node)

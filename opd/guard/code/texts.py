@@ -6,6 +6,7 @@ import codecs
 import posixpath
 import re
 import string
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,6 +81,15 @@ def _format(pattern: str, given: Sequence[Any]) -> None:
     if any("{" in spec or re.search(r"\d{4,}", spec) for _, spec in fields):
         raise ValueError("too wide")
     _refuse_shown(pattern, given, len(fields))
+
+
+def inflated(data: bytes, wbits: int = zlib.MAX_WBITS) -> bytes:
+    """What was compressed, if it is all there and not too long. Raises: ValueError, zlib.error."""
+    stream = zlib.decompressobj(wbits)
+    found = stream.decompress(data, MAX_TEXT + 1)
+    if not stream.eof or stream.unused_data:
+        raise ValueError("cut, too long or followed by more")
+    return found
 
 
 def refuse_slow(codec: Any) -> None:

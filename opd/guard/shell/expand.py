@@ -22,11 +22,12 @@ from opd.guard.shell.fields import (
     plain,
 )
 from opd.guard.shell.nodes import Arithmetic, Literal, Part, Script, Substitution, Variable, Word
+from opd.guard.shell.work import TRIES, Work
 
 MAX_VALUE = 1 << 16
 """Characters of a field; what is longer is cut, so that no expansion can grow without bound."""
-MAX_CUT = 256
-"""Characters of a value that a pattern with `*` is tried on: the tries grow with a power of them."""
+MAX_TRIES = 1 << 22
+"""Characters that a pattern may be tried on to cut or to replace something; where it takes more, the result is not known."""
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _SLICE = re.compile(r"\s*(-?[0-9]{1,9})\s*(?::\s*(-?[0-9]{1,9})?\s*)?")
@@ -36,16 +37,17 @@ _SLICE = re.compile(r"\s*(-?[0-9]{1,9})\s*(?::\s*(-?[0-9]{1,9})?\s*)?")
 class Expander:
     """Expands words in a session's state. `run` gives the output of a substitution, or None where it is not known."""
 
-    def __init__(self, session: Session, run: Callable[[Script], str | None]) -> None:
+    def __init__(self, session: Session, run: Callable[[Script], str | None], work: Work) -> None:
         self.session = session
         self.run = run
+        self._work = work
 
     def fields(self, word: Word) -> list[str]:
-        """The arguments that a word becomes."""
+        """The arguments that a word becomes. Raises: Unreadable if that is too much."""
         text = self._text(word, split=True)
         if text.startswith("~"):
             text = self._home(text)
-        found = [field.translate(SETTLED) for piece in text.split(BREAK) for field in braces(piece)]
+        found = [field.translate(SETTLED) for piece in text.split(BREAK) for field in braces(piece, self._work.spend)]
         if all(field == "" for field in found) and not any(_keeps_empty(part) for part in word):
             return []
         return [f for f in found if f or _keeps_empty_word(word)][:MAX_FIELDS]
@@ -64,6 +66,7 @@ class Expander:
 
     def _text(self, word: Word, split: bool) -> str:
         text = "".join(self._part(part, split) for part in word)
+        self._work.spend(len(text))
         return text[:MAX_VALUE]
 
     def _part(self, part: Part, split: bool) -> str:
@@ -132,7 +135,17 @@ class Expander:
             return UNKNOWN
         if operator == "length":
             return str(len(value))
-        return changed(value, operator, self._text(operand, split=True))
+        pattern = self._text(operand, split=True)
+        tries = _tries(value, operator, pattern)
+        self._work.spend(tries // TRIES)
+        return changed(value, operator, pattern) if tries <= MAX_TRIES else UNKNOWN
+
+
+def _tries(value: str, operator: str, operand: str) -> int:
+    """At most how many characters are compared to cut or to replace the operand in the value."""
+    if operator not in ("/", "//", "#", "##", "%", "%%"):
+        return 0
+    return len(value) * len(operand) * (len(value) if operator[0] == "/" and STAR in operand else 1)
 
 
 def changed(value: str, operator: str, operand: str) -> str:
@@ -147,8 +160,9 @@ def changed(value: str, operator: str, operand: str) -> str:
         return rest[: int(slice_[2])] if slice_[2] else rest
     if operator in ("/", "//"):
         old, _, new = operand.partition("/")
-        if len(value) > MAX_CUT and STAR in old:
-            return UNKNOWN
+        made, count = _regex(old).subn("", value, count=0 if operator == "//" else 1)
+        if not old or len(made) + count * len(new) > MAX_VALUE:
+            return UNKNOWN if old else value
         return _regex(old).sub(lambda _: plain(new), value, count=0 if operator == "//" else 1)
     if operator in ("#", "##", "%", "%%"):
         return _cut(value, operator, operand)
@@ -156,16 +170,12 @@ def changed(value: str, operator: str, operand: str) -> str:
 
 
 def _cut(value: str, operator: str, pattern: str) -> str:
-    if len(value) > MAX_CUT and STAR in pattern:
-        return UNKNOWN
-    lengths = range(len(value) + 1) if len(operator) == 1 else range(len(value), -1, -1)
-    regex = _regex(pattern)
-    for length in lengths:
-        if operator[0] == "#" and regex.fullmatch(value[:length]):
-            return value[length:]
-        if operator[0] == "%" and regex.fullmatch(value[len(value) - length :]):
-            return value[: len(value) - length]
-    return value
+    """The value without the shortest or longest beginning or end that fits."""
+    backwards = operator[0] == "%"
+    text = value[::-1] if backwards else value
+    found = _regex(pattern, backwards, len(operator) == 1).match(text)
+    rest = text[found.end() :] if found else text
+    return rest[::-1] if backwards else rest
 
 
 _regex = lru_cache(maxsize=256)(glob_regex)

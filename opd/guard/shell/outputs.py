@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import codecs
-import gzip
 import posixpath
 import zlib
 from collections.abc import Callable
 
+from opd.guard.code.texts import inflated
 from opd.guard.session import Session
 from opd.guard.shell.fields import UNKNOWN, plain
 from opd.guard.shell.reader import unescape
@@ -130,7 +130,7 @@ def _text(data: bytes) -> str:
 
 def _gunzip(args: list[str], stdin: str | None, session: Session) -> str | None:
     text = _given(args, stdin, session)
-    return None if text is None else _text(gzip.decompress(text.encode("latin-1")))
+    return None if text is None else _text(inflated(text.encode("latin-1"), zlib.MAX_WBITS | 16))
 
 
 def _rev(args: list[str], stdin: str | None, session: Session) -> str | None:

@@ -237,8 +237,8 @@ class Reader:
             char = self.text[index]
             if char == "\\":
                 index += 1
-            elif char == "'" and "'" in self.text[index + 1 :] and depth == 1:
-                index = self.text.index("'", index + 1)
+            elif char == "'" and depth == 1 and (end := self.text.find("'", index + 1)) > 0:
+                index = end
             elif char in "{}":
                 depth += 1 if char == "{" else -1
                 if depth == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 
+from opd.guard.session import MAX_PATH
 from opd.guard.shell.fields import UNKNOWN, known, plain
 from opd.guard.shell.walk import Run, Walker
 
@@ -17,7 +18,8 @@ def cd(walker: Walker, run: Run) -> str | None:
     target = operands[0] if operands else session.home
     if plain(run.argv[0]) == "popd":
         target = session.variables.get("DIRSTACK", session.cwd)
-    session.cwd = session.absolute(target) if known(target) else posixpath.join(session.cwd, UNKNOWN)
+    there = session.absolute(target) if known(target) and len(target) <= MAX_PATH else ""
+    session.cwd = there if there and len(there) <= MAX_PATH else posixpath.join(session.cwd, UNKNOWN)
     return ""
 
 

@@ -15,11 +15,13 @@ from opd.guard.code.python import read_python
 from opd.guard.facts import Call, Streams, addresses, facts, urls_in
 from opd.guard.session import Session
 from opd.guard.shell.expand import Expander
-from opd.guard.shell.fields import UNKNOWN, known, plain
+from opd.guard.shell.fields import UNKNOWN, has_glob, known, plain
 from opd.guard.shell.nodes import Command as Node
 from opd.guard.shell.nodes import For, Function, Pipeline, Process, Redirect, Script, Simple, Unreadable, Word
 from opd.guard.shell.outputs import DECODERS, output
 from opd.guard.shell.parser import parse
+from opd.guard.shell.reader import MAX_CHARACTERS
+from opd.guard.shell.work import ARGUMENT, COMMAND, GLOB, PYTHON, Work
 
 MAX_CALLS = 512
 MAX_NESTED = 12
@@ -63,12 +65,14 @@ class Walker:
         """The programs behind the path of a process substitution."""
         self._nested = 0
         self._wrapped = 0
-        self._expander = Expander(session, self.script)
+        self._work = Work()
+        self._expander = Expander(session, self.script, self._work)
 
     def text(self, text: str, streams: Streams | None = None, tags: frozenset[str] = frozenset()) -> str | None:
         """Go through a script inside of the script; what it prints, if known. Raises: Unreadable."""
         if self._nested >= MAX_NESTED:
             raise Unreadable("too deeply nested")
+        self._work.spend(len(text))
         if UNKNOWN in text:
             text = text.replace(UNKNOWN, "__unknown__")
         before, self.tags = self.tags, self.tags | tags
@@ -98,6 +102,7 @@ class Walker:
         return text
 
     def _command(self, node: Node, given: Streams) -> str | None:
+        self._work.spend(COMMAND)
         if isinstance(node, Simple):
             return self._simple(node, given)
         if isinstance(node, Function):
@@ -230,7 +235,8 @@ class Walker:
         return output(run.argv, run.streams.stdin, self.session)
 
     def note(self, run: Run) -> None:
-        """Add the call as it stands."""
+        """Add the call as it stands. Raises: Unreadable if there is too much of it."""
+        self._work.spend(sum(len(arg) + ARGUMENT + GLOB * has_glob(arg) for arg in run.argv))
         call = facts(run.argv, self.session, run.streams, run.tags)
         written = run.streams.stdin if call.program == "tee" else None
         if run.streams.writes and written is None:
@@ -267,8 +273,9 @@ class Walker:
 
     def code(self, language: str, text: str, run: Run) -> None:
         """Note what inline code would do, and go through the commands and the code that it would run. Raises: Unreadable."""
-        if self._nested >= MAX_NESTED:
-            raise Unreadable("too deeply nested")
+        if self._nested >= MAX_NESTED or len(text) > MAX_CHARACTERS:
+            raise Unreadable("too long or too deeply nested")
+        self._work.spend(len(text) * PYTHON)
         found = read_python(text) if language == "python" else read_other(language, text)
         self._nested += 1
         before, cwd = self.tags, self.session.cwd

@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 
 from opd.guard.facts import Streams
 from opd.guard.shell.fields import ACTIVE, STAR, UNKNOWN, plain
+from opd.guard.shell.nodes import Unreadable
 from opd.guard.shell.walk import Run, Walker
+
+MAX_FOUND = 1024
+"""Roots of a `find` times patterns of names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +171,16 @@ def _roots(argv: list[str]) -> list[str]:
 
 
 def _found(argv: list[str]) -> list[str]:
-    """Globs of what a find may find: its roots with the patterns of its names."""
+    """Globs of what a find may find: its roots with the patterns of its names. Raises: Unreadable if they are too many."""
     names = [argv[i + 1] for i, arg in enumerate(argv[:-1]) if arg in ("-name", "-iname")]
+    roots = _roots(argv)
+    if len(roots) * len(names) > MAX_FOUND:
+        raise Unreadable("too much to find")
     flat = "-maxdepth" in argv and argv[argv.index("-maxdepth") + 1 :][:1] == ["1"]
     middle = "" if flat else STAR + STAR + "/"
     return [
         f"{root.rstrip('/')}/{middle}{name.translate(ACTIVE)}" if name != "." else root
-        for root in _roots(argv)
+        for root in roots
         for name in names or ["*"]
     ]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import subprocess
 import time
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,10 @@ def writes(text: str, session: Session | None = None) -> set[str]:
     return {path for call in walked(text, session) for path in call.writes}
 
 
+BOMB = base64.b64encode(gzip.compress(b"x" * 40_000_000)).decode()
+"""A text of 40 million characters in 50 thousand."""
+
+
 AS_BASH = [
     "a b  c",
     "'a b' \"c d\" e\\ f",
@@ -52,6 +59,8 @@ AS_BASH = [
     "x='a b'; p $x \"$x\"",
     "p {a,b}c {1..3} x{y}z {a,b}{c,d} '{a,b}'",
     "p ${u-none} ${u:-none} ${u:+some}; x=v; p ${x:+some} ${x:-none}",
+    "x=abcabcab; p ${x#*b} ${x##*b} ${x%b*} ${x%%b*} ${x/b*c/_} ${x//?b/_} ${x#?b} ${x%[ab]*[bc]} ${x%%[ab]*[bc]}",
+    "p {a,{b,c}d}e {x}{y,z} {{a,b},c {a,b}} {3..1}",
     "x=abcdef; p ${#x} ${x:2} ${x:1:3} ${x#ab} ${x%ef} ${x/cd/XY} ${x//[ae]/_}",
     "x=/a/b/c.tar.gz; p ${x##*/} ${x%%.*} ${x%.*} ${x#*/}",
     "x=Ab; p ${x^^} ${x,,}",
@@ -329,6 +338,25 @@ def test_a_glob_is_listed_where_the_files_can_be_seen(tmp_path: Path) -> None:
         "find . " + "-name '*a*a*a*a*a*a*b' " * 200,
         "cat " + "./" * 8000 + "x",
         "sed -i '" + "addopts" * 5000 + "' pytest.ini",
+        "echo " + "{" * 60000,
+        "echo " + "{1..999999} " * 5000,
+        "cat " + "{1..256} " * 7000,
+        "cat " + " ".join(f"*{i}*e*" for i in range(6000)),
+        "x=" + "a" * 250 + "; p='*a*a*a*b'; echo " + "${x/$p/} " * 6000,
+        "x=" + "a" * 250 + "; p='*a*a*a*b'; echo " + "${x##$p} " * 6000,
+        "x=" + "a" * 50000 + "; echo " + "${x#ab} " * 1000,
+        "x=" + "a" * 30000 + "; y=" + "b" * 30000 + "; echo ${x//a/$y}",
+        "echo hi > " + "a" * 60 + "; cat *a*a*a*a*a*a*a*a*a*b",
+        "for a in {1..16}; do " * 9 + "x=1; " + "done; " * 9,
+        "a() { x=1; }; " + "".join(f"{b}() {{ {a}; {a}; {a}; {a}; {a}; }}; " for a, b in pairwise("abcdefghij")) + "j",
+        "x='" + ": " + "a" * 50000 + "'; " + 'eval "$x"; ' * 500,
+        "x=" + "a/" * 8000 + "; cat " + "$x " * 1000,
+        ("cd " + "a/" * 3000 + "; ") * 9 + "cat " + "b " * 100,
+        "find " + "a " * 8000 + "-name x " * 4000,
+        f"echo {BOMB} | base64 -d > b.gz; " + "gunzip < b.gz > c; " * 100,
+        "perl -e '" + "qx{" * 20000 + "'",
+        "echo " + "${x:-" * 20 + "'" * 60000 + "}" * 20,
+        "python3 -c 'x = \"" + "a*" * 15000 + '"\n' + "x.upper()\n" * 3000 + "'",
     ],
 )
 def test_nothing_takes_long_or_breaks(text: str) -> None:
@@ -337,6 +365,12 @@ def test_nothing_takes_long_or_breaks(text: str) -> None:
     began = time.process_time()
     guard.check(ToolCall(name="bash", arguments={"command": text}), guard.session())
     assert time.process_time() - began < 5
+
+
+def test_code_of_a_tool_is_no_longer_than_a_command() -> None:
+    guard = Guard(RuleSet([shipped_rules()]))
+    call = ToolCall(name="python", arguments={"code": "x = 1\n" * 20000})
+    assert guard.check(call, guard.session()).reason.startswith("too long")
 
 
 def test_a_function_that_calls_itself_ends() -> None:
