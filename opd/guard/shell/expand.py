@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from opd.guard.session import Session
+from opd.guard.shell.arrays import EVERY, item
 from opd.guard.shell.fields import (
     ACTIVE,
     BREAK,
@@ -24,6 +25,8 @@ from opd.guard.shell.fields import (
 from opd.guard.shell.nodes import Arithmetic, Literal, Part, Script, Substitution, Variable, Word
 from opd.guard.shell.work import TRIES, Work
 
+SEPARATE = ("@", "[@]")
+"""Ends of names whose items stay apart, also in quotes."""
 MAX_VALUE = 1 << 16
 """Characters of a field; what is longer is cut, so that no expansion can grow without bound."""
 MAX_TRIES = 1 << 22
@@ -74,7 +77,8 @@ class Expander:
             return part.text if part.quoted or not split else part.text.translate(ACTIVE)
         if isinstance(part, Variable):
             value = self._variable(part)
-            return value if part.name == "@" and split else self._split(value, part.quoted or not split)
+            apart = part.quoted and split and part.name.endswith(SEPARATE)
+            return value if apart else self._split(value, part.quoted or not split)
         if isinstance(part, Substitution):
             output = self.run(part.body)
             return UNKNOWN if output is None else self._split(output.rstrip("\n"), part.quoted or not split)
@@ -112,14 +116,11 @@ class Expander:
             return session.cwd
         if name == "IFS":
             return session.variables.get(name, " \t\n")
-        base, _, index = name.partition("[")
+        base, bracket, index = name.partition("[")
         value = session.variables.get(base)
         if value is None:
             return session.home if base == "HOME" else None
-        items = value.split()
-        if _NUMBER.fullmatch(index[:-1]):
-            return items[int(index[:-1])] if int(index[:-1]) < len(items) else ""
-        return value
+        return item(value, bracket + index)
 
     def _operate(self, part: Variable, value: str | None) -> str:
         operator, operand = part.operator, part.operand
@@ -134,11 +135,26 @@ class Expander:
             self._text(operand, split=False)
             return UNKNOWN
         if operator == "length":
-            return str(len(value))
+            return str(value.count(BREAK) + 1 if part.name.endswith(EVERY) else len(value))
         pattern = self._text(operand, split=True)
         tries = _tries(value, operator, pattern)
         self._work.spend(tries // TRIES)
-        return changed(value, operator, pattern) if tries <= MAX_TRIES else UNKNOWN
+        if tries > MAX_TRIES:
+            return UNKNOWN
+        every = part.name in ("@", "*") or part.name.endswith(EVERY)
+        return _each(value, operator, pattern, part.name in ("@", "*")) if every else changed(value, operator, pattern)
+
+
+def _each(value: str, operator: str, operand: str, from_one: bool) -> str:
+    """The items of an array after an operator: some of them, or all, changed one by one."""
+    items = value.split(BREAK)
+    if operator != ":":
+        return BREAK.join(changed(one, operator, operand) for one in items)
+    found = _SLICE.fullmatch(plain(operand))
+    if found is None or found[1].startswith("-"):
+        return value
+    start = max(int(found[1]) - from_one, 0)
+    return BREAK.join(items[start:][: int(found[2])] if found[2] else items[start:])
 
 
 def _tries(value: str, operator: str, operand: str) -> int:

@@ -61,13 +61,18 @@ class Redirect:
 
     operator: str
     target: Word
+    output: bool = True
+    """Where something is written: whether that is the standard output, and not another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
     name: str
+    """With the index in brackets, if it has one."""
     value: Word
     append: bool = False
+    items: tuple[Word, ...] | None = None
+    """The words of an array, in the place of a value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import base64
 import binascii
 import codecs
 import posixpath
+import re
 import zlib
 from collections.abc import Callable
 
@@ -68,15 +69,17 @@ def _printf(args: list[str], stdin: str | None, session: Session) -> str | None:
     if not args or args[0] == "-v":
         return None
     pattern, values = unescape(args[0]), args[1:]
-    pieces = pattern.replace("%%", "\0").split("%s")
-    if any("%" in piece.replace("%b", "") for piece in pieces):
+    pieces = re.split(r"%([sb])", pattern.replace("%%", "\0"))
+    pieces, kinds = pieces[::2], pieces[1::2]
+    if any("%" in piece for piece in pieces):
         return None
-    count = len(pieces) - 1
+    count = len(kinds)
     rounds = max(1, -(-len(values) // count)) if count else 1
     values += [""] * (count * rounds - len(values))
     lines = []
     for index in range(rounds):
-        chosen = values[index * count : (index + 1) * count]
+        given = values[index * count : (index + 1) * count]
+        chosen = [unescape(value) if kind == "b" else value for kind, value in zip(kinds, given, strict=True)]
         lines.append("".join(p + v for p, v in zip(pieces, [*chosen, ""], strict=True)))
     return "".join(lines).replace("\0", "%")
 
@@ -202,7 +205,6 @@ _PROGRAMS: dict[str, Callable[[list[str], str | None, Session], str | None]] = {
     "echo": _echo,
     "printf": _printf,
     "cat": _cat,
-    "tee": lambda args, stdin, session: stdin,
     "base64": _base64,
     "openssl": _openssl,
     "xxd": _xxd,

@@ -247,7 +247,7 @@ class Parser(Reader):
         self.skip_blanks()
         operator = match[2]
         if operator not in ("<<", "<<-"):
-            found.append(Redirect(operator, self.word()))
+            found.append(Redirect(operator, self.word(), match[1] in (None, "1")))
             return True
         start = self.at
         mark = self.word()
@@ -278,6 +278,7 @@ class Parser(Reader):
     def _assignment(self, match: re.Match[str]) -> Assignment:
         self.at = match.end()
         value: Word = ()
+        items: tuple[Word, ...] | None = None
         if self.peek() == "(":
             self.at += 1
             parts: list[Word] = []
@@ -286,7 +287,7 @@ class Parser(Reader):
                 parts.append(self.word())
                 self._separators()
             self.at += 1
-            value = tuple(p for part in parts for p in (*part, Literal(" ")))
+            items = tuple(parts)
         elif self.peek() and self.peek() not in ENDS_WORD:
             value = self.word()
-        return Assignment(match[1], value, bool(match[3]))
+        return Assignment(match[1] + (match[2] or ""), value, bool(match[3]), items)

@@ -40,6 +40,19 @@ def read(walker: Walker, run: Run) -> str | None:
     return ""
 
 
+def tee(walker: Walker, run: Run) -> str | None:
+    """What comes in goes into files, and on."""
+    walker.note(run)
+    text = run.streams.stdin
+    options = [plain(arg) for arg in run.argv[1:] if arg.startswith("-")]
+    adds = any(arg == "--append" or (arg[1:2] != "-" and "a" in arg) for arg in options)
+    for arg in run.argv[1:]:
+        if not arg.startswith("-") and known(arg):
+            path = walker.session.absolute(arg, copies=False)
+            (walker.session.appends if adds else walker.session.wrote)(path, text)
+    return text
+
+
 def set_positional(walker: Walker, run: Run) -> str | None:
     walker.note(run)
     if "--" in run.argv:
@@ -66,6 +79,7 @@ def copies(walker: Walker, run: Run) -> str | None:
         for name in {place, posixpath.join(place, posixpath.basename(plain(operand)))}:
             if name != source:
                 session.written.pop(name, None)
+                session.appended.pop(name, None)
                 (session.links if symbolic else session.copies)[name] = source
                 if text is not None:
                     session.wrote(name, text)
