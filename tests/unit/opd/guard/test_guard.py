@@ -252,6 +252,20 @@ def test_a_new_shell_for_each_call() -> None:
         ({"command": ["ls", "src"]}, "exec", True),
         ({"expression": "cat /tests/a"}, "calculator", True),
         ({"keystrokes": "cat /tests/a\n", "duration": 0.1}, "terminal", False),
+        ({"commands": ["ls", "cat /tests/a"]}, "terminal", False),
+        ({"commands": ["ls src", "pytest -q"]}, "terminal", True),
+        ({"command": ["ls -la", "cat /tests/a"]}, "bash", False),
+        ({"command": ["git", "commit", "-m", "it's all in 'env"]}, "exec", True),
+        ({"commands": [["ls"], ["cat", "/tests/a"]]}, "exec", False),
+        ({"commands": [{"keystrokes": "ls\n"}, {"keystrokes": "cat /tests/a\n"}]}, "terminal", False),
+        ({"commands": [{"keystrokes": "ls\n", "duration": 1}]}, "terminal", True),
+        ({"input": {"command": "cat /tests/a"}}, "run", False),
+        ({"path": ["src/a.py", "/tests/a"]}, "read_files", False),
+        ({"files": [{"path": "src/a.py"}, {"path": "/tests/a"}]}, "read_files", False),
+        ({"edits": [{"path": "/tests/a", "content": "x"}]}, "edit_files", False),
+        ({"code": ["x = 1", "open('/tests/a')"]}, "python", False),
+        ({"command": ["cat", "\ue001"]}, "exec", False),
+        ({"data": [[[[[[[[[[[[[["x"]]]]]]]]]]]]]]}, "say", False),
     ],
 )
 def test_tools_by_the_names_of_their_arguments(arguments: Mapping[str, Any], tool: str, allowed: bool) -> None:
@@ -263,7 +277,21 @@ def test_tools_that_are_described() -> None:
     guard = Guard(RULES, None, GuardOptions(tools={"go": {"what": "shell"}, "say": {"command": "text"}}))
     session = guard.session()
     assert not guard.check(ToolCall(name="go", arguments={"what": "cat /tests/a"}), session).allowed
+    assert not guard.check(ToolCall(name="go", arguments={"what": ["cat", "/tests/a"]}), session).allowed
+    assert not guard.check(ToolCall(name="go", arguments={"what": [{"command": "cat /tests/a"}]}), session).allowed
     assert guard.check(ToolCall(name="say", arguments={"command": "cat /tests/a"}), session).allowed
+    assert guard.check(ToolCall(name="say", arguments={"command": [{"command": "cat /tests/a"}]}), session).allowed
+
+
+def test_a_tool_that_appends_makes_no_file_the_policys_own() -> None:
+    guard = Guard(RULES)
+    session = guard.session()
+    added = {"path": "expected_output.json", "content": "x"}
+    guard.check(ToolCall(name="append_file", arguments=added), session)
+    assert guard.check(call("cat expected_output.json"), session).suspicion == "rule"
+    added = {"path": "run.sh", "content": "cat /tests/a"}
+    assert guard.check(ToolCall(name="append_file", arguments=added), session).allowed
+    assert guard.check(call("bash run.sh"), session).suspicion == "certain"
 
 
 @pytest.mark.parametrize(
