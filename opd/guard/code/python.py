@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+import traceback
 import warnings
 from typing import Any
 
@@ -40,9 +41,10 @@ def read_python(text: str) -> Code:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(textwrap.dedent(text))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Unreadable("Python code that does not parse") from None
+            tree = ast.parse(textwrap.dedent(text), "<string>")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        said = "".join(traceback.format_exception_only(error)).rstrip()
+        raise Unreadable("Python code that does not parse", said) from None
     reader = _PythonReader()
     try:
         reader.visit(tree)

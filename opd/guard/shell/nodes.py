@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 
 
 class Unreadable(ValueError):
-    """A text that we cannot read as a shell script; it is not clear what it would do."""
+    """A text that we cannot read as a shell script; it is not clear what it would do. `said` is what the program would print that
+    cannot read it either."""
+
+    def __init__(self, reason: str, said: str = "") -> None:
+        super().__init__(reason)
+        self.said = said
 
 
 @dataclass(frozen=True, slots=True)

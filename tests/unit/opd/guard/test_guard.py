@@ -105,7 +105,7 @@ def test_a_suspicion_goes_to_the_judge(command: str, block: bool) -> None:
     assert (verdict.allowed, verdict.stage) == (not block, "judge") and "said so" in verdict.reason
     (question,) = judge.asked
     assert (question.tool, question.text) == ("bash", command) and question.suspicion
-    assert (verdict.observation == "") == (not block or command == UNREADABLE)
+    assert (verdict.observation == "") == (not block)
 
 
 @pytest.mark.parametrize("judge", [None, FakeJudge(fails=True)])
@@ -317,6 +317,31 @@ def test_the_policy_reads_the_programs_natural_error(command: str, wanted: str) 
     verdict = check(command)
     assert not verdict.allowed and wanted in verdict.observation
     assert "guard" not in verdict.observation and "block" not in verdict.observation
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        ("echo 'it", "line 1: unexpected EOF while looking for matching `''"),
+        ('ls\necho "it\nx', "line 2: unexpected EOF while looking for matching `\"'"),
+        ("cat `ls", "line 1: unexpected EOF while looking for matching ``'"),
+        ("if true; then ls", "line 2: syntax error: unexpected end of file"),
+        ("ls | | x", "line 1: syntax error near unexpected token `|'\nbash: -c: line 1: `ls | | x'"),
+        ("ls\necho )", "line 2: syntax error near unexpected token `)'\nbash: -c: line 2: `echo )'"),
+        ("ls; }; x", "line 1: syntax error near unexpected token `}'\nbash: -c: line 1: `ls; }; x'"),
+        ("ls; ;; x", "line 1: syntax error near unexpected token `;;'\nbash: -c: line 1: `ls; ;; x'"),
+        ("done", "line 1: syntax error near unexpected token `done'\nbash: -c: line 1: `done'"),
+    ],
+)
+def test_a_call_that_does_not_parse_reads_as_bash_says_it(command: str, wanted: str) -> None:
+    """These are the words of bash 5.2."""
+    assert check(command).observation == f"bash: -c: {wanted}"
+
+
+def test_other_errors_of_what_cannot_be_read() -> None:
+    wanted = "  File \"<string>\", line 1\n    print((\n          ^\nSyntaxError: '(' was never closed"
+    assert check("python3 -c 'print(('").observation == wanted
+    assert check("nohup " * 100).observation == "bash: fork: Resource temporarily unavailable"
 
 
 def test_marks_of_ours_in_a_command_are_not_trusted() -> None:

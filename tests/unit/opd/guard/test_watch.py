@@ -117,6 +117,12 @@ def test_code_in_an_answer_is_read_as_code() -> None:
     assert found.stats.checked == 6 and found.stats.events[0].tool == ""
 
 
+@pytest.mark.parametrize("code", ["echo 'it", "printenv"])
+def test_a_blocked_answer_is_never_answered_with_nothing(code: str) -> None:
+    looked = look(watch(answers=True), text=f"Done.\n```bash\n{code}\n```\n")
+    assert looked.stops and looked.instead == NOT_YET
+
+
 def test_the_judge_reads_every_answer() -> None:
     judge = FakeJudge(("if n == 7",))
     found = watch(judge, answers=True)
