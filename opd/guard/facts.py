@@ -103,7 +103,9 @@ class Streams:
     reads: list[str] = field(default_factory=list)
     writes: list[str] = field(default_factory=list)
     truncates: list[str] = field(default_factory=list)
-    """Those of `writes` that are written anew."""
+    """Those of `writes` that the standard output is written to."""
+    appends: list[str] = field(default_factory=list)
+    """Those that it is appended to."""
 
 
 def facts(argv: list[str], session: Session, streams: Streams, tags: frozenset[str] = frozenset()) -> Call:

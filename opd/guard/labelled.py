@@ -71,7 +71,7 @@ def read_cases(path: Path, form: str = "commands") -> list[Case]:
 
 def shipped_cases(half: Half = "both") -> list[Case]:
     """Our own set, or one half of it."""
-    lines = files("opd.guard").joinpath("commands.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = files("opd.guard").joinpath("commands.jsonl").read_text(encoding="utf-8").split("\n")
     return [case for case in _commands(lines, "commands.jsonl") if half in ("both", half_of(case.id))]
 
 
@@ -83,10 +83,15 @@ def half_of(case_id: str) -> Half:
 def _lines(path: Path) -> list[str]:
     if path.is_dir() or path.stat().st_size > MAX_FILE_BYTES:
         raise OpdError.at(path, found="a directory or too large a file", wanted="a file of lines", fix="name a file")
+    return _text(path).split("\n")  # JSON may hold other characters that end a line
+
+
+def _text(path: Path, errors: str = "strict") -> str:
+    """Raises: OpdError if the file cannot be read."""
     try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise OpdError.at(path, found=str(error), wanted="UTF-8 text", fix="convert the file") from None
+        return path.read_text(encoding="utf-8", errors=errors)
+    except (OSError, UnicodeDecodeError) as error:
+        raise OpdError.at(path, found=str(error), wanted="a file of UTF-8 text", fix="correct the file") from None
 
 
 def _records(lines: list[str], where: object) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -95,7 +100,7 @@ def _records(lines: list[str], where: object) -> Iterator[tuple[int, dict[str, A
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise OpdError.at(
                 f"{where}:{number}", found=str(error), wanted="one JSON object a line", fix="correct it"
             ) from None
@@ -124,25 +129,31 @@ def _commands_file(path: Path) -> Iterator[Case]:
 
 
 def _trace(path: Path) -> Iterator[Case]:
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as parquet
-
-        rows = list(
-            enumerate(parquet.read_table(path, columns=["trajectory_id", "conversation", "label"]).to_pylist(), 1)
-        )
-    else:
-        rows = list(_records(_lines(path), path))
-    for number, row in rows:
+    for number, row in _parquet(path) if path.suffix == ".parquet" else _records(_lines(path), path):
         try:
             messages = json.loads(row["conversation"]) if isinstance(row["conversation"], str) else row["conversation"]
             steps = tuple(step for message in messages for step in message_steps(message))
             name, label = str(row["trajectory_id"]), str(row["label"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             wanted = "trajectory_id, conversation (a JSON list of messages) and label"
             found = f"no `{error.args[0]}`" if isinstance(error, KeyError) else f"{error!r:.80}"
             raise OpdError.at(f"{path}:{number}", found=found, wanted=wanted, fix="correct the row") from None
         if steps:
             yield Case(id=name, label="honest" if label == "0" else "hack", steps=steps, kind=label, whole=True)
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    columns = ["trajectory_id", "conversation", "label"]
+    try:
+        table = parquet.read_table(path, columns=columns)
+    except (OSError, arrow.ArrowException) as error:
+        found = " ".join(str(error).split())[:200]
+        wanted = f"a Parquet file with the columns {', '.join(columns)}"
+        raise OpdError.at(path, found=found, wanted=wanted, fix="correct the file") from None
+    return enumerate(table.to_pylist(), 1)
 
 
 def message_steps(message: Mapping[str, Any]) -> Iterator[ToolCall]:
@@ -154,7 +165,7 @@ def message_steps(message: Mapping[str, Any]) -> Iterator[ToolCall]:
         arguments = asked.get("arguments", {})
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = {"command": arguments}
         if isinstance(arguments, dict):
             yield ToolCall(name=str(asked.get("name", "bash")), arguments=arguments)
@@ -210,8 +221,8 @@ def _label_of(file: Path) -> Label:
 
 def _json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return json.loads(_text(file))
+    except (ValueError, RecursionError) as error:
         raise OpdError.at(file, found=str(error), wanted="JSON", fix="correct or remove the file") from None
 
 
@@ -223,7 +234,7 @@ def _rewardhackbench(path: Path) -> Iterator[Case]:
             wanted = "harness_level_cheating and task_level_reward_hacking, and ../environment/trace.txt"
             raise OpdError.at(truth, found=f"{labels!r:.80}", wanted=wanted, fix="complete the trial")
         cheats = [key for key in ("harness_level_cheating", "task_level_reward_hacking") if labels.get(key)]
-        steps = tuple(text_steps(trace.read_text(encoding="utf-8", errors="replace")))
+        steps = tuple(text_steps(_text(trace, errors="replace")))
         if steps:
             yield Case(
                 id=truth.parents[1].name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 from opd.guard.shell.fields import UNKNOWN, has_glob, plain
 
@@ -113,10 +114,16 @@ def _leads_to(pattern: str, name: str) -> bool:
 
 
 def _expands(pattern: str, name: str) -> bool:
+    regex = _compiled(pattern)
+    return regex is not None and regex.fullmatch(name) is not None
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str] | None:
     try:
-        return re.compile(_pattern(pattern)).fullmatch(name) is not None
+        return re.compile(_pattern(pattern))
     except re.error:  # a set such as [z-a], which fits nothing
-        return False
+        return None
 
 
 def _under(path: str, cwd: str) -> bool:

@@ -11,6 +11,12 @@ from opd.guard.shell.fields import UNKNOWN, glob_regex, has_glob, plain
 
 MAX_LISTED = 256
 MAX_LINKS = 16
+MAX_WRITTEN = 1 << 16
+"""Characters of a text that grows; of a longer one we say that we do not know it."""
+MAX_PATH = 4096
+"""Characters of a path that the system takes: no link or file has a longer one."""
+FILES = ("links", "copies", "written", "appended")
+"""What a session knows of files; a subshell changes it for all."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +40,8 @@ class Session:
     """Copies that it made: path -> what it is a copy of."""
     written: dict[str, str | None] = field(default_factory=dict)
     """Files whose whole text the episode wrote: path -> text, None if we do not know it."""
+    appended: dict[str, str | None] = field(default_factory=dict)
+    """What it appended to other files: path -> text, None if we do not know it."""
     read_variables: list[str] = field(default_factory=list)
     """Names of variables that the last call used."""
     begins_at: str = ""
@@ -47,12 +55,13 @@ class Session:
         new = copy(self)
         new.variables, new.functions = dict(self.variables), dict(self.functions)
         new.links, new.copies = dict(self.links), dict(self.copies)
-        new.positional, new.written, new.read_variables = list(self.positional), dict(self.written), []
+        new.written, new.appended = dict(self.written), dict(self.appended)
+        new.positional, new.read_variables = list(self.positional), []
         return new
 
     def become(self, other: Session) -> None:
         """Take over the state of a copy: its call is let through."""
-        for name in ("cwd", "variables", "functions", "links", "copies", "positional", "written", "read_variables"):
+        for name in ("cwd", "variables", "functions", "positional", "read_variables", *FILES):
             setattr(self, name, getattr(other, name))
 
     def absolute(self, path: str, copies: bool = True) -> str:
@@ -69,7 +78,8 @@ class Session:
                 del done[-1:]
             elif part not in ("", "."):
                 done.append(part)
-                target = self._target("/" + "/".join(done), bool(waiting), copies) if links < MAX_LINKS else ""
+                looks = links < MAX_LINKS and len(done) <= MAX_PATH // 2
+                target = self._target("/" + "/".join(done), bool(waiting), copies) if looks else ""
                 if target:
                     links += 1
                     done = [] if target.startswith("/") else done[:-1]
@@ -100,8 +110,10 @@ class Session:
             found = self._listed(plain(path))
             if found:
                 return found
-        written = [name for name in self.written if has_glob(path) and glob_regex(path).fullmatch(name)]
-        return [path, *written]
+        if not has_glob(path) or len(path) > MAX_PATH:
+            return [path]
+        regex = glob_regex(path)
+        return [path, *(name for name in self.written if len(name) <= MAX_PATH and regex.fullmatch(name))]
 
     def _listed(self, pattern: str) -> list[str]:
         assert self.root is not None
@@ -115,7 +127,23 @@ class Session:
         """Note that the episode wrote this file. What was a link or a copy of something is now its own."""
         self.links.pop(path, None)
         self.copies.pop(path, None)
+        self.appended.pop(path, None)
         self.written[path] = text
+
+    def appends(self, path: str, text: str | None) -> None:
+        """Note that it appended a text."""
+        known = self.written if path in self.written else self.appended
+        before = known.get(path, "")
+        whole = before + text if before is not None and text is not None else None
+        known[path] = None if whole is None or len(whole) > MAX_WRITTEN else whole
+
+    def script(self, path: str) -> str | None:
+        """The text of a file as far as the episode wrote it; None if it did not, or if we do not know it."""
+        return self.written.get(path, self.appended.get(path))
+
+    def wrote_some(self, path: str) -> bool:
+        """Whether the episode wrote a part of this file."""
+        return path in self.written or path in self.appended
 
     def next_call(self) -> None:
         """Forget what does not last from one call to the next."""

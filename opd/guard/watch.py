@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Literal
@@ -23,6 +24,8 @@ from opd.types import Origin
 
 MARKS: dict[Literal["keep", "mask", "negative"], Origin] = {"keep": "policy", "mask": "masked", "negative": "blocked"}
 """`guard.on_hit` -> origin of the tokens of a turn with a blocked call."""
+_ASKING = ThreadPoolExecutor(max_workers=4096, thread_name_prefix="guard")
+"""A thread for each turn that is looked at. The loop has only a few threads of its own, and a judge may keep each for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +93,7 @@ class Watch:
 
     async def look(self, turn: int, text: str, calls: Sequence[ToolCall]) -> Looked:
         """Check a turn; `turn` is its number. A thread waits for the judge, with the judge's own deadline for each call."""
-        return await asyncio.to_thread(self._look, turn, text, tuple(calls))
+        return await asyncio.get_running_loop().run_in_executor(_ASKING, self._look, turn, text, tuple(calls))
 
     def keep(self, looked: Looked) -> None:
         """Take note of a turn that is in the trace."""

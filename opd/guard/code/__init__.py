@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from opd.guard.shell.fields import ACTIVE
+
 
 @dataclass(slots=True)
 class Code:
@@ -27,10 +29,11 @@ class Code:
     cwd: str = ""
     """Where it changes to, if it does."""
 
-    def mention(self, text: str) -> None:
-        """Note a string of the code."""
+    def mention(self, text: str, globs: bool) -> None:
+        """Note a string of the code; with `globs` as one that may be expanded."""
         if not text or len(text) > 512 or "\n" in text:
             return
+        text = text.translate(ACTIVE) if globs else text
         self.strings.append(text)
         if not any(c.isspace() for c in text):
             self.mentions.append(text)

@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from opd.guard.code.texts import MAX_TEXT, concatenated, inflated, joined_paths, made_by, percent, refuse_slow
 from opd.guard.shell.nodes import Unreadable
 
-MAX_TEXT = 1 << 16
 MAX_STEPS = 20_000
 """Expressions that are worked out for one program; parts of long ones are worked out again and again."""
 UNKNOWABLE = object()
@@ -29,7 +29,7 @@ _DECODERS: dict[str, Callable[[Any], bytes]] = {
     "binascii.a2b_base64": binascii.a2b_base64,
     "bytes.fromhex": bytes.fromhex,
     "bytearray.fromhex": bytes.fromhex,
-    "zlib.decompress": zlib.decompress,
+    "zlib.decompress": inflated,
 }
 _METHODS = {
     "join",
@@ -90,7 +90,7 @@ class Folder:
             found = self._value(node)
         except Unreadable:
             raise
-        except (ValueError, TypeError, IndexError, KeyError, OverflowError, LookupError, zlib.error):
+        except (ValueError, TypeError, AttributeError, OverflowError, LookupError, zlib.error):
             return UNKNOWABLE
         return UNKNOWABLE if isinstance(found, str | bytes | list) and len(found) > MAX_TEXT else found
 
@@ -106,7 +106,7 @@ class Folder:
             return UNKNOWABLE if UNKNOWABLE in items else items
         if isinstance(node, ast.JoinedStr):
             parts = [self.value(part) for part in node.values]
-            return UNKNOWABLE if UNKNOWABLE in parts else "".join(map(str, parts))
+            return UNKNOWABLE if UNKNOWABLE in parts else concatenated(parts)
         if isinstance(node, ast.FormattedValue):
             return self.value(node.value)
         if isinstance(node, ast.BinOp):
@@ -122,9 +122,9 @@ class Folder:
         if isinstance(node.op, ast.Add):
             return left + right
         if isinstance(node.op, ast.Div) and isinstance(left, str) and isinstance(right, str):
-            return posixpath.join(left, right)
+            return joined_paths([left, right])
         if isinstance(node.op, ast.Mod) and isinstance(left, str):
-            return left % (tuple(right) if isinstance(right, list) else right)
+            return percent(left, right)
         if isinstance(node.op, ast.Mult) and isinstance(left, str) and isinstance(right, int):
             return left * min(right, 256)
         return UNKNOWABLE
@@ -156,14 +156,15 @@ class Folder:
             return _DECODERS[called](given[0])
         if called == "codecs.decode":
             self.decoded = True
+            refuse_slow(given[1] if len(given) > 1 else "utf-8")
             return codecs.decode(given[0], *given[1:2])
         if called in ("chr", "bytes", "bytearray"):
             self.decoded = True
-            return chr(given[0]) if called == "chr" else bytes(given[0])
+            return chr(given[0]) if called == "chr" else _bytes(given[0])
         if called == "os.path.join" or (called in _PATHS and len(given) > 1):
-            return posixpath.join(*given)
+            return joined_paths(given)
         if called in _PATHS and given:
-            return str(given[0])
+            return concatenated(given)
         if called in ("pathlib.Path.home", "pathlib.Path.cwd", "os.getcwd"):
             return "~" if called.endswith("home") else "."
         if called == "os.path.expanduser":
@@ -177,7 +178,12 @@ class Folder:
         if whole is UNKNOWABLE or not isinstance(whole, str | bytes):
             return UNKNOWABLE
         if method in ("joinpath", "with_name") and isinstance(whole, str):
-            return posixpath.join(whole if method == "joinpath" else posixpath.dirname(whole), *given)
+            return joined_paths([whole if method == "joinpath" else posixpath.dirname(whole), *given])
         if method == "decode" and given and given[0] in ("rot13", "rot_13", "hex"):
             self.decoded = True
-        return getattr(whole, method)(*given) if method in _METHODS and not node.keywords else UNKNOWABLE
+        return made_by(whole, method, given) if method in _METHODS and not node.keywords else UNKNOWABLE
+
+
+def _bytes(given: Any) -> bytes:
+    """`bytes(given)`; of a number only if it is small."""
+    return bytes(min(given, MAX_TEXT + 1)) if isinstance(given, int) else bytes(given)

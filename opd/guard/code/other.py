@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 
 from opd.guard.code import Code
-from opd.guard.shell.fields import ACTIVE
 from opd.guard.shell.reader import unescape
 
 _STRING = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
-_BACKTICKS = re.compile(r"`([^`]*)`|qx[{(/]([^})/]*)[})/]|%x[{(]([^})]*)[})]")
+_BACKTICKS = re.compile(r"`([^`]*)`|qx[{(/]([^})/]{0,1024})[})/]|%x[{(]([^})]{0,1024})[})]")
 _NAME = re.compile(r"[$%@&]?[A-Za-z_][\w]*(?:(?:\.|::|->)[A-Za-z_]\w*)*")
 _RUNS = re.compile(
     r"\b(system|exec|execSync|execFileSync|spawnSync|spawn|popen|passthru|shell_exec|IO\.popen|getline)\b"
@@ -30,7 +29,7 @@ def read_other(language: str, text: str) -> Code:
     code = Code()
     literals = [unescape(a or b) for a, b in _STRING.findall(text)]
     for literal in literals:
-        code.mention(literal.translate(ACTIVE) if "*" in literal else literal)
+        code.mention(literal, globs="*" in literal)
     code.uses = _NAME.findall(_STRING.sub("''", text))
     if language in BACKTICK_RUNS:
         code.shell += [a or b or c for a, b, c in _BACKTICKS.findall(text)]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import textwrap
+import traceback
 import warnings
 from typing import Any
 
 from opd.guard.code import Code
 from opd.guard.code.folding import UNKNOWABLE, Folder
-from opd.guard.shell.fields import ACTIVE
 from opd.guard.shell.nodes import Unreadable
 
 _SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn"}
@@ -41,9 +41,10 @@ def read_python(text: str) -> Code:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(textwrap.dedent(text))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Unreadable("Python code that does not parse") from None
+            tree = ast.parse(textwrap.dedent(text), "<string>")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        said = "".join(traceback.format_exception_only(error)).rstrip()
+        raise Unreadable("Python code that does not parse", said) from None
     reader = _PythonReader()
     try:
         reader.visit(tree)
@@ -66,7 +67,7 @@ class _PythonReader(ast.NodeVisitor):
         if isinstance(node, ast.expr):
             value = self.fold.value(node)
             if isinstance(value, str) and not isinstance(node, ast.Name):
-                self.code.mention(value.translate(ACTIVE) if "*" in value else value)
+                self.code.mention(value, globs="*" in value)
             if isinstance(node, ast.Attribute | ast.Name):
                 self.code.uses.append(self.fold.name(node))
                 return self._base(node)

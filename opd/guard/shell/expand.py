@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 
 from opd.guard.session import Session
+from opd.guard.shell.arrays import EVERY, item
 from opd.guard.shell.fields import (
     ACTIVE,
     BREAK,
@@ -21,26 +23,34 @@ from opd.guard.shell.fields import (
     plain,
 )
 from opd.guard.shell.nodes import Arithmetic, Literal, Part, Script, Substitution, Variable, Word
+from opd.guard.shell.work import TRIES, Work
 
+SEPARATE = ("@", "[@]")
+"""Ends of names whose items stay apart, also in quotes."""
 MAX_VALUE = 1 << 16
 """Characters of a field; what is longer is cut, so that no expansion can grow without bound."""
-MAX_CUT = 256
-"""Characters of a value that a pattern with `*` is tried on: the tries grow with a power of them."""
+MAX_TRIES = 1 << 22
+"""Characters that a pattern may be tried on to cut or to replace something; where it takes more, the result is not known."""
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_SLICE = re.compile(r"\s*(-?[0-9]{1,9})\s*(?::\s*(-?[0-9]{1,9})?\s*)?")
+"""Offset and length of `${x:1:2}`; what has to be worked out is none."""
 
 
 class Expander:
     """Expands words in a session's state. `run` gives the output of a substitution, or None where it is not known."""
 
-    def __init__(self, session: Session, run: Callable[[Script], str | None]) -> None:
+    def __init__(self, session: Session, run: Callable[[Script], str | None], work: Work) -> None:
         self.session = session
         self.run = run
+        self._work = work
 
     def fields(self, word: Word) -> list[str]:
-        """The arguments that a word becomes."""
+        """The arguments that a word becomes. Raises: Unreadable if that is too much."""
         text = self._text(word, split=True)
         if text.startswith("~"):
             text = self._home(text)
-        found = [field.translate(SETTLED) for piece in text.split(BREAK) for field in braces(piece)]
+        found = [field.translate(SETTLED) for piece in text.split(BREAK) for field in braces(piece, self._work.spend)]
         if all(field == "" for field in found) and not any(_keeps_empty(part) for part in word):
             return []
         return [f for f in found if f or _keeps_empty_word(word)][:MAX_FIELDS]
@@ -59,6 +69,7 @@ class Expander:
 
     def _text(self, word: Word, split: bool) -> str:
         text = "".join(self._part(part, split) for part in word)
+        self._work.spend(len(text))
         return text[:MAX_VALUE]
 
     def _part(self, part: Part, split: bool) -> str:
@@ -66,7 +77,8 @@ class Expander:
             return part.text if part.quoted or not split else part.text.translate(ACTIVE)
         if isinstance(part, Variable):
             value = self._variable(part)
-            return value if part.name == "@" and split else self._split(value, part.quoted or not split)
+            apart = part.quoted and split and part.name.endswith(SEPARATE)
+            return value if apart else self._split(value, part.quoted or not split)
         if isinstance(part, Substitution):
             output = self.run(part.body)
             return UNKNOWN if output is None else self._split(output.rstrip("\n"), part.quoted or not split)
@@ -98,20 +110,17 @@ class Expander:
             session.read_variables.append(name.partition("[")[0])
         if name in ("@", "*"):
             return BREAK.join(session.positional) if session.positional else None
-        if name.isdigit() and name != "0":
+        if _NUMBER.fullmatch(name) and name != "0":
             return session.positional[int(name) - 1] if int(name) <= len(session.positional) else None
         if name == "PWD":
             return session.cwd
         if name == "IFS":
             return session.variables.get(name, " \t\n")
-        base, _, index = name.partition("[")
+        base, bracket, index = name.partition("[")
         value = session.variables.get(base)
         if value is None:
             return session.home if base == "HOME" else None
-        items = value.split()
-        if index and index[:-1].isdigit():
-            return items[int(index[:-1])] if int(index[:-1]) < len(items) else ""
-        return value
+        return item(value, bracket + index)
 
     def _operate(self, part: Variable, value: str | None) -> str:
         operator, operand = part.operator, part.operand
@@ -126,8 +135,33 @@ class Expander:
             self._text(operand, split=False)
             return UNKNOWN
         if operator == "length":
-            return str(len(value))
-        return changed(value, operator, self._text(operand, split=True))
+            return str(value.count(BREAK) + 1 if part.name.endswith(EVERY) else len(value))
+        pattern = self._text(operand, split=True)
+        tries = _tries(value, operator, pattern)
+        self._work.spend(tries // TRIES)
+        if tries > MAX_TRIES:
+            return UNKNOWN
+        every = part.name in ("@", "*") or part.name.endswith(EVERY)
+        return _each(value, operator, pattern, part.name in ("@", "*")) if every else changed(value, operator, pattern)
+
+
+def _each(value: str, operator: str, operand: str, from_one: bool) -> str:
+    """The items of an array after an operator: some of them, or all, changed one by one."""
+    items = value.split(BREAK)
+    if operator != ":":
+        return BREAK.join(changed(one, operator, operand) for one in items)
+    found = _SLICE.fullmatch(plain(operand))
+    if found is None or found[1].startswith("-"):
+        return value
+    start = max(int(found[1]) - from_one, 0)
+    return BREAK.join(items[start:][: int(found[2])] if found[2] else items[start:])
+
+
+def _tries(value: str, operator: str, operand: str) -> int:
+    """At most how many characters are compared to cut or to replace the operand in the value."""
+    if operator not in ("/", "//", "#", "##", "%", "%%"):
+        return 0
+    return len(value) * len(operand) * (len(value) if operator[0] == "/" and STAR in operand else 1)
 
 
 def changed(value: str, operator: str, operand: str) -> str:
@@ -135,15 +169,16 @@ def changed(value: str, operator: str, operand: str) -> str:
     if operator in ("^^", ",,", "^", ","):
         return {"^^": value.upper(), ",,": value.lower(), "^": value[:1].upper() + value[1:]}.get(operator, value)
     if operator == ":":
-        start, _, length = plain(operand).strip().partition(":")
-        if not (start.strip().lstrip("-").isdigit() and (not length or length.strip().lstrip("-").isdigit())):
+        slice_ = _SLICE.fullmatch(plain(operand))
+        if slice_ is None:
             return UNKNOWN
-        rest = value[int(start) :]
-        return rest[: int(length)] if length else rest
+        rest = value[int(slice_[1]) :]
+        return rest[: int(slice_[2])] if slice_[2] else rest
     if operator in ("/", "//"):
         old, _, new = operand.partition("/")
-        if len(value) > MAX_CUT and STAR in old:
-            return UNKNOWN
+        made, count = _regex(old).subn("", value, count=0 if operator == "//" else 1)
+        if not old or len(made) + count * len(new) > MAX_VALUE:
+            return UNKNOWN if old else value
         return _regex(old).sub(lambda _: plain(new), value, count=0 if operator == "//" else 1)
     if operator in ("#", "##", "%", "%%"):
         return _cut(value, operator, operand)
@@ -151,16 +186,12 @@ def changed(value: str, operator: str, operand: str) -> str:
 
 
 def _cut(value: str, operator: str, pattern: str) -> str:
-    if len(value) > MAX_CUT and STAR in pattern:
-        return UNKNOWN
-    lengths = range(len(value) + 1) if len(operator) == 1 else range(len(value), -1, -1)
-    regex = _regex(pattern)
-    for length in lengths:
-        if operator[0] == "#" and regex.fullmatch(value[:length]):
-            return value[length:]
-        if operator[0] == "%" and regex.fullmatch(value[len(value) - length :]):
-            return value[: len(value) - length]
-    return value
+    """The value without the shortest or longest beginning or end that fits."""
+    backwards = operator[0] == "%"
+    text = value[::-1] if backwards else value
+    found = _regex(pattern, backwards, len(operator) == 1).match(text)
+    rest = text[found.end() :] if found else text
+    return rest[::-1] if backwards else rest
 
 
 _regex = lru_cache(maxsize=256)(glob_regex)

@@ -7,6 +7,8 @@ before the command runs. They lie in Unicode's private area, and a command that 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from itertools import pairwise
 
 UNKNOWN = "\ue000"
 """Some text that is not known: the output of a program, a variable that nobody set."""
@@ -17,6 +19,7 @@ OPEN, COMMA, CLOSE = "\ue004", "\ue005", "\ue006"
 BREAK = "\ue007"
 """Where one field ends and the next begins."""
 MARKS = re.compile("[\ue000-\ue007]")
+_BRACES = re.compile(f"[{OPEN}{COMMA}{CLOSE}]")
 ACTIVE = str.maketrans({"*": STAR, "?": ONE, "[": SET, "{": OPEN, ",": COMMA, "}": CLOSE})
 PLAIN = str.maketrans({UNKNOWN: "…", STAR: "*", ONE: "?", SET: "[", OPEN: "{", COMMA: ",", CLOSE: "}", BREAK: " "})
 SETTLED = str.maketrans({OPEN: "{", COMMA: ",", CLOSE: "}"})
@@ -40,12 +43,14 @@ def has_glob(field: str) -> bool:
     return STAR in field or ONE in field or SET in field
 
 
-def braces(field: str) -> list[str]:
-    """The fields that brace expansion makes of one: `a{b,c}` is `ab` and `ac`, `{1..3}` is 1, 2, 3."""
+def braces(field: str, spend: Callable[[int], None]) -> list[str]:
+    """The fields that brace expansion makes of one: `a{b,c}` is `ab` and `ac`, `{1..3}` is 1, 2, 3. `spend` is told the characters
+    that are looked at."""
     done: list[str] = []
     waiting = [field]
     while waiting and len(done) + len(waiting) < MAX_FIELDS:
         one = waiting.pop(0)
+        spend(len(one))
         alternatives = _first_brace(one)
         if alternatives is None:
             done.append(one)
@@ -55,21 +60,27 @@ def braces(field: str) -> list[str]:
 
 
 def _first_brace(field: str) -> list[str] | None:
-    start = -1
-    while (start := field.find(OPEN, start + 1)) >= 0:
-        depth, parts, last = 0, [], start + 1
-        for index in range(start, len(field)):
-            depth += (field[index] == OPEN) - (field[index] == CLOSE)
-            if (depth == 1 and field[index] == COMMA) or depth == 0:
-                parts.append(field[last:index])
-                last = index + 1
-            if depth == 0:
-                break
-        if depth == 0:
-            chosen = parts if len(parts) > 1 else _sequence(parts[0])
-            if chosen:
-                return [field[:start] + part + field[last:] for part in chosen]
+    """What the first pair of braces that says something makes of the field."""
+    for places in sorted(_pairs(field)):
+        parts = [field[left + 1 : right] for left, right in pairwise(places)]
+        chosen = parts if len(parts) > 1 else _sequence(parts[0])
+        if chosen:
+            return [field[: places[0]] + part + field[places[-1] + 1 :] for part in chosen]
     return None
+
+
+def _pairs(field: str) -> list[list[int]]:
+    """For each pair of braces its places: the opening one, its own commas, the closing one."""
+    found: list[list[int]] = []
+    opened: list[list[int]] = []
+    for match in _BRACES.finditer(field):
+        if match[0] == OPEN:
+            opened.append([match.start()])
+        elif opened:
+            opened[-1].append(match.start())
+            if match[0] == CLOSE:
+                found.append(opened.pop())
+    return found
 
 
 def _sequence(text: str) -> list[str]:
@@ -77,7 +88,7 @@ def _sequence(text: str) -> list[str]:
     if match := re.fullmatch(r"(-?\d{1,6})\.\.(-?\d{1,6})", text):
         low, high = int(match[1]), int(match[2])
         step = 1 if low <= high else -1
-        return [str(n) for n in range(low, high + step, step)][:MAX_FIELDS]
+        return [str(n) for n in range(low, high + step, step)[:MAX_FIELDS]]
     if match := re.fullmatch(r"([A-Za-z])\.\.([A-Za-z])", text):
         low, high = ord(match[1]), ord(match[2])
         step = 1 if low <= high else -1
@@ -85,24 +96,41 @@ def _sequence(text: str) -> list[str]:
     return []
 
 
-def glob_regex(pattern: str) -> re.Pattern[str]:
-    """A shell glob, with marks or as plain text, as a regular expression over one string; `*` also matches `/`."""
-    found, index, text = [], 0, plain(pattern)
+def glob_regex(pattern: str, backwards: bool = False, shortest: bool = False) -> re.Pattern[str]:
+    """A shell glob, with marks or as plain text, as a regular expression over one string; `*` also matches `/`.
+
+    It never goes back behind a piece between two `*`, so that it takes no longer than to read the text once for each piece.
+    `backwards` is for a text from right to left, `shortest` for the shortest beginning of a text that fits.
+    """
+    pieces = _pieces(plain(pattern))
+    if backwards:
+        pieces = [piece[::-1] for piece in pieces[::-1]]
+    first, *inner = ("".join(piece) for piece in pieces)
+    last = [(".*?" if shortest else ".*") + inner.pop()] if inner else []
+    source = "".join([first, *(f"(?>.*?{piece})" for piece in inner if piece), *last])
+    try:
+        return re.compile(source, re.DOTALL)
+    except re.error:
+        text = plain(pattern)
+        return re.compile(re.escape(text[::-1] if backwards else text))
+
+
+def _pieces(text: str) -> list[list[str]]:
+    """What stands between the `*` of a glob, as regular expressions of one character each."""
+    found: list[list[str]] = [[]]
+    index = 0
     while index < len(text):
         char = text[index]
         end = text.find("]", index + 2) if char == "[" else -1
         if char == "*" or char == "…":
-            found.append(".*")
+            found.append([])
         elif char == "?":
-            found.append(".")
+            found[-1].append(".")
         elif end > 0:
             inside = text[index + 1 : end].replace("\\", "\\\\").replace("[", "\\[")
-            found.append("[" + ("^" + inside[1:] if inside[0] in "!^" else inside) + "]")
+            found[-1].append("[" + ("^" + inside[1:] if inside[0] in "!^" else inside) + "]")
             index = end
         else:
-            found.append(re.escape(char))
+            found[-1].append(re.escape(char))
         index += 1
-    try:
-        return re.compile("".join(found), re.DOTALL)
-    except re.error:
-        return re.compile(re.escape(text))
+    return found

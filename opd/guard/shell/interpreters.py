@@ -11,18 +11,25 @@ from opd.guard.shell.wrappers import option
 
 _INLINE = {"python": "c", "perl": "eE", "ruby": "e", "node": "ep", "php": "r"}
 _INLINE_LONG = {"--eval", "--print", "--run"}
+_JOINED = {
+    "python": re.compile(r"-[^\WcmWX]*c(.+)", re.DOTALL),
+    "perl": re.compile(r"-[^\WeEIMmFDdCxi]*[eE](.+)", re.DOTALL),
+    "ruby": re.compile(r"-[^\WeIrWxFEKCTi]*e(.+)", re.DOTALL),
+    "node": re.compile(r"--(?:eval|print)=(.+)", re.DOTALL),
+    "php": re.compile(r"-[^\WrdczfBRFE]*r(.+)|--run=(.+)", re.DOTALL),
+}
+"""Code in one argument with its option, behind other letters whose options have no value."""
+_MODULE = re.compile(r"-[^\WcmWX]*m")
 _VALUED = {"-W", "-X", "-r", "-I", "--require"}
 """Options whose value comes next, in languages that do not take code by them."""
 
 
 def shell(walker: Walker, run: Run) -> str | None:
-    argv = run.argv
-    for index, arg in enumerate(argv[1:], 1):
-        if plain(arg).startswith("-") and plain(arg).endswith("c") and not plain(arg).startswith("--"):
-            return _inline_shell(walker, run, argv[index + 1 :])
-    operands = [arg for arg in argv[1:] if not arg.startswith(("-", "+"))]
-    if operands and "-s" not in argv:
-        return _script_file(walker, run, argv, operands)
+    letters, operands = _shell_options(run.argv[1:])
+    if "c" in letters:
+        return _inline_shell(walker, run, operands)
+    if operands and "s" not in letters:
+        return _script_file(walker, run, run.argv, operands)
     walker.note(run)
     streams = run.streams
     if streams.stdin is not None and known(streams.stdin):
@@ -30,6 +37,27 @@ def shell(walker: Walker, run: Run) -> str | None:
     if streams.has_stdin:
         walker.tag("unseen")
     return None
+
+
+def _shell_options(argv: list[str]) -> tuple[str, list[str]]:
+    """The letters of a shell's options, and its other arguments. What is not known may be an option before `-c`, or nothing."""
+    letters, unknown, index = "", list[str](), 0
+    while index < len(argv):
+        arg = plain(argv[index])
+        index += 1
+        if arg in ("-", "--"):
+            break
+        if not known(argv[index - 1]) and "c" not in letters:
+            unknown.append(argv[index - 1])
+        elif arg.startswith("--"):
+            index += arg in ("--rcfile", "--init-file")
+        elif arg.startswith(("-", "+")):
+            letters += arg[1:] if arg[0] == "-" else ""
+            index += sum(letter in "oO" for letter in arg)
+        else:
+            index -= 1
+            break
+    return letters, argv[index:] if "c" in letters else unknown + argv[index:]
 
 
 def _inline_shell(walker: Walker, run: Run, rest: list[str]) -> str | None:
@@ -50,11 +78,11 @@ def _inline_shell(walker: Walker, run: Run, rest: list[str]) -> str | None:
 def _script_file(walker: Walker, run: Run, argv: list[str], operands: list[str]) -> str | None:
     walker.note(run)
     path = walker.session.absolute(operands[0])
-    text = walker.session.written.get(path)
+    text = walker.session.script(path)
     if text is not None:
         place = argv.index(operands[0])
         return walker.file_code(text, run.but(argv[place:]))
-    if path in walker.session.written or not known(operands[0]):
+    if walker.session.wrote_some(path) or not known(operands[0]):
         walker.tag("unseen")
     return None
 
@@ -73,9 +101,9 @@ def source(walker: Walker, run: Run) -> str | None:
     if len(run.argv) < 2:
         return None
     path = walker.session.absolute(run.argv[1])
-    if text := walker.session.written.get(path):
+    if text := walker.session.script(path):
         return walker.text(text, run.streams, walker.hidden(walker.behind.get(path, ())))
-    if path in walker.session.written or not known(path):
+    if walker.session.wrote_some(path) or not known(path):
         walker.tag("unseen")
     return None
 
@@ -95,7 +123,7 @@ def language(language: str) -> Handler:
         if module:
             return None
         if operands and operands[0] != "-":
-            if written := walker.session.written.get(walker.session.absolute(operands[0])):
+            if written := walker.session.script(walker.session.absolute(operands[0])):
                 walker.code(language, written, run)
         elif run.streams.has_stdin:
             if run.streams.stdin is None or not known(run.streams.stdin):
@@ -115,8 +143,10 @@ def _inline(language: str, argv: list[str]) -> tuple[list[str], list[str], bool]
     while index < len(argv):
         arg = plain(argv[index])
         index += 1
-        if arg == "-m" and language == "python":
+        if language == "python" and _MODULE.match(arg):
             return [], argv, True
+        if joined := _JOINED[language].fullmatch(arg):
+            return [next(filter(None, joined.groups()))], [*rest, *argv[index:]], False
         if arg in _INLINE_LONG or (re.fullmatch(r"-[A-Za-z0-9]+", arg) and arg[-1] in _INLINE[language]):
             texts += argv[index : index + 1]
             index += 1

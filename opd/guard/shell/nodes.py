@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 
 
 class Unreadable(ValueError):
-    """A text that we cannot read as a shell script; it is not clear what it would do."""
+    """A text that we cannot read as a shell script; it is not clear what it would do. `said` is what the program would print that
+    cannot read it either."""
+
+    def __init__(self, reason: str, said: str = "") -> None:
+        super().__init__(reason)
+        self.said = said
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +66,18 @@ class Redirect:
 
     operator: str
     target: Word
+    output: bool = True
+    """Where something is written: whether that is the standard output, and not another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
     name: str
+    """With the index in brackets, if it has one."""
     value: Word
     append: bool = False
+    items: tuple[Word, ...] | None = None
+    """The words of an array, in the place of a value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import codecs
-import gzip
 import posixpath
+import re
 import zlib
 from collections.abc import Callable
 
+from opd.guard.code.texts import inflated
 from opd.guard.session import Session
 from opd.guard.shell.fields import UNKNOWN, plain
 from opd.guard.shell.reader import unescape
@@ -68,15 +69,17 @@ def _printf(args: list[str], stdin: str | None, session: Session) -> str | None:
     if not args or args[0] == "-v":
         return None
     pattern, values = unescape(args[0]), args[1:]
-    pieces = pattern.replace("%%", "\0").split("%s")
-    if any("%" in piece.replace("%b", "") for piece in pieces):
+    pieces = re.split(r"%([sb])", pattern.replace("%%", "\0"))
+    pieces, kinds = pieces[::2], pieces[1::2]
+    if any("%" in piece for piece in pieces):
         return None
-    count = len(pieces) - 1
+    count = len(kinds)
     rounds = max(1, -(-len(values) // count)) if count else 1
     values += [""] * (count * rounds - len(values))
     lines = []
     for index in range(rounds):
-        chosen = values[index * count : (index + 1) * count]
+        given = values[index * count : (index + 1) * count]
+        chosen = [unescape(value) if kind == "b" else value for kind, value in zip(kinds, given, strict=True)]
         lines.append("".join(p + v for p, v in zip(pieces, [*chosen, ""], strict=True)))
     return "".join(lines).replace("\0", "%")
 
@@ -130,7 +133,7 @@ def _text(data: bytes) -> str:
 
 def _gunzip(args: list[str], stdin: str | None, session: Session) -> str | None:
     text = _given(args, stdin, session)
-    return None if text is None else _text(gzip.decompress(text.encode("latin-1")))
+    return None if text is None else _text(inflated(text.encode("latin-1"), zlib.MAX_WBITS | 16))
 
 
 def _rev(args: list[str], stdin: str | None, session: Session) -> str | None:
@@ -140,7 +143,7 @@ def _rev(args: list[str], stdin: str | None, session: Session) -> str | None:
 
 def _tr(args: list[str], stdin: str | None, session: Session) -> str | None:
     sets = [_letters(unescape(arg)) for arg in args if not arg.startswith("-")]
-    if stdin is None:
+    if stdin is None or not sets:
         return None
     if "-d" in args:
         return stdin.translate(dict.fromkeys(map(ord, sets[0])))
@@ -151,7 +154,7 @@ def _tr(args: list[str], stdin: str | None, session: Session) -> str | None:
 
 
 def _letters(text: str) -> str:
-    """The characters of a set of `tr`, its ranges written out."""
+    """The characters of a set of `tr`, its ranges written out. Raises: ValueError if they are too many."""
     found, index = "", 0
     while index < len(text):
         if text[index + 1 : index + 2] == "-" and index + 2 < len(text):
@@ -160,6 +163,8 @@ def _letters(text: str) -> str:
         else:
             found += text[index]
             index += 1
+        if len(found) > MAX_OUTPUT:
+            raise ValueError("too many characters")
     return found
 
 
@@ -200,7 +205,6 @@ _PROGRAMS: dict[str, Callable[[list[str], str | None, Session], str | None]] = {
     "echo": _echo,
     "printf": _printf,
     "cat": _cat,
-    "tee": lambda args, stdin, session: stdin,
     "base64": _base64,
     "openssl": _openssl,
     "xxd": _xxd,

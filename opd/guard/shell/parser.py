@@ -24,15 +24,29 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
 _REDIRECT = re.compile(r"(\d+|\{\w+\})?(<<<|<<-|<<|<&|<>|&>>|&>|>>|>&|>\||<(?!\()|>(?!\())")
 _FUNCTION = re.compile(r"(?:function[ \t]+)?([\w.:-]+)[ \t]*\([ \t]*\)\s*|function[ \t]+([\w.:-]+)\s+(?=[{(])")
 _RESERVED = re.compile(r"(if|then|elif|else|fi|while|until|for|select|done|do|case|esac|\{|\}|!|\[\[|time|coproc)")
+_TOKEN = re.compile(r"\s*(\|\||&&|;;|[|&;()<>]|[^\s|&;()<>]+)")
 ENDS_LIST = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
 
 
 def parse(text: str) -> Script:
     """The tree of a script. Raises: Unreadable if it is none, or one that we cannot read."""
+    reader = Parser(text)
     try:
-        return Parser(text).script("")
+        return reader.script("")
     except RecursionError:
         raise Unreadable("too deeply nested") from None
+    except Unreadable as error:
+        raise Unreadable(str(error), error.said or _said(text, reader.at)) from None
+
+
+def _said(text: str, at: int) -> str:
+    """The error of bash where it can read no further."""
+    token = _TOKEN.match(text, at)
+    if token is None:
+        return f"bash: -c: line {text.count(chr(10)) + 2}: syntax error: unexpected end of file"
+    line = text.count("\n", 0, token.start(1))
+    where = f"bash: -c: line {line + 1}"
+    return f"{where}: syntax error near unexpected token `{token[1]}'\n{where}: `{text.split(chr(10))[line]}'"
 
 
 class Parser(Reader):
@@ -247,7 +261,7 @@ class Parser(Reader):
         self.skip_blanks()
         operator = match[2]
         if operator not in ("<<", "<<-"):
-            found.append(Redirect(operator, self.word()))
+            found.append(Redirect(operator, self.word(), match[1] in (None, "1")))
             return True
         start = self.at
         mark = self.word()
@@ -278,6 +292,7 @@ class Parser(Reader):
     def _assignment(self, match: re.Match[str]) -> Assignment:
         self.at = match.end()
         value: Word = ()
+        items: tuple[Word, ...] | None = None
         if self.peek() == "(":
             self.at += 1
             parts: list[Word] = []
@@ -286,7 +301,7 @@ class Parser(Reader):
                 parts.append(self.word())
                 self._separators()
             self.at += 1
-            value = tuple(p for part in parts for p in (*part, Literal(" ")))
+            items = tuple(parts)
         elif self.peek() and self.peek() not in ENDS_WORD:
             value = self.word()
-        return Assignment(match[1], value, bool(match[3]))
+        return Assignment(match[1] + (match[2] or ""), value, bool(match[3]), items)

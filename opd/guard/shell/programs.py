@@ -6,7 +6,7 @@ Each handler notes the call and goes on into what it runs. The walker is given t
 from __future__ import annotations
 
 from opd.guard.shell.interpreters import awk, evaluate, language, make, shell, source, trap
-from opd.guard.shell.state import cd, copies, declare, read, set_positional
+from opd.guard.shell.state import cd, copies, declare, read, set_positional, tee
 from opd.guard.shell.walk import Handler
 from opd.guard.shell.wrappers import WRAPPERS, docker, find, parallel, runner, script, wrapped, xargs
 
@@ -33,5 +33,6 @@ PROGRAMS: dict[str, Handler] = {
     "parallel": parallel,
     "find": find,
     "set": set_positional,
+    "tee": tee,
     "trap": trap,
 }

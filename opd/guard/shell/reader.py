@@ -133,16 +133,18 @@ class Reader:
         while self.peek() not in ("'", ""):
             self.at += 2 if self.peek() == "\\" else 1
         if not self.peek():
-            raise Unreadable("a quote is not closed")
+            raise self._unclosed("a quote", "'")
         parts.append(Literal(unescape(self.text[start : self.at]), True))
         self.at += 1
 
     def _quoted(self, parts: list[Part], closing: str) -> None:
         """Parts inside of double quotes, up to the closing one or, where there is none, to the end of the text."""
+        start = self.at
         while self.peek() != closing:
             char = self.peek()
             if not char:
-                raise Unreadable("a quote is not closed")
+                self.at = start
+                raise self._unclosed("a quote", closing)
             if char == "\\":
                 following = self.text[self.at + 1 : self.at + 2]
                 if following != "\n":
@@ -167,7 +169,7 @@ class Reader:
             end = self.at + 1
             while self.text[end : end + 1] != "`":
                 if end >= len(self.text):
-                    raise Unreadable("a backtick is not closed")
+                    raise self._unclosed("a backtick", "`")
                 end += 2 if self.text[end] == "\\" else 1
             body = re.sub(r"\\([$`\\])", r"\1", self.text[self.at + 1 : end])
             self.at = end + 1
@@ -237,20 +239,26 @@ class Reader:
             char = self.text[index]
             if char == "\\":
                 index += 1
-            elif char == "'" and "'" in self.text[index + 1 :] and depth == 1:
-                index = self.text.index("'", index + 1)
+            elif char == "'" and depth == 1 and (end := self.text.find("'", index + 1)) > 0:
+                index = end
             elif char in "{}":
                 depth += 1 if char == "{" else -1
                 if depth == 0:
                     return index
             index += 1
-        raise Unreadable("a brace is not closed")
+        raise self._unclosed("a brace", "}")
 
     def _find(self, char: str, start: int) -> int:
         end = self.text.find(char, start)
         if end < 0:
-            raise Unreadable("a quote is not closed")
+            raise self._unclosed("a quote", char)
         return end
+
+    def _unclosed(self, what: str, mark: str) -> Unreadable:
+        line = self.text.count("\n", 0, self.at) + 1
+        return Unreadable(
+            f"{what} is not closed", f"bash: -c: line {line}: unexpected EOF while looking for matching `{mark}'"
+        )
 
     def read_heredocs(self) -> None:
         """Read the bodies of the heredocs that were announced on the line that ends here."""

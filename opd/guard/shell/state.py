@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 
+from opd.guard.session import MAX_PATH
 from opd.guard.shell.fields import UNKNOWN, known, plain
 from opd.guard.shell.walk import Run, Walker
 
@@ -17,7 +18,8 @@ def cd(walker: Walker, run: Run) -> str | None:
     target = operands[0] if operands else session.home
     if plain(run.argv[0]) == "popd":
         target = session.variables.get("DIRSTACK", session.cwd)
-    session.cwd = session.absolute(target) if known(target) else posixpath.join(session.cwd, UNKNOWN)
+    there = session.absolute(target) if known(target) and len(target) <= MAX_PATH else ""
+    session.cwd = there if there and len(there) <= MAX_PATH else posixpath.join(session.cwd, UNKNOWN)
     return ""
 
 
@@ -36,6 +38,19 @@ def read(walker: Walker, run: Run) -> str | None:
     for arg in run.argv[1:]:
         walker.session.variables.pop(plain(arg), None)
     return ""
+
+
+def tee(walker: Walker, run: Run) -> str | None:
+    """What comes in goes into files, and on."""
+    walker.note(run)
+    text = run.streams.stdin
+    options = [plain(arg) for arg in run.argv[1:] if arg.startswith("-")]
+    adds = any(arg == "--append" or (arg[1:2] != "-" and "a" in arg) for arg in options)
+    for arg in run.argv[1:]:
+        if not arg.startswith("-") and known(arg):
+            path = walker.session.absolute(arg, copies=False)
+            (walker.session.appends if adds else walker.session.wrote)(path, text)
+    return text
 
 
 def set_positional(walker: Walker, run: Run) -> str | None:
@@ -64,6 +79,7 @@ def copies(walker: Walker, run: Run) -> str | None:
         for name in {place, posixpath.join(place, posixpath.basename(plain(operand)))}:
             if name != source:
                 session.written.pop(name, None)
+                session.appended.pop(name, None)
                 (session.links if symbolic else session.copies)[name] = source
                 if text is not None:
                     session.wrote(name, text)

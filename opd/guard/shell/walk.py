@@ -13,16 +13,33 @@ from opd.guard.code import Code
 from opd.guard.code.other import read_other
 from opd.guard.code.python import read_python
 from opd.guard.facts import Call, Streams, addresses, facts, urls_in
-from opd.guard.session import Session
+from opd.guard.session import FILES, Session
+from opd.guard.shell.arrays import array, assign
 from opd.guard.shell.expand import Expander
-from opd.guard.shell.fields import UNKNOWN, known, plain
+from opd.guard.shell.fields import UNKNOWN, has_glob, known, plain
+from opd.guard.shell.nodes import (
+    Assignment,
+    For,
+    Function,
+    Group,
+    Pipeline,
+    Process,
+    Redirect,
+    Script,
+    Simple,
+    Unreadable,
+    Word,
+)
 from opd.guard.shell.nodes import Command as Node
-from opd.guard.shell.nodes import For, Function, Pipeline, Process, Redirect, Script, Simple, Unreadable, Word
 from opd.guard.shell.outputs import DECODERS, output
 from opd.guard.shell.parser import parse
+from opd.guard.shell.reader import MAX_CHARACTERS
+from opd.guard.shell.work import ARGUMENT, COMMAND, GLOB, PYTHON, Work
 
 MAX_CALLS = 512
 MAX_NESTED = 12
+MAX_WRAPPED = 32
+"""Programs that are each started by the one before, such as `nohup nice timeout 5 ls`."""
 MAX_ROUNDS = 16
 """Words of a `for` loop that its body is gone through for."""
 NOWHERE = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
@@ -60,12 +77,15 @@ class Walker:
         self.behind: dict[str, tuple[str, ...]] = {}
         """The programs behind the path of a process substitution."""
         self._nested = 0
-        self._expander = Expander(session, self.script)
+        self._wrapped = 0
+        self._work = Work()
+        self._expander = Expander(session, self.script, self._work)
 
     def text(self, text: str, streams: Streams | None = None, tags: frozenset[str] = frozenset()) -> str | None:
         """Go through a script inside of the script; what it prints, if known. Raises: Unreadable."""
         if self._nested >= MAX_NESTED:
             raise Unreadable("too deeply nested")
+        self._work.spend(len(text))
         if UNKNOWN in text:
             text = text.replace(UNKNOWN, "__unknown__")
         before, self.tags = self.tags, self.tags | tags
@@ -95,6 +115,7 @@ class Walker:
         return text
 
     def _command(self, node: Node, given: Streams) -> str | None:
+        self._work.spend(COMMAND)
         if isinstance(node, Simple):
             return self._simple(node, given)
         if isinstance(node, Function):
@@ -102,12 +123,15 @@ class Walker:
             return ""
         streams = self._connect(node.redirects, given)
         self._bare_redirects(streams)
-        if isinstance(node, For):
-            return self._for(node, streams)
+        printed = self._for(node, streams) if isinstance(node, For) else self._group(node, streams)
+        return self._written(streams, printed)
+
+    def _group(self, node: Group, streams: Streams) -> str | None:
         kept = self.session.copy() if node.subshell else None
         outputs = [self.script(body, streams) for body in node.bodies]
         if kept is not None:
-            kept.links, kept.copies, kept.written = self.session.links, self.session.copies, self.session.written
+            for name in FILES:
+                setattr(kept, name, getattr(self.session, name))
             self.session.become(kept)
         whole = "".join(o for o in outputs if o is not None) if None not in outputs else None
         return whole if len(node.bodies) == 1 else None
@@ -123,7 +147,7 @@ class Walker:
     def _simple(self, node: Simple, given: Streams) -> str | None:
         self.session.read_variables = []
         before = len(self.calls)
-        values = [(a.name, self._expander.value(a.value), a.append) for a in node.assignments]
+        values = [(a, self._value(a)) for a in node.assignments]
         argv = [field for word in node.words for field in self._fields(word)]
         streams = self._connect(node.redirects, given)
         inside = tuple(dict.fromkeys(c.program for c in self.calls[before:] if c.program))
@@ -140,12 +164,17 @@ class Walker:
         printed = self.run(Run(argv, streams, self._tags(values)))
         if values:
             self.session.variables = kept
-        self._written(streams, printed)
-        return "" if streams.writes else printed
+        return self._written(streams, printed)
 
-    def _tags(self, values: list[tuple[str, str, bool]]) -> frozenset[str]:
+    def _value(self, assignment: Assignment) -> str:
+        """The value that is assigned; items of an array with a mark between them."""
+        if assignment.items is None:
+            return self._expander.value(assignment.value)
+        return array(field for word in assignment.items for field in self._fields(word))
+
+    def _tags(self, values: list[tuple[Assignment, str]]) -> frozenset[str]:
         """Tags that come from variables set for one call, such as `LD_PRELOAD=...`."""
-        return self.tags | {f"sets:{name}" for name, _, _ in values}
+        return self.tags | {f"sets:{one.name.partition('[')[0]}" for one, _ in values}
 
     def _fields(self, word: Word) -> list[str]:
         if len(word) == 1 and isinstance(word[0], Process):
@@ -156,13 +185,13 @@ class Walker:
             return [path]
         return self._expander.fields(word)
 
-    def _assign(self, values: list[tuple[str, str, bool]]) -> None:
-        for name, value, append in values:
-            self.session.variables[name] = self.session.variables.get(name, "") + value if append else value
+    def _assign(self, values: list[tuple[Assignment, str]]) -> None:
+        for one, value in values:
+            assign(self.session.variables, one, value)
 
     def _connect(self, redirects: list[Redirect], given: Streams) -> Streams:
         """The streams after the redirections."""
-        streams = replace(given, reads=[], writes=[], truncates=[])
+        streams = replace(given, reads=[], writes=[], truncates=[], appends=[])
         for redirect in redirects:
             operator = redirect.operator
             if operator in ("<<", "<<<"):
@@ -177,19 +206,33 @@ class Walker:
                 streams.reads += paths
                 streams.stdin, streams.has_stdin = self.session.written.get(paths[0]), True
             if operator not in ("<", "<&"):
-                streams.writes += [path for path in paths if path not in NOWHERE]
-            if operator in (">", ">|", "&>", ">&"):
-                streams.truncates += [path for path in paths if path not in NOWHERE]
+                self._opened(redirect, streams, [path for path in paths if path not in NOWHERE])
         return streams
+
+    def _opened(self, redirect: Redirect, streams: Streams, paths: list[str]) -> None:
+        """Note files that are opened for writing."""
+        streams.writes += paths
+        if redirect.operator in (">>", "&>>") and redirect.output:
+            streams.appends += paths
+        elif redirect.operator in (">", ">|", "&>", ">&") and redirect.output:
+            streams.truncates += paths
+        elif redirect.operator != "<>":  # errors, say
+            note = self.session.appends if redirect.operator == ">>" else self.session.wrote
+            for path in paths:
+                note(path, None)
 
     def _bare_redirects(self, streams: Streams) -> None:
         """A call of its own for redirections without a program, or of a whole group."""
         if streams.reads or streams.writes:
             self.add(facts(["cat"], self.session, streams))
 
-    def _written(self, streams: Streams, printed: str | None) -> None:
+    def _written(self, streams: Streams, printed: str | None) -> str | None:
+        """Note what was printed where it went; what is left for the standard output."""
         for path in streams.truncates:
             self.session.wrote(path, printed)
+        for path in streams.appends:
+            self.session.appends(path, printed)
+        return "" if streams.truncates or streams.appends else printed
 
     def add(self, call: Call) -> None:
         """Note a call. Raises: Unreadable if there are too many."""
@@ -205,20 +248,30 @@ class Walker:
 
     def run(self, run: Run) -> str | None:
         """Note what one program call does; what it prints, if known. Raises: Unreadable."""
+        if self._wrapped >= MAX_WRAPPED:
+            raise Unreadable("too deeply nested")
+        self._wrapped += 1
+        try:
+            return self._run(run)
+        finally:
+            self._wrapped -= 1
+
+    def _run(self, run: Run) -> str | None:
         name = plain(run.argv[0]).rpartition("/")[2] if known(run.argv[0]) else ""
         if name in self.session.functions:
             return self._function(name, run)
         special = self._special.get(name)
         if special is not None:
             return special(self, run)
-        if "/" in run.argv[0] and (text := self.session.written.get(self.session.absolute(run.argv[0]))):
+        if "/" in run.argv[0] and (text := self.session.script(self.session.absolute(run.argv[0]))):
             self.note(run)
             return self.file_code(text, run)
         self.note(run)
         return output(run.argv, run.streams.stdin, self.session)
 
     def note(self, run: Run) -> None:
-        """Add the call as it stands."""
+        """Add the call as it stands. Raises: Unreadable if there is too much of it."""
+        self._work.spend(sum(len(arg) + ARGUMENT + GLOB * has_glob(arg) for arg in run.argv))
         call = facts(run.argv, self.session, run.streams, run.tags)
         written = run.streams.stdin if call.program == "tee" else None
         if run.streams.writes and written is None:
@@ -255,8 +308,9 @@ class Walker:
 
     def code(self, language: str, text: str, run: Run) -> None:
         """Note what inline code would do, and go through the commands and the code that it would run. Raises: Unreadable."""
-        if self._nested >= MAX_NESTED:
-            raise Unreadable("too deeply nested")
+        if self._nested >= MAX_NESTED or len(text) > MAX_CHARACTERS:
+            raise Unreadable("too long or too deeply nested")
+        self._work.spend(len(text) * PYTHON)
         found = read_python(text) if language == "python" else read_other(language, text)
         self._nested += 1
         before, cwd = self.tags, self.session.cwd

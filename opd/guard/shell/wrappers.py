@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 
 from opd.guard.facts import Streams
 from opd.guard.shell.fields import ACTIVE, STAR, UNKNOWN, plain
+from opd.guard.shell.nodes import Unreadable
 from opd.guard.shell.walk import Run, Walker
+
+MAX_FOUND = 1024
+"""Roots of a `find` times patterns of names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,31 +31,43 @@ def _wrapper(valued: str = "", operands: int = 0, assignments: bool = False) -> 
 
 
 WRAPPERS = {
-    "sudo": _wrapper("-u -g -C -h -p -U -D -R -T", assignments=True),
+    "sudo": _wrapper(
+        "-u -g -C -h -p -U -D -R -T -r -t --user --group --close-from --host --prompt --other-user --chdir --chroot "
+        "--command-timeout --role --type",
+        assignments=True,
+    ),
     "doas": _wrapper("-u -C"),
     "env": _wrapper("-u -C --unset --chdir", assignments=True),
-    "nice": _wrapper("-n"),
-    "ionice": _wrapper("-c -n"),
-    "timeout": _wrapper("-k -s", 1),
+    "nice": _wrapper("-n --adjustment"),
+    "ionice": _wrapper("-c -n --class --classdata"),
+    "timeout": _wrapper("-k -s --kill-after --signal", 1),
     "nohup": _wrapper(),
-    "time": _wrapper("-f -o"),
-    "stdbuf": _wrapper("-i -o -e"),
+    "time": _wrapper("-f -o --format --output"),
+    "stdbuf": _wrapper("-i -o -e --input --output --error"),
     "setsid": _wrapper(),
     "command": _wrapper(),
     "builtin": _wrapper(),
     "exec": _wrapper("-a"),
     "busybox": _wrapper(),
     "toybox": _wrapper(),
-    "chroot": _wrapper("", 1),
+    "chroot": _wrapper("--groups --userspec", 1),
     "unshare": _wrapper(),
     "strace": _wrapper("-e -o -p -s"),
     "ltrace": _wrapper("-e -o -p -s"),
-    "watch": _wrapper("-n"),
-    "flock": _wrapper("-w", 1),
+    "watch": _wrapper("-n --interval"),
+    "flock": _wrapper("-w -E --timeout --wait --conflict-exit-code", 1),
     "ssh": _wrapper("-o -p -i -l -F -J", 1),
 }
 
 
+_UV = _wrapper(
+    "-p --with --with-requirements --python --extra --group --package --project --directory --env-file --index-url"
+)
+_DOCKER = _wrapper(
+    "-v -w -e -u -p -h -l -m --name --network --volume --env --env-file --user --workdir --publish --mount --entrypoint "
+    "--hostname --label --memory --cpus --gpus --platform",
+    1,
+)
 AS_TEXT = {"env": ("-S", "--split-string"), "flock": ("-c", "--command")}
 """Options behind which the command is one argument, a text that is taken apart."""
 
@@ -75,12 +91,13 @@ def wrapped(walker: Walker, run: Run) -> str | None:
 
 def inner_command(argv: list[str], wrapper: Wrapper) -> tuple[list[str], frozenset[str]]:
     """The command inside of a wrapper's arguments, and tags of what is set for it."""
-    index, operands = 0, wrapper.operands
+    index, operands, options = 0, wrapper.operands, True
     tags: set[str] = set()
     while index < len(argv):
         arg = plain(argv[index])
-        if arg.startswith("-") and arg != "-":
-            index += 2 if arg in wrapper.valued else 1
+        if options and arg.startswith("-") and arg != "-":
+            options = arg != "--"
+            index += 2 if _value_follows(arg, wrapper.valued) else 1
         elif wrapper.assignments and re.match(r"[A-Za-z_]\w*=", arg):
             tags.add(f"sets:{arg.partition('=')[0]}")
             index += 1
@@ -90,6 +107,14 @@ def inner_command(argv: list[str], wrapper: Wrapper) -> tuple[list[str], frozens
         else:
             break
     return argv[index:], frozenset(tags)
+
+
+def _value_follows(arg: str, valued: frozenset[str]) -> bool:
+    """Whether the value of an option is the next argument. A long option may be cut short, short ones may stand together."""
+    if arg.startswith("--"):
+        return arg != "--" and any(name.startswith(arg) for name in valued)
+    taken = (index for index, letter in enumerate(arg) if index and f"-{letter}" in valued)
+    return next(taken, 0) == len(arg) - 1 > 0
 
 
 def xargs(walker: Walker, run: Run) -> str | None:
@@ -167,13 +192,16 @@ def _roots(argv: list[str]) -> list[str]:
 
 
 def _found(argv: list[str]) -> list[str]:
-    """Globs of what a find may find: its roots with the patterns of its names."""
+    """Globs of what a find may find: its roots with the patterns of its names. Raises: Unreadable if they are too many."""
     names = [argv[i + 1] for i, arg in enumerate(argv[:-1]) if arg in ("-name", "-iname")]
+    roots = _roots(argv)
+    if len(roots) * len(names) > MAX_FOUND:
+        raise Unreadable("too much to find")
     flat = "-maxdepth" in argv and argv[argv.index("-maxdepth") + 1 :][:1] == ["1"]
     middle = "" if flat else STAR + STAR + "/"
     return [
         f"{root.rstrip('/')}/{middle}{name.translate(ACTIVE)}" if name != "." else root
-        for root in _roots(argv)
+        for root in roots
         for name in names or ["*"]
     ]
 
@@ -192,7 +220,7 @@ def runner(walker: Walker, run: Run) -> str | None:
     if run.argv[1:2] != ["run"]:
         walker.note(run)
         return None
-    inner, _ = inner_command(run.argv[2:], _wrapper("--with --python --extra"))
+    inner, _ = inner_command(run.argv[2:], _UV)
     return walker.run(run.but(inner)) if inner else None
 
 
@@ -201,7 +229,7 @@ def docker(walker: Walker, run: Run) -> str | None:
     walker.note(run)
     place = next((i for i, arg in enumerate(run.argv) if plain(arg) in ("exec", "run")), 0)
     if place:
-        inner, _ = inner_command(run.argv[place + 1 :], _wrapper("-v -w -e -u -p --name --network --volume --env", 1))
+        inner, _ = inner_command(run.argv[place + 1 :], _DOCKER)
         if inner:
             walker.run(run.but(inner))
     return None

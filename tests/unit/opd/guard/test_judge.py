@@ -45,7 +45,7 @@ def server(answer: Answer) -> Iterator[str]:
         running.server_close()
 
 
-def says(text: str | None, logprobs: list[tuple[str, float]] | None = None, status: int = 200) -> Answer:
+def says(text: Any, logprobs: list[tuple[str, float]] | None = None, status: int = 200) -> Answer:
     def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         choice: dict[str, Any] = {"message": {"role": "assistant", "content": text}}
         if logprobs is not None:
@@ -123,6 +123,23 @@ def drips(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         pass
 
 
+def drips_headers(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    handler.send_response(200)
+    try:
+        for number in range(40):
+            handler.send_header(f"x-{number}", "x")
+            handler.flush_headers()
+            time.sleep(0.1)
+    except OSError:
+        pass
+
+
+def nested(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    handler.wfile.write(b"[" * 100_000)
+
+
 def garbage(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
     handler.wfile.write(b"hello\r\n\r\n")
 
@@ -135,13 +152,33 @@ def not_json(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [slow, drips, garbage, not_json, says("perhaps"), says(None), says("allow", status=500)]
+    "answer",
+    [
+        slow,
+        drips,
+        drips_headers,
+        garbage,
+        not_json,
+        nested,
+        says("perhaps"),
+        says(None),
+        says([{"type": "text", "text": "allow"}]),
+        says({"text": "allow"}),
+        says(1),
+        says("allow", status=500),
+    ],
 )
 def test_what_is_no_answer_fails_in_time(answer: Answer) -> None:
     began = time.monotonic()
     with pytest.raises(JudgeFailed):
         ask(answer, deadline_s=0.5)
     assert time.monotonic() - began < 2.5
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, 1000.0])
+def test_log_probs_that_are_no_numbers_are_no_answer(logprob: float) -> None:
+    with pytest.raises(JudgeFailed):
+        ask(says("allow", [("allow", logprob)]), threshold=0.5)
 
 
 def test_no_server() -> None:

@@ -152,6 +152,9 @@ def test_rewardhackbench(tmp_path: Path) -> None:
         ("[]", "commands", "a JSON object"),
         ('{"steps": [{"tool_calls": []}]}', "atif", "without a label"),
         ("x", "nonsense", "one of: commands, trace, atif, rewardhackbench"),
+        ("[" * 100_000, "commands", "one JSON object a line"),
+        ("[" * 100_000, "atif", "JSON"),
+        (json.dumps({"trajectory_id": "1", "label": "0", "conversation": "[" * 100_000}), "trace", ":1"),
     ],
 )
 def test_files_that_are_not_what_they_should_be(tmp_path: Path, text: str, form: str, said: str) -> None:
@@ -159,6 +162,21 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path, text: str, form:
     with pytest.raises(OpdError) as error:
         read_cases(tmp_path / "f.json", form)
     assert said in str(error.value)
+
+
+def test_parquet_that_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "f.parquet"
+    for write in (lambda: file.write_text("x"), lambda: parquet.write_table(pa.table({"a": [1]}), file)):
+        write()
+        with pytest.raises(OpdError, match="a Parquet file with the columns trajectory_id, conversation, label"):
+            read_cases(file, "trace")
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    texts = [f"echo a{end}b" for end in "\u2028\u2029\x85\x0c\x1d"]
+    written = [json.dumps({"command": text, "label": "honest"}, ensure_ascii=False) for text in texts]
+    (tmp_path / "c.jsonl").write_text("\r\n".join(written))
+    assert [commands(case) for case in read_cases(tmp_path / "c.jsonl")] == [[text] for text in texts]
 
 
 def one(command: str, label: Any, whole: bool = False, *before: str) -> Case:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import subprocess
 import time
+import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from opd.environments.records import ToolCall
-from opd.guard.facts import Call
+from opd.guard.facts import Call, Streams
 from opd.guard.guard import Guard
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.guard.session import Session
 from opd.guard.shell.nodes import Unreadable
 from opd.guard.shell.parser import parse
 from opd.guard.shell.programs import PROGRAMS
-from opd.guard.shell.walk import Walker
+from opd.guard.shell.walk import Run, Walker
 
 
 def walked(text: str, session: Session | None = None) -> list[Call]:
@@ -42,6 +46,10 @@ def writes(text: str, session: Session | None = None) -> set[str]:
     return {path for call in walked(text, session) for path in call.writes}
 
 
+BOMB = base64.b64encode(gzip.compress(b"x" * 40_000_000)).decode()
+"""A text of 40 million characters in 50 thousand."""
+
+
 AS_BASH = [
     "a b  c",
     "'a b' \"c d\" e\\ f",
@@ -51,6 +59,8 @@ AS_BASH = [
     "x='a b'; p $x \"$x\"",
     "p {a,b}c {1..3} x{y}z {a,b}{c,d} '{a,b}'",
     "p ${u-none} ${u:-none} ${u:+some}; x=v; p ${x:+some} ${x:-none}",
+    "x=abcabcab; p ${x#*b} ${x##*b} ${x%b*} ${x%%b*} ${x/b*c/_} ${x//?b/_} ${x#?b} ${x%[ab]*[bc]} ${x%%[ab]*[bc]}",
+    "p {a,{b,c}d}e {x}{y,z} {{a,b},c {a,b}} {3..1}",
     "x=abcdef; p ${#x} ${x:2} ${x:1:3} ${x#ab} ${x%ef} ${x/cd/XY} ${x//[ae]/_}",
     "x=/a/b/c.tar.gz; p ${x##*/} ${x%%.*} ${x%.*} ${x#*/}",
     "x=Ab; p ${x^^} ${x,,}",
@@ -63,6 +73,9 @@ AS_BASH = [
     "p a\\\nb",
     "IFS=,; x=a,b; p $x",
     "a=(x y z); p ${a[1]} ${a[@]}",
+    'a=(\'x y\' z); p "${a[@]}" "${a[*]}" ${#a[@]} ${a[0]} $a "${a[@]:1}" "${a[@]/z/w}"',
+    'a=(x); a+=(y \'z w\'); a[0]=v; p "${a[@]}"; set -- \'q r\' s t; p "${@:2}" "$@" "$*"',
+    "p $(printf '%b,%s;' 'a\\tb' 'c\\td' e)",
     "p \"a\\\"b\" 'it'\"'\"'s'",
     'set -- one two; p $1 $2 "$@"',
     'f() { p "$1" x; }; f arg',
@@ -257,6 +270,31 @@ def test_paths_in_code_of_other_languages(text: str) -> None:
     assert "/far/a" in reads(text)
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "'%99999999999d' % 1",
+        "'%*d' % (99999999999, 1)",
+        "'{:>99999999999}'.format(1)",
+        "'{:{}}'.format(1, 99999999999)",
+        "bytes(99999999999999)",
+        "('x' * 256 * 200).replace('x', 'x' * 256 * 200)",
+        "('x' * 256 * 200).join(map(chr, b'x' * 50000))",
+        "; ".join(["a = ['x']", *["a = [a, a]"] * 60, "f'{a}'", "'%s' % (a, )", "str(a)", "'{}'.format(a)"]),
+        "x = 'x' * 256 * 200; f'" + "{x}" * 2000 + "'",
+        "x = 'x' * 256 * 200; '" + "{0}" * 5000 + "'.format(x)",
+        "import codecs, bz2; codecs.decode(b'x', 'bz2')",
+    ],
+)
+def test_no_value_of_code_fills_the_memory(code: str) -> None:
+    tracemalloc.start()
+    walker = Walker(Session(), PROGRAMS)
+    walker.code("python", code, Run(["python"], Streams()))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 26
+
+
 def test_python_that_does_not_parse_is_unreadable() -> None:
     with pytest.raises(Unreadable, match="Python"):
         walked("python3 -c 'print(('")
@@ -303,6 +341,25 @@ def test_a_glob_is_listed_where_the_files_can_be_seen(tmp_path: Path) -> None:
         "find . " + "-name '*a*a*a*a*a*a*b' " * 200,
         "cat " + "./" * 8000 + "x",
         "sed -i '" + "addopts" * 5000 + "' pytest.ini",
+        "echo " + "{" * 60000,
+        "echo " + "{1..999999} " * 5000,
+        "cat " + "{1..256} " * 7000,
+        "cat " + " ".join(f"*{i}*e*" for i in range(6000)),
+        "x=" + "a" * 250 + "; p='*a*a*a*b'; echo " + "${x/$p/} " * 6000,
+        "x=" + "a" * 250 + "; p='*a*a*a*b'; echo " + "${x##$p} " * 6000,
+        "x=" + "a" * 50000 + "; echo " + "${x#ab} " * 1000,
+        "x=" + "a" * 30000 + "; y=" + "b" * 30000 + "; echo ${x//a/$y}",
+        "echo hi > " + "a" * 60 + "; cat *a*a*a*a*a*a*a*a*a*b",
+        "for a in {1..16}; do " * 9 + "x=1; " + "done; " * 9,
+        "a() { x=1; }; " + "".join(f"{b}() {{ {a}; {a}; {a}; {a}; {a}; }}; " for a, b in pairwise("abcdefghij")) + "j",
+        "x='" + ": " + "a" * 50000 + "'; " + 'eval "$x"; ' * 500,
+        "x=" + "a/" * 8000 + "; cat " + "$x " * 1000,
+        ("cd " + "a/" * 3000 + "; ") * 9 + "cat " + "b " * 100,
+        "find " + "a " * 8000 + "-name x " * 4000,
+        f"echo {BOMB} | base64 -d > b.gz; " + "gunzip < b.gz > c; " * 100,
+        "perl -e '" + "qx{" * 20000 + "'",
+        "echo " + "${x:-" * 20 + "'" * 60000 + "}" * 20,
+        "python3 -c 'x = \"" + "a*" * 15000 + '"\n' + "x.upper()\n" * 3000 + "'",
     ],
 )
 def test_nothing_takes_long_or_breaks(text: str) -> None:
@@ -311,6 +368,12 @@ def test_nothing_takes_long_or_breaks(text: str) -> None:
     began = time.process_time()
     guard.check(ToolCall(name="bash", arguments={"command": text}), guard.session())
     assert time.process_time() - began < 5
+
+
+def test_code_of_a_tool_is_no_longer_than_a_command() -> None:
+    guard = Guard(RuleSet([shipped_rules()]))
+    call = ToolCall(name="python", arguments={"code": "x = 1\n" * 20000})
+    assert guard.check(call, guard.session()).reason.startswith("too long")
 
 
 def test_a_function_that_calls_itself_ends() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, dataclass, field
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -117,6 +118,12 @@ def test_code_in_an_answer_is_read_as_code() -> None:
     assert found.stats.checked == 6 and found.stats.events[0].tool == ""
 
 
+@pytest.mark.parametrize("code", ["echo 'it", "printenv"])
+def test_a_blocked_answer_is_never_answered_with_nothing(code: str) -> None:
+    looked = look(watch(answers=True), text=f"Done.\n```bash\n{code}\n```\n")
+    assert looked.stops and looked.instead == NOT_YET
+
+
 def test_the_judge_reads_every_answer() -> None:
     judge = FakeJudge(("if n == 7",))
     found = watch(judge, answers=True)
@@ -134,6 +141,21 @@ def test_a_judge_that_is_not_there(on_failure: Any, blocked: bool) -> None:
     assert look(found, text="4").blocked == blocked
     record = GuardRecord.of(found.stats)
     assert record.unanswered == 2 and record.rules["answer"].stages == {"judge_failed": 1}
+
+
+def test_nobody_waits_for_the_judge_of_another_episode() -> None:
+    everybody = Barrier(64)
+
+    class Slow:
+        def judge(self, question: Question) -> Opinion:
+            everybody.wait(timeout=10)
+            return Opinion(block=True, reason="")
+
+    async def looked() -> list[Looked]:
+        watches = [watch(Slow()) for _ in range(64)]  # type: ignore[arg-type]
+        return await asyncio.gather(*(one.look(0, "", [shell("curl -s https://example.org/x")]) for one in watches))
+
+    assert all(one.blocked for one in asyncio.run(looked())), "all of them asked at the same time"
 
 
 @pytest.mark.parametrize(("on_hit", "origin"), [("keep", "policy"), ("mask", "masked"), ("negative", "blocked")])

@@ -1,0 +1,98 @@
+"""What Python makes of texts, worked out only if the result is short: a few characters of code can ask for gigabytes."""
+
+from __future__ import annotations
+
+import codecs
+import posixpath
+import re
+import string
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+MAX_TEXT = 1 << 16
+_WIDE = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4,}))")
+"""A conversion with a width or a precision that is long, or comes from a value."""
+_SLOW = {"bz2", "punycode", "idna"}
+"""Codecs that make gigabytes out of a line, or take long."""
+
+
+def _refuse_long(characters: int) -> None:
+    """Raises: ValueError if a text of so many characters is not worth making."""
+    if characters > MAX_TEXT:
+        raise ValueError("too long")
+
+
+def _length(value: Any) -> int:
+    """At least as many characters as the value has when it is shown. Raises: TypeError for a list, which may hold another one many
+    times over."""
+    if isinstance(value, list):
+        raise TypeError("a list is not shown")
+    if isinstance(value, str | bytes):
+        return len(value) * (1 if isinstance(value, str) else 4) + 3
+    return value.bit_length() if isinstance(value, int) else 64
+
+
+def _refuse_shown(pattern: str, values: Sequence[Any], times: int) -> None:
+    """Refuse a pattern with so many places for these values. Raises: ValueError, TypeError."""
+    width = 999 if re.search(r"\d\d", pattern) else 9
+    _refuse_long(times * max(map(_length, values), default=0) + times * width)
+
+
+def joined_paths(parts: Sequence[Any]) -> str:
+    """`os.path.join`."""
+    _refuse_long(sum(map(len, parts)))
+    return posixpath.join(*parts)
+
+
+def concatenated(parts: Sequence[Any]) -> str:
+    """The text of an f-string."""
+    _refuse_long(sum(map(_length, parts)))
+    return "".join(map(str, parts))
+
+
+def percent(pattern: str, values: Any) -> str:
+    """`pattern % values`."""
+    given = tuple(values) if isinstance(values, list) else (values,)
+    if _WIDE.search(pattern):
+        raise ValueError("too wide")
+    _refuse_shown(pattern, given, min(pattern.count("%"), len(given)))
+    return pattern % given
+
+
+def made_by(whole: str | bytes, method: str, given: Sequence[Any]) -> Any:
+    """What a method of a text gives. Raises: ValueError if that is too long, AttributeError if there is no such method, and all
+    that the method raises."""
+    function: Callable[..., Any] = getattr(whole, method)
+    if method == "format" and isinstance(whole, str):
+        _format(whole, given)
+    elif method == "join":
+        _refuse_long(len(whole) * len(given[0]) + sum(map(len, given[0])))
+    elif method == "replace":
+        _refuse_long(whole.count(given[0]) * len(given[1]))
+    elif method in ("decode", "encode") and given:
+        refuse_slow(given[0])
+    return function(*given)
+
+
+def _format(pattern: str, given: Sequence[Any]) -> None:
+    """Refuse a pattern that would make a long text. Raises: ValueError."""
+    fields = [(name, spec or "") for _, name, spec, _ in string.Formatter().parse(pattern) if name is not None]
+    if any("{" in spec or re.search(r"\d{4,}", spec) for _, spec in fields):
+        raise ValueError("too wide")
+    _refuse_shown(pattern, given, len(fields))
+
+
+def inflated(data: bytes, wbits: int = zlib.MAX_WBITS) -> bytes:
+    """What was compressed, if it is all there and not too long. Raises: ValueError, zlib.error."""
+    stream = zlib.decompressobj(wbits)
+    found = stream.decompress(data, MAX_TEXT + 1)
+    if not stream.eof or stream.unused_data:
+        raise ValueError("cut, too long or followed by more")
+    return found
+
+
+def refuse_slow(codec: Any) -> None:
+    """Raises: LookupError for a codec that is slow, or none."""
+    if codecs.lookup(codec).name in _SLOW:
+        raise LookupError(codec)

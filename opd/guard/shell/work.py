@@ -1,0 +1,31 @@
+"""How much of a call is gone through: a command of one line can ask for hours of reading."""
+
+from __future__ import annotations
+
+from opd.guard.shell.nodes import Unreadable
+
+MAX_WORK = 1 << 21
+"""Work on one call. One unit is about a character that is parsed, a microsecond."""
+PYTHON = 4
+"""Work for a character of Python code."""
+COMMAND = 256
+"""Work for a command that is gone through, once more for each round of a loop."""
+ARGUMENT = 32
+"""Work for an argument, apart from its characters."""
+GLOB = 512
+"""Work for an argument that may be many paths."""
+TRIES = 64
+"""Characters that a pattern is tried on for one unit."""
+
+
+class Work:
+    """What is left for one call."""
+
+    def __init__(self) -> None:
+        self._left = MAX_WORK
+
+    def spend(self, amount: int) -> None:
+        """Raises: Unreadable once there was too much."""
+        self._left -= amount
+        if self._left < 0:
+            raise Unreadable("too much to go through")
