@@ -52,13 +52,7 @@ def report(
     """Print a merge's table and write it as a page, report.html, with report.json beside it."""
     from opd.report import Gate, write_report
 
-    if output is not None and output.suffix == ".json":
-        raise ConfigError.at(
-            "opd report --output",
-            found=f"{output}, where the report's numbers go, which are written beside the page by themselves",
-            wanted="a name for the page",
-            fix=f"--output {as_typed(output.with_suffix('.html'))}",
-        )
+    _refuse_data(output)
     gate = Gate(min_headroom=min_headroom, max_regression=max_regression)
     found = write_report(run_dir, output, gate)
     if markdown:
@@ -71,6 +65,17 @@ def report(
             say(f"gate: {failure}")
         if not found["gate"]["passed"]:
             raise typer.Exit(1)
+
+
+def _refuse_data(output: Path | None) -> None:
+    """Refuse a page that its own numbers would replace. Raises: ConfigError."""
+    if output is not None and output.suffix == ".json":
+        raise ConfigError.at(
+            "opd report --output",
+            found=f"{output}, where the report's numbers go, which are written beside the page by themselves",
+            wanted="a name for the page",
+            fix=f"--output {as_typed(output.with_suffix('.html'))}",
+        )
 
 
 def print_report(found: dict[str, Any]) -> None:

@@ -87,7 +87,7 @@ class Turn:
     ids: Sequence[int]
     """Everything that comes before the reply."""
     max_tokens: int
-    """Of the reply, if as many are left of the session's."""
+    """Limit of the reply; it may get fewer, if fewer are left of the session's."""
     number: int = 0
     """Turns of the policy before this one."""
     reply_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")

@@ -316,6 +316,9 @@ def test_a_later_round_is_checked_before_the_first(engines: Engines, run: Callab
 
 def test_a_directory_that_exists_is_refused(run: Callable[..., Any], engines: Engines, world: Any) -> None:
     (world.root / "run").mkdir()
+    with pytest.raises(RunDirError, match="that is no run"):
+        run()
+    (world.root / "run" / "pipeline.yaml").touch()
     with pytest.raises(RunDirError, match="--resume"):
         run()
 

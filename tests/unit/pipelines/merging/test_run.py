@@ -169,7 +169,7 @@ def other_begins(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_began_meanwhile_is_not_replaced(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     root = world.root / "run"
     other_begins(root, monkeypatch)
-    with pytest.raises(RunDirError, match="a run directory that exists"):
+    with pytest.raises(RunDirError, match="that is no run"):
         merging.begin(load_pipeline(world.write()), root)
     assert names(root) == ["metrics.jsonl"] and (root / "metrics.jsonl").read_text() == "of the other"
     assert not list(world.root.glob(".tmp-*"))
