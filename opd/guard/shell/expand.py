@@ -23,7 +23,7 @@ from opd.guard.shell.fields import (
     plain,
 )
 from opd.guard.shell.nodes import Arithmetic, Literal, Part, Script, Substitution, Variable, Word
-from opd.guard.shell.work import TRIES, Work
+from opd.guard.shell.work import ITEM, TRIES, Work
 
 SEPARATE = ("@", "[@]")
 """Ends of names whose items stay apart, also in quotes."""
@@ -138,7 +138,7 @@ class Expander:
             return str(value.count(BREAK) + 1 if part.name.endswith(EVERY) else len(value))
         pattern = self._text(operand, split=True)
         tries = _tries(value, operator, pattern)
-        self._work.spend(tries // TRIES)
+        self._work.spend(tries // TRIES + ITEM * value.count(BREAK))
         if tries > MAX_TRIES:
             return UNKNOWN
         every = part.name in ("@", "*") or part.name.endswith(EVERY)

@@ -14,6 +14,8 @@ ARGUMENT = 32
 """Work for an argument, apart from its characters."""
 GLOB = 512
 """Work for an argument that may be many paths."""
+ITEM = 16
+"""Work for an item of an array that is changed."""
 TRIES = 64
 """Characters that a pattern is tried on for one unit."""
 
