@@ -139,7 +139,7 @@ def test_an_expert_killed_and_resumed_is_the_same_bit_for_bit(
 
 def kill_a_rank(merge: Merge, title: str, methods: Collection[str], step: int) -> None:
     """Kill the newest process with that title while it is in one of these methods, in this step."""
-    shown, deadline, looked = {f"{title}.{method}" for method in methods}, time.monotonic() + 300, 0.0
+    shown, deadline, looked = {f"{title}.{method}" for method in methods}, time.monotonic() + 600, 0.0
     while merge.driver.poll() is None and time.monotonic() < deadline:
         if time.monotonic() > looked + 1.0:
             merge.look()
@@ -160,7 +160,7 @@ def hashes(directory: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow  # two runs, of which one starts its workers three times
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_ranks_of_critic_and_policy_are_killed_and_the_run_goes_on_to_the_same_weights(
     tmp_path: Path, pipeline: dict[str, Any]
 ) -> None:
