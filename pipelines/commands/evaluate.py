@@ -89,6 +89,8 @@ def evaluate(
         from opd.files import atomic_write_text
 
         atomic_write_text(output, json.dumps(found.data, indent=1) + "\n")
+    if found.failure:
+        raise found.failure
 
 
 def _first_look(models: list[Path], pipeline: str | None) -> None:

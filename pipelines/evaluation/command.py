@@ -10,7 +10,7 @@ from typing import Any
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.config.evaluate import LMEvalConfig
-from opd.errors import ConfigError
+from opd.errors import ConfigError, RunError
 from opd.evaluation import harness
 from opd.evaluation.evaluator import MERGED
 from opd.evaluation.harness import TaskScores
@@ -54,6 +54,8 @@ class EvaluateOutput:
     data: dict[str, Any]
     """The result as data, for `--json` and `--output`."""
     tables: list[Table]
+    failure: RunError | None = None
+    """Why the public tasks are missing, where the exams were taken: they are not lost with them."""
 
 
 def evaluate(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
@@ -85,11 +87,16 @@ def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
     harness.check_tasks(settings)
     found = {} if config is None else evaluate_models(config, dirs, options.domains, tell)
     public: dict[str, TaskScores] = {}
+    failure = None
     if settings.tasks:
-        public = lm_eval_models(settings, dirs, "auto" if config is None else config.rollout.dtype, tell)
-    return EvaluateOutput(
-        _as_json(config, found, public), [*_tables(found, options.side_by_side), *_public_tables(public)]
-    )
+        try:
+            public = lm_eval_models(settings, dirs, "auto" if config is None else config.rollout.dtype, tell)
+        except RunError as error:
+            if not found:
+                raise
+            failure = error
+    tables = [*_tables(found, options.side_by_side), *_public_tables(public)]
+    return EvaluateOutput(_as_json(config, found, public), tables, failure)
 
 
 def _matrix(options: EvaluateOptions, where: str, tell: Tell) -> EvaluateOutput:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from opd.errors import RunError
 from opd.evaluation.lengths import by_length
 from opd.evaluation.scores import DomainScore, Evaluation
 from pipelines.evaluation import command
@@ -40,6 +43,7 @@ class Config:
     from opd.config.evaluate import EvaluateConfig
 
     name, evaluate = "p", EvaluateConfig()
+    rollout = SimpleNamespace(dtype="float32")
 
 
 def test_a_models_success_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +56,17 @@ def test_a_models_success_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     short, long = output.data["models"]["models/a"]["scores"]["maze"]["by_length"]
     assert (short["fewest"], short["most"], short["questions"], short["accuracy"]) == (1, 3, 4, 1.0)
     assert (long["low"], long["high"]) == pytest.approx((0.0945312, 0.9054688), abs=1e-6)
+
+
+def test_exams_are_not_lost_with_a_public_task_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RunError("the harness ended with exit code 1")
+
+    monkeypatch.setattr(command, "lm_eval_models", fails)
+    monkeypatch.setattr(Config, "evaluate", Config.EvaluateConfig.model_validate({"lm_eval": ["gsm8k"]}))
+    monkeypatch.setattr(command.harness, "check_tasks", lambda settings: None)
+    output = evaluated(monkeypatch, {"models/a": found("models/a", TASKS)})
+    assert output.tables and output.data["models"] and str(output.failure) == "the harness ended with exit code 1"
 
 
 def test_models_side_by_side_share_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
