@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -86,11 +86,15 @@ def evaluate(
         for title, columns, rows in found.tables:
             print_table(title, columns, rows)
     if output:
-        from opd.files import atomic_write_text
-
-        atomic_write_text(output, json.dumps(found.data, indent=1) + "\n")
+        _write(output, found.data)
     if found.failure:
         raise found.failure
+
+
+def _write(output: Path, data: dict[str, Any]) -> None:
+    from opd.files import atomic_write_text
+
+    atomic_write_text(output, json.dumps(data, indent=1) + "\n")
 
 
 def _first_look(models: list[Path], pipeline: str | None) -> None:

@@ -75,6 +75,7 @@ AS_TEXT = {"env": ("-S", "--split-string"), "flock": ("-c", "--command")}
 def wrapped(walker: Walker, run: Run) -> str | None:
     name = plain(run.argv[0]).rpartition("/")[2]
     wrapper = WRAPPERS[name]
+    run = run.but(_apart(run.argv, wrapper, AS_TEXT.get(name, ())))
     inner, tags = inner_command(run.argv[1:], wrapper)
     outer = run.argv[: len(run.argv) - len(inner)]
     if name not in ("exec", "command", "builtin", "busybox", "toybox", "nohup") or not inner:
@@ -87,6 +88,18 @@ def wrapped(walker: Walker, run: Run) -> str | None:
     if name == "ssh" or plain(outer[-1]) in AS_TEXT.get(name, ()):
         return walker.text(" ".join(plain(a) for a in inner), run.streams)
     return walker.run(Run(inner, run.streams, run.tags | tags))
+
+
+def _apart(argv: list[str], wrapper: Wrapper, options: tuple[str, ...]) -> list[str]:
+    """The arguments with a text that is joined to one of these options as an argument of its own: `env -S'ls -l'`."""
+    index = 1
+    while index < len(argv) and ((arg := plain(argv[index])).startswith("-") or "=" in arg):
+        for option in options:
+            joined = f"{option}=" if option.startswith("--") else option
+            if arg.startswith(joined) and len(arg) > len(joined):
+                return [*argv[:index], option, argv[index][len(joined) :], *argv[index + 1 :]]
+        index += 2 if _value_follows(arg, wrapper.valued) else 1
+    return argv
 
 
 def inner_command(argv: list[str], wrapper: Wrapper) -> tuple[list[str], frozenset[str]]:

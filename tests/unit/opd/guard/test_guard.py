@@ -83,7 +83,16 @@ def test_what_the_judge_let_through_once_lets_nothing_else_through(
 
 
 @pytest.mark.parametrize(
-    "inside", ["env -S '{}'", "env -i A=b {}", "flock x -c '{}'", "flock x {}", "flock -n x --command '{}'"]
+    "inside",
+    [
+        "env -S '{}'",
+        "env -S'{}'",
+        "env -u A --split-string='{}'",
+        "env -i A=b {}",
+        "flock x -c '{}'",
+        "flock x {}",
+        "flock -n x --command '{}'",
+    ],
 )
 def test_a_command_that_is_one_argument_of_another_is_read(inside: str) -> None:
     assert check(inside.format(CERTAIN)).suspicion == "certain"
