@@ -38,8 +38,10 @@ def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
     kl = spec.kl_to_base if expert.kl_to_base is None else expert.kl_to_base
     reward = merged({"baseline": BASELINES[spec.method]}, sections.pop("reward"))
     if kl:
-        reward["baseline"] = _critic_clipped(reward["baseline"], sections["trainer"])
-        sections["trainer"] = _clipped_alike(sections["trainer"], kl)
+        limit = sections["trainer"].get("max_grad_norm", 1.0)
+        reward["baseline"] = _critic_clipped(reward["baseline"], limit)
+        # All gradients are 1/kl times as large as those of a divergence that weighs kl. AdamW does not see that, a clipped norm does.
+        sections["trainer"] = {**sections["trainer"], "max_grad_norm": _over(kl, limit)}
     guarded = spec.guard is not None and expert.guard is not False and expert.acts
     return {
         "name": f"{name}-{spec.method}",
@@ -80,17 +82,12 @@ def _beside_base(base: Path, domain: str, reward: dict[str, Any], kl: float) -> 
     }
 
 
-def _clipped_alike(trainer: dict[str, Any], kl: float) -> dict[str, Any]:
-    """All gradients are 1/kl times as large as those of a divergence that weighs kl. AdamW does not see that, a clipped norm
-    does."""
-    return {**trainer, "max_grad_norm": _over(kl, trainer.get("max_grad_norm", 1.0))}
-
-
-def _critic_clipped(baseline: Any, trainer: dict[str, Any]) -> Any:
+def _critic_clipped(baseline: Any, limit: Any) -> Any:
     """The critic's loss knows nothing of kl, so its gradients are clipped where the spec says."""
-    if not isinstance(baseline, dict) or baseline.get("kind") != "critic":
+    named = {"kind": baseline} if isinstance(baseline, str) else baseline
+    if not isinstance(named, dict) or named.get("kind") != "critic":
         return baseline
-    return {"max_grad_norm": trainer.get("max_grad_norm", 1.0), **baseline}
+    return {"max_grad_norm": limit, **named}
 
 
 def _over(kl: float, value: Any) -> Any:

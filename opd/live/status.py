@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shlex
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from opd.live.view import KILLED, RUNNING, View, view_of
 from opd.progress import notes_of
 from opd.report.run import RunFiles, read_run
 from opd.run_dir import RunPaths
+from opd.text import as_typed
 
 DEEPEST = 3
 """Directories between the one that is asked for and a run directory in it, at most."""
@@ -107,7 +107,7 @@ def _why(seen: View, now: Now | None) -> str:
 
 def _hints(seen: View, now: Now | None) -> tuple[str, ...]:
     """What to do next."""
-    root = shlex.quote(seen.root)
+    root = as_typed(seen.root)
     if seen.state == FINISHED:
         return (f"next: opd report {root}", f"model: {RunPaths(Path(seen.root)).model}")
     if seen.state == RUNNING:

@@ -167,7 +167,7 @@ def _parquet(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
 
 def _csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
     """Tables of a CSV file. Every cell is text: `007` stays `007`, and `NA` is no missing value."""
-    columns = _wanted(shown, _header(file, shown), config)
+    columns = _wanted(shown, _header(file), config)
     datasets = library()
     stream = datasets.load_dataset(
         "csv",
@@ -180,8 +180,8 @@ def _csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
     yield from stream.with_format("arrow").iter(BATCH_ROWS)
 
 
-def _header(file: Path, shown: str) -> list[str]:
-    """The names of the columns. Raises: PromptError if the first row has more cells.
+def _header(file: Path) -> list[str]:
+    """The names of the columns. Raises: ValueError if the first row has more cells.
 
     From such cells pandas would make names of rows, and every cell of the file would move by a column. Later rows that are too long
     it refuses itself.
@@ -190,7 +190,7 @@ def _header(file: Path, shown: str) -> list[str]:
         rows = (row for row in csv.reader(opened) if row)  # blank lines are passed over, as pandas does
         names = next(rows, [])
         if len(next(rows, [])) > len(names):
-            raise _unreadable(shown, ValueError("more cells in row 1 than in the header; is a comma without quotes?"))
+            raise ValueError("more cells in row 1 than in the header; is a comma without quotes?")
     return names
 
 
@@ -200,9 +200,7 @@ def refuse_missing_columns(file: Path, shown: str, config: PromptsConfig) -> Non
     from pyarrow import parquet
 
     try:
-        names = _header(file, shown) if file.suffix.lower() == ".csv" else parquet.read_schema(file).names
-    except PromptError:
-        raise
+        names = _header(file) if file.suffix.lower() == ".csv" else parquet.read_schema(file).names
     except (OSError, ValueError, csv.Error, pa.ArrowException) as error:
         raise _unreadable(shown, error) from None
     _wanted(shown, names, config)
@@ -260,7 +258,7 @@ def _first_bad_line(shown: str) -> str:
 
 def _from_table(row: dict[str, Any], prompt: str) -> dict[str, Any]:
     """Convert a row of a typed table: an empty cell is a column that the row does not have."""
-    return {name: _messages(value) for name, value in row.items() if value is not None or name == prompt}
+    return {name: _messages(value) for name, value in _without_empty(row, prompt).items()}
 
 
 def _messages(value: Any) -> Any:

@@ -29,7 +29,8 @@ from pipelines.commands.usage import DEBUG, UsageError, debug_first, explained, 
 from pipelines.interrupts import Interrupted
 
 PATH_ERRNOS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
-"""Errors of a path that leads through a file, to a directory in a file's place, or has a name that is too long: nobody but the user names such paths."""
+"""Errors of a path that leads through a file, to a directory in a file's place, or has a name that is too long: nobody but the user
+names such paths."""
 PipelineArgument = Annotated[
     str,
     typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.pipelines),
@@ -45,11 +46,13 @@ SetOption = Annotated[
 
 def in_a_directory(file: Path | None) -> Path | None:
     """Check an option that names a file to write, before hours of work are lost on it. Raises: BadParameter."""
-    if file is not None and not file.parent.is_dir():
+    if file is None:
+        return None
+    if not file.parent.is_dir():
         raise typer.BadParameter(f"{file}, and there is no directory {file.parent}")
-    if file is not None and file.is_dir():
+    if file.is_dir():
         raise typer.BadParameter(f"{file}, which is a directory")
-    if file is not None and not os.access(file.parent, os.W_OK):
+    if not os.access(file.parent, os.W_OK):
         raise typer.BadParameter(f"{file}, and nothing may be written to {file.parent}")
     return file
 

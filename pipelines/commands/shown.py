@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -12,6 +11,7 @@ import typer
 
 from opd.errors import OpdError
 from opd.run_dir import RunPaths
+from opd.text import as_typed
 from pipelines.commands.report import print_report
 from pipelines.commands.shell import say
 
@@ -66,7 +66,7 @@ class Shown:
         else:
             print_report(report)
             typer.echo(f"model: {paths.model}\nreport: {paths.page}")
-            self._say_what_is_next(shlex.quote(str(paths.root)), report)
+            self._say_what_is_next(as_typed(paths.root), report)
 
     def _say_what_is_next(self, root: str, report: dict[str, Any]) -> None:
         self.tell(f"next: opd chat {root}, or opd serve {root}")

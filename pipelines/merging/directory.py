@@ -25,20 +25,21 @@ LOOK_S = 0.2
 
 def refuse_existing(root: Path) -> None:
     """Raises: RunDirError if the run directory exists, or something else has its name."""
-    if root.exists() and not RunPaths(root).pipeline.exists():
+    if not root.exists():
+        return
+    if not RunPaths(root).pipeline.exists():
         raise RunDirError.at(
             root,
             found="a directory or file that is no run",
             wanted="a path that does not exist yet",
             fix="--run-dir names another; what is there may be somebody's",
         )
-    if root.exists():
-        raise RunDirError.at(
-            root,
-            found="a run directory that exists",
-            wanted="a new one",
-            fix=f"`opd merge --resume {as_typed(root)}` goes on with it; --run-dir names another",
-        )
+    raise RunDirError.at(
+        root,
+        found="a run directory that exists",
+        wanted="a new one",
+        fix=f"`opd merge --resume {as_typed(root)}` goes on with it; --run-dir names another",
+    )
 
 
 def refuse_no_run(paths: RunPaths) -> None:

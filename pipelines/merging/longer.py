@@ -21,6 +21,7 @@ from opd.errors import RunDirError
 from opd.lineage import EXTENDED, LINEAGE
 from opd.run_dir import RunPaths
 from opd.settings import validate
+from opd.text import as_typed
 from pipelines.merging.directory import refuse_no_run
 
 
@@ -73,7 +74,7 @@ class Longer:
                 paths.root,
                 found=f"a run that was extended to {steps} steps and has come to step {self.at}",
                 wanted="a run that has reached the end of its last extension",
-                fix=f"`opd merge --resume {paths.root}` goes on to that end; extend it then",
+                fix=f"`opd merge --resume {as_typed(paths.root)}` goes on to that end; extend it then",
             )
 
     def notices(self, config: PipelineConfig) -> list[str]:

@@ -49,9 +49,8 @@ def replace_inputs(paths: RunPaths, manifest: Mapping[str, Any]) -> None:
     The pipeline lies ready before the manifest is written. After a kill in between `own_pipeline` finds it.
     """
     text = json.dumps(manifest, indent=2)
-    ready = yaml.safe_dump(
-        json.loads(text)["config"], sort_keys=False
-    )  # the very data that a reader of the manifest finds
+    # The very data that a reader of the manifest finds.
+    ready = yaml.safe_dump(json.loads(text)["config"], sort_keys=False)
     atomic_write_text(paths.next_pipeline, ready)
     atomic_write_text(paths.manifest, text)
     finish_inputs(paths)

@@ -161,9 +161,8 @@ def _whole(config: PipelineConfig, plan: Sequence[Facts]) -> dict[str, Any]:
             if isinstance(found, dict) and found["model"] == expert["model"]:
                 expert["base"] = found["base"]
     if isinstance(config.rounds, list):
-        first, *others = json.loads(
-            json.dumps([data, *(one["config"] for one in plan[1:])])
-        )  # lists in place of tuples
+        # By way of JSON, which has lists in place of tuples.
+        first, *others = json.loads(json.dumps([data, *(one["config"] for one in plan[1:])]))
         data["rounds"] = [{}, *(_difference(first, other) for other in others)]
     return data
 

@@ -100,7 +100,8 @@ class Run:
             checkpoint = _go_on_from(self, self.resume_from, notices) if self.resume_from else None
             if self.changed:
                 replace_inputs(self.paths, self.changed)
-            finish_inputs(self.paths)
+            else:
+                finish_inputs(self.paths)
             # One handler for all attempts: a Ctrl-C while workers start again must not get lost.
             with around.signals() as signals:
                 for restart in itertools.count(1):

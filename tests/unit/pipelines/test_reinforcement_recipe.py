@@ -112,6 +112,8 @@ def test_the_base_may_be_the_one_teacher() -> None:
     critic = config.objective.reward.baseline
     assert isinstance(critic, CriticBaseline), "its gradients know no kl"
     assert critic_options(config, critic, 7).max_grad_norm == 1.0
+    named = pipeline_of(spec_of(kl_to_base=0.05, reward={"baseline": "critic"}), "guess")
+    assert named.objective == config.objective, "the same baseline, given by its name alone"
     data = changed(kl_to_base=0.05)
     data["experts"]["guess"]["kl_to_base"] = 0
     assert pipeline_of(validate(ReinforceSpec, data, "s.yaml"), "guess").objective.kind == "none"
