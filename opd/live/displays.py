@@ -228,19 +228,3 @@ CHOICES: Mapping[tuple[bool, bool], Displays] = {
     (True, True): only_json,
 }
 """(`--quiet`, `--json`) -> how a merge is shown."""
-
-
-@contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Within, a terminal says what it waits for and for how long. The line goes away; elsewhere nothing is said."""
-    console = Console(stderr=True)
-    if not sys.stderr.isatty() or console.is_dumb_terminal:
-        yield
-        return
-    began = time.monotonic()
-
-    def line() -> Text:
-        return Text(f"{printable(what)}, {span(time.monotonic() - began)}", no_wrap=True, overflow="ellipsis")
-
-    with Live(console=console, get_renderable=line, refresh_per_second=1, transient=True):
-        yield

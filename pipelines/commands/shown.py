@@ -46,7 +46,7 @@ class Shown:
 
     def reading(self) -> AbstractContextManager[None]:
         """Within, a terminal says that models and prompts are being read."""
-        from opd.live.displays import waiting
+        from opd.live.waiting import waiting
 
         return nullcontext() if self._quiet else waiting("reading models and prompts")
 

@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
 from opd.config.guard import EndpointJudge, LocalJudge, guard_of
 from opd.errors import ConfigError
-from opd.guard.build import GuardSpec, guard_spec, users_scorer
-from opd.guard.examples import refuse_wrong_rules
-from opd.guard.rules import RuleSet
 from opd.near import did_you_mean
+
+if TYPE_CHECKING:  # the guard takes a tenth of a second to import, and most pipelines have none
+    from opd.guard.build import GuardSpec
 
 
 def guard_of_domain(config: PipelineConfig, domain: DomainConfig, judged: Path | None) -> GuardSpec | None:
     """What checks the calls of a domain; `judged` is the run's file of the judge's answers. Raises: ConfigError for rules that
     cannot be read."""
     section = guard_of(config.guard, domain.guard)
-    return None if section is None else guard_spec(section, judged)
+    if section is None:
+        return None
+    from opd.guard.build import guard_spec
+
+    return guard_spec(section, judged)
 
 
 def check_guards(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[str]]) -> None:
@@ -28,6 +33,11 @@ def check_guards(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[s
 
     Raises: ConfigError.
     """
+    if not guards:
+        return
+    from opd.guard.examples import refuse_wrong_rules
+    from opd.guard.rules import RuleSet
+
     for domain, spec in guards.items():
         _refuse_missing_key(domain, spec)
         refuse_wrong_rules(spec)
@@ -54,6 +64,8 @@ def _refuse_missing_model(spec: GuardSpec) -> None:
     if not isinstance(judge, LocalJudge):
         return
     if judge.scorer is not None:
+        from opd.guard.build import users_scorer
+
         users_scorer(judge.scorer)
     elif judge.model is not None and not (judge.model / "config.json").is_file():
         raise ConfigError.at(
@@ -80,7 +92,7 @@ def _refuse_unknown_tools(guards: Mapping[str, GuardSpec], tools: Mapping[str, S
 
 
 def _refuse_nothing_to_check(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[str]]) -> None:
-    if guards and not any(tools[domain] or spec.config.answers for domain, spec in guards.items()):
+    if not any(tools[domain] or spec.config.answers for domain, spec in guards.items()):
         raise ConfigError.at(
             "guard",
             found=f"environments without tools: {', '.join(guards)}",

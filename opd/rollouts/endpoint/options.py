@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from opd.config.verifiers import VerifierConfig
-from opd.guard.build import GuardSpec
 from opd.rollouts.episodes.tool_formats import AUTO
+
+if TYPE_CHECKING:
+    from opd.guard.build import GuardSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from opd.errors import RunError
-from opd.guard.build import GuardSpec
 from opd.guard.events import GuardStats
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.compaction import CompactionOptions
@@ -19,6 +18,9 @@ from opd.rollouts.episodes.sub_agents import REFUSED, SubAgentsOptions
 from opd.rollouts.episodes.tool_formats import AUTO
 from opd.rollouts.episodes.trace import Audit, Sample
 from opd.types import Broken, Prompt, Rollout, StopReason
+
+if TYPE_CHECKING:
+    from opd.guard.build import GuardSpec
 
 BROKEN: frozenset[str] = frozenset(get_args(Broken))
 LIMITS = frozenset({"turns", "curriculum", "tokens", "context"})

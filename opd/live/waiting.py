@@ -1,0 +1,31 @@
+"""What is shown before a merge begins. It is apart from `displays`, whose tables and curves nobody needs for bad input."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from opd.live.shapes import span
+from opd.text import printable
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Within, a terminal says what it waits for and for how long. The line goes away; elsewhere nothing is said."""
+    console = Console(stderr=True)
+    if not sys.stderr.isatty() or console.is_dumb_terminal:
+        yield
+        return
+    began = time.monotonic()
+
+    def line() -> Text:
+        return Text(f"{printable(what)}, {span(time.monotonic() - began)}", no_wrap=True, overflow="ellipsis")
+
+    with Live(console=console, get_renderable=line, refresh_per_second=1, transient=True):
+        yield
