@@ -21,7 +21,8 @@ from pydantic import AliasChoices, Field, NonNegativeInt
 
 from experts.json_files import Lenient, read_as, read_json, read_optional, refuse_custom_code, validated
 from experts.safetensors_header import Tensor
-from experts.weight_files import Hashes, weight_hashes, weight_tensors
+from experts.tied import refuse_other_head
+from experts.weight_files import Hashes, weight_hashes, weight_shards, weight_tensors
 from opd.config.strict import Strict
 from opd.errors import ModelError
 from opd.files import blake3_file
@@ -122,7 +123,7 @@ def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = 
     """Read and check a model directory. This is cheap, except for the hashes, which read every weight file once.
 
     Raises: ModelError if the directory is missing, is an adapter, needs custom code, has no safetensors weights or
-    no tokenizer.json, if a shard is missing, truncated or quantised, or if a field has the wrong type.
+    no tokenizer.json, if a shard is missing, truncated or quantised, if a field has the wrong type, or if a tied head is not.
     """
     tensors = weight_tensors(path)
     config = _read_config(path)
@@ -131,6 +132,9 @@ def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = 
     tokens = token_map(path)
     _refuse_holes(path, tokens)
     ids = _special_ids(path, tokenizer, tokens)
+    tied = _is_tied(config, tensors)
+    if tied:
+        refuse_other_head(path, weight_shards(path), _embedding_and_head(tensors))
     return ModelInfo(
         path=str(path.resolve()),
         architecture=config.architectures[0],
@@ -139,7 +143,7 @@ def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = 
         parameters=sum(t.numel for t in tensors.values()),
         hidden_size=config.hidden_size,
         vocab_rows=_vocab_rows(path, config, tensors, tokens),
-        tied=_is_tied(config, tensors),
+        tied=tied,
         final_logit_softcapping=config.final_logit_softcapping,
         context=config.max_position_embeddings,
         vocab_size=len(tokens),
@@ -270,6 +274,12 @@ def _is_tied(config: _Config, tensors: Mapping[str, Tensor]) -> bool:
     if config.tie_word_embeddings is not None:
         return config.tie_word_embeddings
     return not any(name.endswith(HEADS) for name in tensors)
+
+
+def _embedding_and_head(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Their names; empty for one that the files do not hold under a name that is only this."""
+    embedding = next((name for name in tensors if name.endswith(EMBEDDINGS)), "")
+    return embedding, next((name for name in tensors if name.endswith("lm_head.weight")), "")
 
 
 def _special_ids(path: Path, tokenizer: _TokenizerConfig, tokens: Mapping[int, str]) -> dict[str, int | None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
+from safetensors.torch import load_file, save_file
 
 from experts.model_dir import inspect_model, token_map
 from experts.registry import Registry
@@ -79,6 +80,39 @@ def test_tied_follows_from_the_weights_where_the_config_is_silent(
         drop(directory / "config.json", "tie_word_embeddings")
     assert inspect_model(model).tied
     assert not inspect_model(untied).tied
+
+
+def add_head(source: Path, target: Path, change: float) -> None:
+    """Store a head: the embedding of one file, and `change` more, in the same file or in one of its own."""
+    tensors = load_file(source)
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"] + change}
+    save_file(tensors | head if target == source else head, target, {"format": "pt"})
+
+
+def test_a_tied_model_may_store_its_head_too(model: Path) -> None:
+    add_head(model / WEIGHTS, model / WEIGHTS, 0.0)
+    assert inspect_model(model).tied
+
+
+OTHER_HEAD = r"(?s)tie_word_embeddings.*`lm_head.weight` that differs from `model.embed_tokens.weight`"
+
+
+def test_a_tied_model_with_another_head_is_refused(model: Path) -> None:
+    """transformers would take the head, vLLM the embedding."""
+    add_head(model / WEIGHTS, model / WEIGHTS, 1e-3)
+    with pytest.raises(ModelError, match=OTHER_HEAD):
+        inspect_model(model)
+
+
+def test_another_head_is_found_in_another_shard(model: Path) -> None:
+    shard(model)
+    index = json.loads((model / INDEX).read_text())
+    (first,) = set(index["weight_map"].values())
+    add_head(model / first, model / "head.safetensors", 1e-3)
+    index["weight_map"]["lm_head.weight"] = "head.safetensors"
+    (model / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=OTHER_HEAD):
+        inspect_model(model)
 
 
 def test_the_token_map_is_that_of_transformers(tiny_model_dir: Path) -> None:
