@@ -22,6 +22,7 @@ from opd.buckets import BUCKET_BYTES
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig, most_samples
 from opd.config.domains import DomainConfig
+from opd.config.drift import engines_of_worker
 from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
 from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
@@ -263,8 +264,7 @@ def engine_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
 
 
 def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    rollout = config.rollout
-    engines = 2 if any(d.environment and d.environment.teacher_turns for d in config.domains.values()) else 1
+    rollout, engines = config.rollout, engines_of_worker(config.domains)
     weights, working = engine_bytes(config, inputs)  # processes divide the weights; each has activations of its own
     divided = ", rollout.tensor_parallel_size" if rollout.tensor_parallel_size > 1 else ""
     return [
