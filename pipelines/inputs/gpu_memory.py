@@ -59,6 +59,8 @@ class Role:
     """vLLM engines of the worker, each with such a share."""
     sleeps: bool = False
     """Holds its share only while the others do not compute."""
+    may_sleep: bool = False
+    """Whether it could be told to."""
     least: int = 0
     """Bytes without which an engine does not start."""
 
@@ -124,6 +126,7 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
             share_key="rollout.gpu_memory_utilization",
             engines=engines,
             sleeps=config.rollout.sleep,
+            may_sleep=engines == 1 and config.schedule.mode == "sync" and config.schedule.score_early is None,
             least=student.parameters * DTYPE_BYTES[config.rollout.dtype] // config.rollout.tensor_parallel_size,
         )
         found += [engine] * config.rollout.workers
@@ -244,7 +247,7 @@ def _fix(together: Sequence[Role], worst: Phase, size: int) -> str:
     ways = []
     if engines and left * size > max(role.least for role in engines):
         ways.append(f"set {' and '.join(dict.fromkeys(role.share_key for role in engines))} to {left:g} or less")
-    if any(role.share_key.startswith("rollout") and not role.sleeps for role in engines):
+    if any(role.may_sleep and not role.sleeps for role in engines):
         ways.append("set rollout.sleep to true")
     ways.append("lower trainer.micro_batch_tokens, objective.chunk or rollout.max_model_len")
     ways.append("give roles GPUs of their own")

@@ -102,7 +102,7 @@ def test_an_expert_that_writes_turns_has_a_share_of_its_own(acting: Any, monkeyp
     with pytest.raises(ConfigError) as error:
         refuse_crowded_gpus(config, found)
     message = str(error.value)
-    assert "7.79 rollout engine and the expert's" in message
+    assert "7.79 rollout engine and the expert's" in message and "sleep" not in message
     share = message.split("set rollout.gpu_memory_utilization to ")[1].split()[0]
     assert refuse_crowded_gpus(on_one_gpu(load_pipeline(acting.write()), float(share)), found) == []
 
@@ -194,6 +194,19 @@ def test_a_sum_beyond_the_gpu_is_refused_and_shown_with_the_share_that_fits(
     assert refuse_crowded_gpus(on_one_gpu(inputs[0], float(share)), inputs[1]) == [], "the way out is one"
     with pytest.raises(ConfigError):
         refuse_crowded_gpus(on_one_gpu(inputs[0], float(share) + 0.02), inputs[1])
+
+
+@pytest.mark.parametrize("schedule", [{"mode": "one_step_off"}, {"score_early": 4}])
+def test_sleep_is_no_way_out_where_it_is_refused(
+    inputs: Any, schedule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [8 * GIB])
+    config = on_one_gpu(inputs[0], 0.85, schedule=schedule)
+    with pytest.raises(ValueError, match="false"):
+        changed(config, rollout={"sleep": True})
+    with pytest.raises(ConfigError) as error:
+        refuse_crowded_gpus(config, inputs[1])
+    assert "sleep" not in str(error.value)
 
 
 def test_sleep_makes_room_for_a_large_micro_batch(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
