@@ -259,17 +259,29 @@ def gpu_sizes() -> list[int]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = [tool, "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
         return []
-    sizes = [int(line) << 20 for line in done.stdout.split() if line.isdigit()] if done.returncode == 0 else []
+    rows = [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    gpus = [(row[0], int(row[1]) << 20) for row in rows if len(row) == 2 and row[1].isdigit()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return sizes
-    numbers = [int(part) for part in visible.split(",") if part.strip().isdigit()]
-    return [sizes[n] for n in numbers if n < len(sizes)]
+    return [size for _, size in gpus] if visible is None else _visible(gpus, visible.split(","))
+
+
+def _visible(gpus: Sequence[tuple[str, int]], named: Sequence[str]) -> list[int]:
+    """The sizes of GPUs that are named by their numbers, or by the beginning of their UUIDs; like CUDA, up to the first name that
+    none has."""
+    found: list[int] = []
+    for name in map(str.strip, named):
+        sizes = [
+            size for number, (uuid, size) in enumerate(gpus) if name == str(number) or (name and uuid.startswith(name))
+        ]
+        if not sizes:
+            break
+        found.append(sizes[0])
+    return found
 
 
 def _gib(nbytes: float) -> str:

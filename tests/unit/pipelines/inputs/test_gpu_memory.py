@@ -253,13 +253,24 @@ def test_without_a_gpu_in_sight_the_sum_is_told_and_nothing_refused(
 
 
 @pytest.mark.parametrize(
-    ("visible", "sizes"), [(None, [143771, 40960]), ("1", [40960]), ("", []), ("1,0", [40960, 143771]), ("7", [])]
+    ("visible", "sizes"),
+    [
+        (None, [143771, 40960]),
+        ("1", [40960]),
+        ("", []),
+        ("1,0", [40960, 143771]),
+        ("7", []),
+        ("GPU-bb", [40960]),
+        ("GPU-bb,GPU-aa1", [40960, 143771]),
+        ("1,7,0", [40960]),  # CUDA looks no further than a GPU that is not there
+        ("MIG-cc", []),
+    ],
 )
 def test_sizes_are_the_drivers(
     visible: str | None, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nprintf '143771\\n40960\\n'\n")
+    tool.write_text("#!/bin/sh\nprintf 'GPU-aa11, 143771\\nGPU-bb22, 40960\\n'\n")
     tool.chmod(0o755)
     monkeypatch.setattr(gpu_memory.shutil, "which", lambda name: str(tool))
     if visible is None:
