@@ -129,8 +129,9 @@ class StepRecord:
     prompts: Mapping[str, int] = field(default_factory=dict)
     """Prompts that the step took, by domain, once for each response that was asked for, including those that were left out."""
     truncated_by_domain: Mapping[str, int] = field(default_factory=dict)
+    """Responses that ended at their limit, of those that `DomainRecord.samples` counts."""
     looping_by_domain: Mapping[str, int] = field(default_factory=dict)
-    """Responses that ran to their limit in a loop."""
+    """Those of them that ran there in a loop."""
     unfinished: int = 0
     """Responses that were cut, so that a later step trains them."""
     quarantined: Mapping[str, int] = field(default_factory=dict)
@@ -240,6 +241,7 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
     """Make a step's record from its phases; the loop adds the seconds and what happened after the push."""
     domain_of = {r.sample_id: r.domain for r in batch.rollouts}
     left_out = Counter(q.domain for q in batch.quarantined) + Counter(domain_of[i] for i in targets.quarantined)
+    counted = [r for r in batch.rollouts if r.num_trained and r.sample_id not in targets.quarantined]
     return StepRecord(
         step=trained.step,
         loss=trained.loss,
@@ -252,8 +254,8 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
         prompt_tokens=sum(len(r.prompt_ids) for r in batch.rollouts),
         truncated=sum(r.truncated for r in batch.rollouts),
         prompts=_prompts(batch),
-        truncated_by_domain=dict(Counter(r.domain for r in batch.rollouts if r.truncated)),
-        looping_by_domain=dict(Counter(r.domain for r in batch.rollouts if loops(r))),
+        truncated_by_domain=dict(Counter(r.domain for r in counted if r.truncated)),
+        looping_by_domain=dict(Counter(r.domain for r in counted if loops(r))),
         unfinished=len(batch.unfinished),
         quarantined=dict(left_out),
         quarantined_reasons={**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},

@@ -292,6 +292,7 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
         top_k=config.objective.top_k,
         vocab_size=vocab_size,
         share_prompts=config.rollout.n > 1,
+        lends_memory=config.rollout.sleep and config.cluster.teacher_gpus > 0,
         max_model_len=config.rollout.max_model_len,
         **own,
     )

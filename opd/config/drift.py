@@ -64,6 +64,11 @@ class TurnWeightsConfig(Strict):
         return self
 
 
+def engines_of_worker(domains: Mapping[str, DomainConfig]) -> int:
+    """Engines of a rollout worker: an expert that writes turns has one of its own."""
+    return 2 if any(domain.environment and domain.environment.teacher_turns for domain in domains.values()) else 1
+
+
 def refuse_contradictions(domains: Mapping[str, DomainConfig], objective: ObjectiveConfig) -> None:
     """Refuse cures that contradict each other, the environment or the objective. Raises: PydanticCustomError."""
     for name, domain in domains.items():

@@ -21,6 +21,8 @@ class SharedMemorySync(ProvenSync):
         super().__init__(spec)
         self._kept = ExitStack()
         """Deletes the files of the last push."""
+        self._kept_nbytes = 0
+        """Their bytes in shared memory."""
         self._on_disk = False
 
     def bring(self, version: int) -> None:
@@ -35,6 +37,7 @@ class SharedMemorySync(ProvenSync):
             if self._spec.keeps:
                 self._kept.close()
                 self._kept = files.pop_all()
+                self._kept_nbytes = 0 if self._on_disk else self._spec.nbytes
 
     @contextmanager
     def _exported(self, version: int) -> Iterator[Path]:
@@ -44,8 +47,10 @@ class SharedMemorySync(ProvenSync):
             yield Path(directory)
 
     def _place(self, version: int) -> tempfile.TemporaryDirectory[str]:
-        """A directory in shared memory if it has room for twice the weights, else on disk: containers often get 64 MiB."""
-        free, needed = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0, 2 * self._spec.nbytes
+        """A directory in shared memory if it has room for twice the weights, those that are kept there among them, else on disk:
+        containers often get 64 MiB."""
+        free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+        needed = 2 * self._spec.nbytes - self._kept_nbytes
         small = free <= needed
         if small != self._on_disk:
             self._on_disk = small

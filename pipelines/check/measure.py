@@ -25,9 +25,10 @@ from opd.types import Prompt, Rollout, Teacher
 from pipelines.build import start_rollouts
 from pipelines.check.comparison import Comparer, Comparison
 from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, is_guess, judge, judge_student, problem
+from pipelines.inputs.beside_gpus import Need
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.machine_memory import machine_bytes
-from pipelines.inputs.memory import Need, estimate, fix, shortage
+from pipelines.inputs.memory import estimate, fix, shortage
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
 from pipelines.placement import place_rollouts
 from pipelines.specs import scorer_options

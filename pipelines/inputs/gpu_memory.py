@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
+from opd.config.drift import engines_of_worker
 from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
@@ -54,8 +55,12 @@ class Role:
     share: float = 0.0
     """Share of the whole GPU that a vLLM engine takes; all that it holds lies within."""
     share_key: str = ""
+    engines: int = 1
+    """vLLM engines of the worker, each with such a share."""
     sleeps: bool = False
     """Holds its share only while the others do not compute."""
+    may_sleep: bool = False
+    """Whether it could be told to."""
     least: int = 0
     """Bytes without which an engine does not start."""
 
@@ -113,12 +118,15 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
     """Every worker on a GPU. Reads headers only. Raises: ModelError."""
     cluster, student, found = config.cluster, inputs.student, []
     if cluster.rollout_gpus:
+        engines = engines_of_worker(config.domains)
         engine = Role(
-            what="rollout engine",
+            what="rollout engine" if engines == 1 else "rollout engine and the expert's that writes turns",
             gpus=rollout_devices(cluster, config.rollout),
             share=config.rollout.gpu_memory_utilization,
             share_key="rollout.gpu_memory_utilization",
+            engines=engines,
             sleeps=config.rollout.sleep,
+            may_sleep=engines == 1 and config.schedule.mode == "sync" and config.schedule.score_early is None,
             least=student.parameters * DTYPE_BYTES[config.rollout.dtype] // config.rollout.tensor_parallel_size,
         )
         found += [engine] * config.rollout.workers
@@ -126,21 +134,25 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
         found += [_teacher(config, inputs)] * config.teachers.scoring_workers
     if cluster.trainer_gpus:
         heads = heads_bytes(config, inputs) if answer_class(config.teachers.payload).SENDS_HEADS else 0
-        summed = summed_bytes(config, inputs.trained)
-        kept = trainer_state_bytes(config, inputs) // config.trainer.ranks + summed + heads
-        # Gradients are copied to be added up, and converted to float32 for the optimiser.
-        copied = max(summed, 4 * inputs.trained // config.trainer.ranks)
-        rank = Role(
-            what="trainer rank",
-            gpus=cluster.trainer_gpus,
-            kept=kept,
-            passing=gathered_bytes(config, inputs) + max(micro_batch_bytes(config, inputs), copied),
-        )
-        found += [rank] * config.trainer.ranks
+        rank = _rank(config, inputs, "trainer rank", trainer_state_bytes(config, inputs), inputs.trained)
+        found += [replace(rank, kept=rank.kept + heads)] * config.trainer.ranks
         if config.objective.has_critic:
-            kept = critic_state_bytes(config, inputs) // config.trainer.ranks + summed_bytes(config, student.parameters)
-            found += [replace(rank, what="critic rank", kept=kept)] * config.trainer.ranks
+            critic, every = critic_state_bytes(config, inputs), student.parameters
+            found += [_rank(config, inputs, "critic rank", critic, every)] * config.trainer.ranks
     return found
+
+
+def _rank(config: PipelineConfig, inputs: Inputs, what: str, state: int, trained: int) -> Role:
+    """A rank of an engine whose ranks hold `state` bytes together, and train so many weights."""
+    ranks, summed = config.trainer.ranks, summed_bytes(config, trained)
+    # Gradients are copied to be added up, and converted to float32 for the optimiser.
+    copied = max(summed, 4 * trained // ranks)
+    return Role(
+        what=what,
+        gpus=config.cluster.trainer_gpus,
+        kept=state // ranks + summed,
+        passing=gathered_bytes(config, inputs) + max(micro_batch_bytes(config, inputs), copied),
+    )
 
 
 def _teacher(config: PipelineConfig, inputs: Inputs) -> Role:
@@ -203,7 +215,7 @@ def _part(role: Role, *, writing: bool) -> tuple[str, int, float]:
         return (
             f"{role.what}, asleep" if asleep else f"{role.what} ({role.share_key})",
             CONTEXT,
-            0.0 if asleep else role.share,
+            0.0 if asleep else role.share * role.engines,
         )
     return (role.what, CONTEXT + role.kept + (0 if writing else role.passing), 0.0)
 
@@ -231,11 +243,11 @@ def _refuse_crowd(together: Sequence[Role], size: int) -> None:
 def _fix(together: Sequence[Role], worst: Phase, size: int) -> str:
     engines = [role for role in together if role.share]
     others = sum(nbytes for _, nbytes, _ in worst.parts)
-    left = int(100 * (size - others) / size / max(1, len(engines))) / 100
+    left = int(100 * (size - others) / size / max(1, sum(role.engines for role in engines))) / 100
     ways = []
     if engines and left * size > max(role.least for role in engines):
         ways.append(f"set {' and '.join(dict.fromkeys(role.share_key for role in engines))} to {left:g} or less")
-    if any(role.share_key.startswith("rollout") and not role.sleeps for role in engines):
+    if any(role.may_sleep and not role.sleeps for role in engines):
         ways.append("set rollout.sleep to true")
     ways.append("lower trainer.micro_batch_tokens, objective.chunk or rollout.max_model_len")
     ways.append("give roles GPUs of their own")
@@ -247,17 +259,29 @@ def gpu_sizes() -> list[int]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = [tool, "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
         return []
-    sizes = [int(line) << 20 for line in done.stdout.split() if line.isdigit()] if done.returncode == 0 else []
+    rows = [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    gpus = [(row[0], int(row[1]) << 20) for row in rows if len(row) == 2 and row[1].isdigit()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return sizes
-    numbers = [int(part) for part in visible.split(",") if part.strip().isdigit()]
-    return [sizes[n] for n in numbers if n < len(sizes)]
+    return [size for _, size in gpus] if visible is None else _visible(gpus, visible.split(","))
+
+
+def _visible(gpus: Sequence[tuple[str, int]], named: Sequence[str]) -> list[int]:
+    """The sizes of GPUs that are named by their numbers, or by the beginning of their UUIDs; like CUDA, up to the first name that
+    none has."""
+    found: list[int] = []
+    for name in map(str.strip, named):
+        sizes = [
+            size for number, (uuid, size) in enumerate(gpus) if name == str(number) or (name and uuid.startswith(name))
+        ]
+        if not sizes:
+            break
+        found.append(sizes[0])
+    return found
 
 
 def _gib(nbytes: float) -> str:

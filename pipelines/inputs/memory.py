@@ -15,13 +15,13 @@ P stands for a model's parameters, T for tokens of a pass, V for ids, D for the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from experts.model_dir import ModelInfo
 from opd.buckets import BUCKET_BYTES
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig, most_samples
 from opd.config.domains import DomainConfig
+from opd.config.drift import engines_of_worker
 from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
 from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
@@ -29,6 +29,7 @@ from opd.errors import ConfigError
 from opd.packing import columns, tree_limit
 from opd.payloads import answer_class
 from opd.schedules import SCHEDULES
+from pipelines.inputs.beside_gpus import STATE_COPY, Need, waiting_for_gpus
 from pipelines.inputs.machine_memory import machine_bytes
 from pipelines.inputs.max_memory import in_memory
 from pipelines.inputs.read import Inputs
@@ -52,25 +53,13 @@ PROMPT = 64
 from a file, or a few MB in all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """One line of the sum."""
-
-    what: str
-    nbytes: int
-    """Bytes of all processes together, on this machine and outside of GPUs."""
-    knobs: str
-    """Keys of the pipeline that decide this memory."""
-    ranks: int = 0
-    """Trainer ranks that hold equal parts of it; 0: other processes have it."""
-
-
 def estimate(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     """The lines of the sum. Reads headers only. Raises: ModelError."""
     trainer = [] if config.cluster.trainer_gpus else _trainer(config, inputs)
     rollout = [] if config.cluster.rollout_gpus else _rollout(config, inputs)
     teachers = (_off_gpus if config.cluster.teacher_gpus else _teachers)(config, inputs)
-    return [*trainer, *rollout, *teachers, *_travelling(config, inputs), _processes(config, inputs)]
+    beside = waiting_for_gpus(config, inputs)
+    return [*trainer, *rollout, *teachers, *beside, *_travelling(config, inputs), _processes(config, inputs)]
 
 
 def shortage(config: PipelineConfig, needs: Sequence[Need], limit: int) -> str | None:
@@ -119,7 +108,7 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     ranks, largest = config.trainer.ranks, inputs.body(inputs.student).largest
     # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before. So they are before
     # gradients are added up, from a copy in the order of the ranks.
-    checkpoint, summed = 12 * inputs.trained, summed_bytes(config, inputs.trained)
+    checkpoint, summed = STATE_COPY * inputs.trained, summed_bytes(config, inputs.trained)
     # A copy of the largest weight in the files' form, or what an adapter adds to it and the weight itself, both in float32.
     export = largest * (8 if inputs.lora else DTYPE_BYTES[config.trainer.dtype])
     needs = [
@@ -155,14 +144,17 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
 
 
 def _critic(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    """The critic computes while the student's trainer does not, so it adds what it keeps."""
+    """The critic computes while the student's trainer does not, so it adds what it keeps, and a copy while a checkpoint is written,
+    which is there beside the trainer's."""
     if not config.objective.has_critic:
         return []
+    every = inputs.student.parameters
     return [
         Need(
-            what="critic: weights, gradients, AdamW",
+            what="critic: weights, gradients, AdamW, and a copy for a checkpoint",
             nbytes=critic_state_bytes(config, inputs)
-            + config.trainer.ranks * summed_bytes(config, inputs.student.parameters),
+            + config.trainer.ranks * summed_bytes(config, every)
+            + STATE_COPY * every,
             knobs="student.model, trainer.grad_accum_dtype, trainer.bucket, objective.reward.baseline",
         )
     ]
@@ -263,8 +255,7 @@ def engine_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
 
 
 def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    rollout = config.rollout
-    engines = 2 if any(d.environment and d.environment.teacher_turns for d in config.domains.values()) else 1
+    rollout, engines = config.rollout, engines_of_worker(config.domains)
     weights, working = engine_bytes(config, inputs)  # processes divide the weights; each has activations of its own
     divided = ", rollout.tensor_parallel_size" if rollout.tensor_parallel_size > 1 else ""
     return [

@@ -44,6 +44,9 @@ class ScorerOptions:
     max_memory: Mapping[int | str, int] = field(default_factory=dict)
     """GPU's number, `cpu` or `disk` -> most bytes of a teacher's weights there; a device that is not named gets none. Empty: what is
     free."""
+    lends_memory: bool = False
+    """Return the GPU memory that torch caches once a teacher has scored, because an engine on that GPU wakes up next; engine
+    `transformers`."""
     max_model_len: int = 512
     """Prompt and response tokens of the longest rollout; engine `vllm`, like the next one."""
     gpu_memory_utilization: float = 0.85

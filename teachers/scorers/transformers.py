@@ -49,6 +49,7 @@ class TransformersScorer:
         self._top_k = options.top_k
         self._vocab_size = options.vocab_size
         self._share = options.share_prompts
+        self._lends_memory = options.lends_memory
         self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, self._measure)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._divides = options.device_map is not None
@@ -166,6 +167,8 @@ class TransformersScorer:
                 else:
                     broken[rollout.sample_id] = f"teacher {teacher.name}: hidden states are not finite"
             yield rows
+        if self._lends_memory:
+            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def _answer(self, rollout: Rollout, hidden_N_D: Tensor, head: str) -> Answer:

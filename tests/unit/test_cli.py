@@ -31,7 +31,7 @@ from pipelines.baselines.jobs import BaselineJob
 from pipelines.check.comparison import Comparison
 from pipelines.check.judge import Finding, MeasuredTeacher
 from pipelines.check.measure import CheckReport
-from pipelines.inputs.memory import Need
+from pipelines.inputs.beside_gpus import Need
 from pipelines.interrupts import Interrupted, Stopped
 from tests import messages
 from tests.messages import opd

@@ -400,3 +400,5 @@ def test_what_a_teacher_could_not_score_is_not_trained_but_counted() -> None:
         "b/0": "long",
         "000001/a/0": "teacher t: hidden states are not finite",
     }
+    assert record["truncated"] == 2 and record["domains"]["a"]["samples"] == 1
+    assert record["truncated_by_domain"] == {"a": 1}, "a share of the samples is never above 1"

@@ -51,6 +51,18 @@ def test_states_and_head_give_the_teachers_log_probs(
     check_rows(rows, heads, expert_dirs)
 
 
+@pytest.mark.parametrize("lends", [True, False])
+def test_a_gpu_that_an_engine_sleeps_on_has_nothing_left_of_a_pass_when_it_wakes(
+    teachers: dict[str, Teacher], lends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("emptied"))
+    scoring, teacher = scorer(lends_memory=lends), teachers["reverse"]
+    for batch in scoring.score(teacher, [rollout(i) for i in range(3)], {}):
+        happened.append(f"{len(batch)} rows")
+    assert happened == ["3 rows", *["emptied"] * lends]
+
+
 def test_responses_to_one_prompt_are_scored_in_one_row_as_if_they_were_alone(
     teachers: dict[str, Teacher],
     expert_dirs: dict[str, Path],

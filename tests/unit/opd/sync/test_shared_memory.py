@@ -119,6 +119,23 @@ def test_weights_too_large_for_shared_memory_go_through_the_disk_and_the_user_is
     ]
 
 
+def test_room_for_the_kept_weights_and_the_new_ones_is_enough_for_every_push(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kept weights take their part of the room already, and go when the new ones are there."""
+    monkeypatch.setattr("opd.sync.shared_memory.SHARED_MEMORY", tmp_path)
+
+    def usage(directory: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=(125 << 20) - (60 << 20) * len(list(directory.iterdir())))
+
+    monkeypatch.setattr("opd.sync.shared_memory.shutil.disk_usage", usage)
+    engine, told = FakeEngine(), list[str]()
+    pushing = sync(engine, keeps=True, nbytes=60 << 20, told=told)
+    for version in (1, 2, 3):
+        pushing.bring(version)
+    assert [path.parent for path, _ in engine.loaded] == [tmp_path] * 3 and told == []
+
+
 def test_without_shared_memory_weights_go_through_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opd.sync.shared_memory.tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("opd.sync.shared_memory.SHARED_MEMORY", tmp_path / "none")

@@ -1,4 +1,4 @@
-"""A rank that shares its GPU with an engine that sleeps hands back what torch keeps, after every step."""
+"""Who shares a GPU with an engine that sleeps hands back what torch keeps, after every step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from opd.config import PipelineConfig
 from opd.train import rank
 from opd.train.rank import RankWork
 from opd.train.totals import Totals
-from pipelines.specs import rank_options
+from pipelines.specs import rank_options, scorer_options
 
 
-def options(*, sleep: bool, trainer_gpus: float, rollout_gpus: float = 0.4) -> rank.RankOptions:
+def config(*, sleep: bool, **gpus: float) -> PipelineConfig:
     data: dict[str, Any] = {
         "name": "n",
         "student": {"model": "base"},
@@ -24,15 +24,26 @@ def options(*, sleep: bool, trainer_gpus: float, rollout_gpus: float = 0.4) -> r
         "domains": {"d": {}},
         "rollout": {"sleep": sleep},
         "trainer": {"steps": 4, "samples_per_step": 2, "ranks": 1},
-        "cluster": {"rollout_gpus": rollout_gpus, "trainer_gpus": trainer_gpus},
+        "cluster": {"rollout_gpus": 0.4, **gpus},
     }
-    return rank_options(PipelineConfig.model_validate(data), 76)
+    return PipelineConfig.model_validate(data)
+
+
+def options(*, sleep: bool, trainer_gpus: float) -> rank.RankOptions:
+    return rank_options(config(sleep=sleep, trainer_gpus=trainer_gpus), 76)
 
 
 def test_it_is_asked_of_ranks_on_gpus_beside_engines_that_sleep() -> None:
     assert options(sleep=True, trainer_gpus=0.4).lends_memory
     assert not options(sleep=False, trainer_gpus=0.4).lends_memory
     assert not options(sleep=True, trainer_gpus=0).lends_memory, "the trainer is on the CPU"
+
+
+def test_it_is_asked_of_scoring_workers_there_too() -> None:
+    """Their passes are over when the engine wakes, and the sum of what a GPU holds has none of them then."""
+    assert scorer_options(config(sleep=True, teacher_gpus=0.4), 76).lends_memory
+    assert not scorer_options(config(sleep=False, teacher_gpus=0.4), 76).lends_memory
+    assert not scorer_options(config(sleep=True), 76).lends_memory
 
 
 @pytest.mark.parametrize("sleep", [True, False])

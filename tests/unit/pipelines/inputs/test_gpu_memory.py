@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from opd.config import PipelineConfig, load_pipeline
+from opd.environments.maze import Maze
 from opd.errors import ConfigError
 from pipelines.inputs import gpu_memory, memory
 from pipelines.inputs.gpu_memory import CONTEXT, Role, gpu_sizes, phases, place, refuse_crowded_gpus, roles
@@ -24,6 +26,23 @@ ONE_GPU = {"rollout_gpus": 0.3, "teacher_gpus": 0.3, "trainer_gpus": 0.4}
 def inputs(world: Any) -> tuple[PipelineConfig, Inputs]:
     config = load_pipeline(world.write())
     return config, read_inputs(config)
+
+
+@pytest.fixture
+def acting(world: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The expert of the first domain writes turns of its episodes."""
+    monkeypatch.chdir(world.root)
+    for file, seed in (("mazes", 0), ("mazes-eval", 1)):
+        rows = Maze.tasks(6, seed=seed, size=4, mazes=0)
+        (world.root / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    turns = {"share": 0.5, "over_steps": 3}
+    world.data["domains"]["reverse"] |= {
+        "prompts": "mazes.jsonl",
+        "environment": {"name": "maze", "max_turns": 7, "teacher_turns": turns},
+        "eval": {"prompts": "mazes-eval.jsonl"},
+    }
+    world.data["rollout"]["max_model_len"] = 128
+    return world
 
 
 def changed(config: PipelineConfig, **sections: Any) -> PipelineConfig:
@@ -59,6 +78,33 @@ def test_a_lora_trainer_keeps_a_copy_of_the_weights_and_the_state_of_its_adapter
     *_, rank = roles(config, found)
     assert found.trained == 2 * 4 * 2 * 64
     assert rank.kept == 4 * PARAMETERS + (20 + 4) * found.trained + memory.heads_bytes(config, found)
+
+
+def test_a_critic_beside_a_lora_trainer_converts_all_of_its_gradients(world: Any) -> None:
+    world.data["student"]["lora"] = {"r": 4, "targets": ["q_proj"]}
+    world.data["objective"] = {"reward": {"baseline": {"kind": "critic"}}}
+    config = on_one_gpu(load_pipeline(world.write()))
+    found = read_inputs(config)
+    tiny = {
+        "trainer": {"ranks": 1, "micro_batch_tokens": 16},
+        "rollout": {"max_model_len": 8},
+        "objective": {"chunk": 1},
+    }
+    *_, rank, critic = roles(changed(config, **tiny), found)
+    assert critic.what == "critic rank" and critic.kept == (20 + 4) * PARAMETERS
+    assert rank.passing < critic.passing == 4 * PARAMETERS + 4 * PARAMETERS, "gathered weights, gradients in float32"
+
+
+def test_an_expert_that_writes_turns_has_a_share_of_its_own(acting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = on_one_gpu(load_pipeline(acting.write()), 0.45)
+    found = read_inputs(config)
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [8 * GIB])
+    with pytest.raises(ConfigError) as error:
+        refuse_crowded_gpus(config, found)
+    message = str(error.value)
+    assert "7.79 rollout engine and the expert's" in message and "sleep" not in message
+    share = message.split("set rollout.gpu_memory_utilization to ")[1].split()[0]
+    assert refuse_crowded_gpus(on_one_gpu(load_pipeline(acting.write()), float(share)), found) == []
 
 
 def test_teachers_elsewhere_take_nothing_and_an_engine_its_share(inputs: Any) -> None:
@@ -150,6 +196,19 @@ def test_a_sum_beyond_the_gpu_is_refused_and_shown_with_the_share_that_fits(
         refuse_crowded_gpus(on_one_gpu(inputs[0], float(share) + 0.02), inputs[1])
 
 
+@pytest.mark.parametrize("schedule", [{"mode": "one_step_off"}, {"score_early": 4}])
+def test_sleep_is_no_way_out_where_it_is_refused(
+    inputs: Any, schedule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [8 * GIB])
+    config = on_one_gpu(inputs[0], 0.85, schedule=schedule)
+    with pytest.raises(ValueError, match="false"):
+        changed(config, rollout={"sleep": True})
+    with pytest.raises(ConfigError) as error:
+        refuse_crowded_gpus(config, inputs[1])
+    assert "sleep" not in str(error.value)
+
+
 def test_sleep_makes_room_for_a_large_micro_batch(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [8 * GIB])
     large = {"trainer": {"ranks": 1, "micro_batch_tokens": 400_000}}
@@ -194,13 +253,24 @@ def test_without_a_gpu_in_sight_the_sum_is_told_and_nothing_refused(
 
 
 @pytest.mark.parametrize(
-    ("visible", "sizes"), [(None, [143771, 40960]), ("1", [40960]), ("", []), ("1,0", [40960, 143771]), ("7", [])]
+    ("visible", "sizes"),
+    [
+        (None, [143771, 40960]),
+        ("1", [40960]),
+        ("", []),
+        ("1,0", [40960, 143771]),
+        ("7", []),
+        ("GPU-bb", [40960]),
+        ("GPU-bb,GPU-aa1", [40960, 143771]),
+        ("1,7,0", [40960]),  # CUDA looks no further than a GPU that is not there
+        ("MIG-cc", []),
+    ],
 )
 def test_sizes_are_the_drivers(
     visible: str | None, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nprintf '143771\\n40960\\n'\n")
+    tool.write_text("#!/bin/sh\nprintf 'GPU-aa11, 143771\\nGPU-bb22, 40960\\n'\n")
     tool.chmod(0o755)
     monkeypatch.setattr(gpu_memory.shutil, "which", lambda name: str(tool))
     if visible is None:

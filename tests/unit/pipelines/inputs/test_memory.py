@@ -10,8 +10,9 @@ import pytest
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
 from pipelines.inputs import machine_memory, memory
+from pipelines.inputs.beside_gpus import Need
 from pipelines.inputs.machine_memory import machine_bytes
-from pipelines.inputs.memory import Need, estimate, fix, need_rows, refuse_too_large, shortage
+from pipelines.inputs.memory import estimate, fix, need_rows, refuse_too_large, shortage
 from pipelines.inputs.read import Inputs, read_inputs
 
 PARAMETERS, VOCABULARY, WIDTH = 87_104, 76, 64
@@ -154,6 +155,19 @@ def test_a_checkpoint_is_the_peak_where_micro_batches_are_small(given: Any) -> N
     assert lines(given, **tiny)[what] == 12 * PARAMETERS
 
 
+def test_what_roles_on_gpus_have_in_the_machines_memory(given: Any) -> None:
+    """A checkpoint is written from a copy on the CPU, and vLLM puts the weights of an engine that sleeps there."""
+    copied, asleep = "copy from GPUs that a checkpoint is written from", "weights of engines that sleep"
+    assert {copied, asleep}.isdisjoint(lines(given))
+    on_gpus = {"cluster": {"trainer_gpus": 1, "rollout_gpus": 1}, "rollout": {"sleep": True, "workers": 2}}
+    found = lines(given, **on_gpus)
+    assert (found[copied], found[asleep]) == (12 * PARAMETERS, 2 * 4 * PARAMETERS)
+    critic = {"objective": {"reward": {"baseline": {"kind": "critic"}}}}
+    assert lines(given, **on_gpus, **critic)[copied] == 24 * PARAMETERS, "both are copied before either is written"
+    on_cpu = lines(given, trainer={"ranks": 1}, **critic)
+    assert on_cpu["critic: weights, gradients, AdamW, and a copy for a checkpoint"] == (20 + 4 + 12) * PARAMETERS
+
+
 def test_engines_have_caches_each(given: Any) -> None:
     what = "rollout: key-value cache"
     assert lines(given, rollout={"kv_cache_gib": 3, "workers": 2})[what] == 6 << 30
@@ -252,8 +266,10 @@ def test_what_runs_elsewhere_is_not_counted(given: Any) -> None:
     everything = {"trainer", "rollout", "teachers", "new weights on their way", "a step's scored rows"}
     processes = {"processes, Ray and prompts"}
     assert parts() == everything | processes
-    for role in ("trainer", "rollout", "teacher"):
+    for role in ("rollout", "teacher"):
         assert parts(cluster={f"{role}_gpus": 1}) == parts() - {role, f"{role}s"}
+    copied = "copy from GPUs that a checkpoint is written from"
+    assert parts(cluster={"trainer_gpus": 1}) == parts() - {"trainer"} | {copied}
     served = {"engine": "flight", "address": "grpc://127.0.0.1:1"}
     assert parts(teachers=served) == parts() - {"teachers"}
     fewer = lines(given)["processes, Ray and prompts"] - lines(given, teachers=served)["processes, Ray and prompts"]
