@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers import (
     PreTrainedTokenizerBase,
@@ -20,7 +21,7 @@ from transformers import (
 from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.rows import EpisodeRow
 from experts.spec import TrainSettings
-from opd.errors import PromptError
+from opd.errors import ModelError, PromptError
 from opd.prompts import PromptLine, encode_prompt
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.schedule import LearningRate
@@ -42,17 +43,39 @@ class Example(TypedDict):
 def encode_line(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> Example:
     """Tokenise the prompt exactly as a merge does, then the completion up to and including the end token.
 
-    Raises: PromptError if there is no completion of the prompt's kind, or the chat template does not continue the prompt.
+    Raises: PromptError if there is no completion of the prompt's kind, or the chat template refuses the messages or does not
+    continue the prompt.
     """
-    prompt = list(encode_prompt(tokenizer, line.prompt))
-    completion = tokenizer.encode(_completion_text(tokenizer, line), add_special_tokens=False)
+    try:
+        prompt = list(encode_prompt(tokenizer, line.prompt))
+        completion = tokenizer.encode(_completion_text(tokenizer, line), add_special_tokens=False)
+    except PromptError:
+        raise
+    except (
+        TemplateError,
+        ValueError,
+        TypeError,
+    ) as error:  # no template, one that refuses, or text that is not Unicode
+        raise PromptError.at(
+            f"prompt {line.prompt!r:.80}",
+            found=str(error),
+            wanted="a prompt and a completion that the base's tokenizer and chat template take",
+            fix="correct or delete this row, give text instead of messages, or choose a base with a chat template",
+        ) from None
     completion = _until_end(completion, tokenizer.eos_token_id)
     return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
 
 
 def encode_lines(tokenizer: PreTrainedTokenizerBase, lines: Sequence[TrainingRow], max_length: int) -> list[Example]:
     """Every line that fits in `max_length` tokens. Raises: PromptError if none does; ModelError if the chat template cannot
-    append the turns of an episode."""
+    append the turns of an episode, or there is no end token to learn."""
+    if tokenizer.eos_token_id is None:
+        raise ModelError.at(
+            "tokenizer_config.json: eos_token",
+            found="nothing",
+            wanted="the token that ends a response: every row is trained to end with it",
+            fix="name it in the base's tokenizer_config.json",
+        )
     encoder = EpisodeEncoder(tokenizer)
 
     def encoded(line: TrainingRow) -> Example:

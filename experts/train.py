@@ -132,6 +132,13 @@ def _read(paths: Sequence[Path]) -> tuple[tuple[PromptLine | EpisodeRow, ...], l
 def _with_completions(path: Path) -> list[PromptLine]:
     lines = read_prompt_lines(path)
     for number, line in enumerate(lines, start=1):
+        if not line.prompt:
+            raise PromptError.at(
+                f"{path}, row {number}: prompt",
+                found=f"{line.prompt!r}",
+                wanted="text or messages that the completion follows: without them its first token has no prediction",
+                fix="delete this row, or move the beginning of its completion into the prompt",
+            )
         if line.completion is None or isinstance(line.prompt, str) != isinstance(line.completion, str):
             raise PromptError.at(
                 f"{path}, row {number}: completion",

@@ -167,6 +167,22 @@ def test_a_template_that_rewrites_the_prompt_is_refused():
         encode_line(tokenizer, row)
 
 
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no system message') }}", "{% if %}"])
+def test_messages_that_the_template_refuses_are_named(template: str | None):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    row = PromptLine(prompt=[{"role": "user", "content": "ab"}], completion=[{"role": "assistant", "content": "ba"}])
+    with pytest.raises(PromptError, match=r"(?s)prompt \[.*'content': 'ab'.*chat template"):
+        encode_line(tokenizer, row)
+
+
+def test_a_tokenizer_without_an_end_token_is_refused():
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ModelError, match="eos_token"):
+        encode_lines(tokenizer, [PromptLine(prompt="rev ab=", completion="ba")], max_length=32)
+
+
 def test_rows_that_are_too_long_are_left_out_and_all_too_long_is_an_error():
     rows = [PromptLine(prompt="rev ab=", completion="ba"), PromptLine(prompt="rev abcdefgh=", completion="hgfedcba")]
     assert len(encode_lines(build_tokenizer(), rows, max_length=12)) == 1
@@ -254,6 +270,8 @@ def test_bad_input_is_refused_before_anything_is_written(
         ("{", "train.jsonl:2"),
         ('{"prompt": "upr a=", "answer": "A"}', "row 2: completion"),
         ('{"prompt": "upr a=", "completion": [{"role": "assistant", "content": "A"}]}', "row 2: completion"),
+        ('{"prompt": "", "completion": "A"}', "row 2: prompt"),
+        ('{"prompt": [], "completion": [{"role": "assistant", "content": "A"}]}', "row 2: prompt"),
     ],
 )
 def test_a_bad_line_is_named(raw: dict[str, Any], data: dict[str, str], line: str, says: str):
