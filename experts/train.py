@@ -254,7 +254,7 @@ def _fit(
 ) -> None:
     from experts.sft import encode_lines, fine_tune
 
-    examples = encode_lines(tokenizer, job.lines, train.max_length)
+    examples = encode_lines(tokenizer, job.lines, train.max_length, _ends(model))
     if len(examples) < len(job.lines):
         progress(
             f"{job.name}: left out {len(job.lines) - len(examples)} of {len(job.lines)} rows, longer than max_length {train.max_length}"
@@ -265,6 +265,13 @@ def _fit(
         progress(f"{job.name}: step {step}/{train.max_steps}  loss {loss:.3f}  {time.monotonic() - start:.0f} s")
 
     fine_tune(model, examples, train, seed=seed, scratch=staging(job), report=report)
+
+
+def _ends(model: Any) -> list[int]:
+    """The ids that end a response of the model, as its files name them beside its tokenizer's."""
+    named = model.generation_config.eos_token_id
+    found = model.config.eos_token_id if named is None else named
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 def _new_model(shape: FromScratch) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
