@@ -9,6 +9,7 @@ A finished directory says in `training.json` how it was made; the same spec skip
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -231,17 +232,33 @@ def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Prog
 def _fit_adapter(
     spec: ExpertsSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: TrainingJob, progress: Progress
 ) -> PreTrainedModel:
-    """Train LoRA adapters on `model`; returns it with the adapters merged into its weights."""
+    """Train LoRA adapters on `model`; returns it with the adapters merged into its weights. Raises: ConfigError for modules that
+    it does not have."""
     from peft import LoraConfig, get_peft_model
 
     assert job.train is not None
     config = LoraConfig(
         r=spec.lora.r, lora_alpha=spec.lora.alpha, target_modules=spec.lora.target_modules, task_type="CAUSAL_LM"
     )
-    adapted = get_peft_model(model, config)
+    try:
+        adapted = get_peft_model(model, config)
+    except (ValueError, re.error) as error:  # a text is a regular expression
+        raise _no_modules(model, spec.lora.target_modules, str(error)) from None
     _fit(adapted, tokenizer, job, job.train, spec.seed, progress)
     merged: PreTrainedModel = adapted.merge_and_unload()
     return merged
+
+
+def _no_modules(model: PreTrainedModel, targets: str | list[str], why: str) -> ConfigError:
+    import torch
+
+    linear = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+    return ConfigError.at(
+        "lora.target_modules",
+        found=f"{targets!r}: {why}",
+        wanted=f"modules of the base, such as {', '.join(sorted(linear))}, or all-linear",
+        fix="correct the names",
+    )
 
 
 def _fit(

@@ -109,6 +109,13 @@ def test_lora_leaves_a_plain_model_that_moved(raw: dict[str, Any]):
     assert moved == {key for key in base if "_proj" in key}, "adapters on all linear layers, merged; nothing else moves"
 
 
+@pytest.mark.parametrize("targets", [["q_prj"], "q_prj", "*"])
+def test_lora_of_modules_that_the_base_lacks_is_refused(raw: dict[str, Any], targets: Any):
+    with pytest.raises(ConfigError, match=r"(?s)^lora\.target_modules\n.*wanted: .*q_proj"):
+        run(raw | {"method": "lora", "lora": {"target_modules": targets}, "train": TRAIN | {"max_steps": 1}})
+    assert not (Path(raw["output_dir"]) / "mask").exists()
+
+
 def test_experts_keep_the_type_of_their_base(raw: dict[str, Any], tmp_path: Path, make_model_dir: Any):
     from transformers import AutoModelForCausalLM
 

@@ -244,6 +244,13 @@ def a_directory(three: Path) -> tuple[list[str], list[str]]:
     return [*THREE, *FILES, "--output", "up", "--force"], ["up\n", "a directory"]
 
 
+def a_copy_over_its_spec(three: Path) -> tuple[list[str], list[str]]:
+    return ["--from", "quickstart", "--output", "quickstart-experts.yaml"], [
+        "quickstart-experts.yaml\n",
+        "training spec",
+    ]
+
+
 def a_template_that_refuses(three: Path) -> tuple[list[str], list[str]]:
     for model in ("base", "rev", "up"):
         (three / model / "chat_template.jinja").write_text("{{ raise_exception('a system message comes first') }}")
@@ -256,7 +263,7 @@ def unknown_recipe(three: Path) -> tuple[list[str], list[str]]:
 
 REFUSED = (
     nothing, no_student, no_weights, other_tokens, no_base, no_question, no_verifier, unjudgeable, a_leak, file_is_there,
-    no_directory, a_schema_is_there, a_directory, a_template_that_refuses, unknown_recipe,
+    no_directory, a_schema_is_there, a_directory, a_copy_over_its_spec, a_template_that_refuses, unknown_recipe,
 )  # fmt: skip
 
 
