@@ -138,5 +138,5 @@ def _of_texts(directory: Path) -> Iterator[Licence]:
 
 
 def _start(file: Path) -> str:
-    with file.open(encoding="utf-8", errors="replace") as text:
+    with file.open(encoding="utf-8-sig", errors="replace") as text:
         return text.read(_MOST)

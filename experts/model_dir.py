@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -257,12 +258,14 @@ def _refuse_holes(path: Path, tokens: Mapping[int, str]) -> None:
     Such an id could be sampled but not decoded. Also, the library that reads the file numbers added tokens by their count,
     so that two tokens above the hole would share an id. Raises: ModelError.
     """
-    missing = sorted(set(range(max(tokens))) - set(tokens))
-    if missing:
-        shown = ", ".join(map(str, missing[:3])) + (" ..." if len(missing) > 3 else "")
+    count = max(tokens) + 1 - sum(i >= 0 for i in tokens)
+    if count > 0:
+        # The highest id may be any number, so the others are not made into a set.
+        missing = list(islice((i for i in range(max(tokens)) if i not in tokens), 3))
+        shown = ", ".join(map(str, missing)) + (" ..." if count > 3 else "")
         raise ModelError.at(
             path / "tokenizer.json",
-            found=f"no token for {len(missing)} ids below {max(tokens)}: {shown}",
+            found=f"no token for {count} ids below {max(tokens)}: {shown}",
             wanted="a token for every id from 0 to the highest",
             fix=f"give each of them an unused name in model.vocab, such as <|unused_{missing[0]}|>, in the student's and in "
             "every expert's tokenizer.json",

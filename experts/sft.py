@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers import (
     PreTrainedTokenizerBase,
@@ -20,7 +21,7 @@ from transformers import (
 from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.rows import EpisodeRow
 from experts.spec import TrainSettings
-from opd.errors import PromptError
+from opd.errors import ModelError, PromptError
 from opd.prompts import PromptLine, encode_prompt
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.schedule import LearningRate
@@ -39,25 +40,50 @@ class Example(TypedDict):
     labels: list[int]
 
 
-def encode_line(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> Example:
-    """Tokenise the prompt exactly as a merge does, then the completion up to and including the end token.
+def encode_line(tokenizer: PreTrainedTokenizerBase, line: PromptLine, ends: Sequence[int] = ()) -> Example:
+    """Tokenise the prompt exactly as a merge does, then the completion up to and including the end token. `ends` are the model's
+    end tokens, beside the tokenizer's own.
 
-    Raises: PromptError if there is no completion of the prompt's kind, or the chat template does not continue the prompt.
+    Raises: PromptError if there is no completion of the prompt's kind, or the chat template refuses the messages or does not
+    continue the prompt.
     """
-    prompt = list(encode_prompt(tokenizer, line.prompt))
-    completion = tokenizer.encode(_completion_text(tokenizer, line), add_special_tokens=False)
-    completion = _until_end(completion, tokenizer.eos_token_id)
+    try:
+        prompt = list(encode_prompt(tokenizer, line.prompt))
+        completion = tokenizer.encode(_completion_text(tokenizer, line), add_special_tokens=False)
+    except PromptError:
+        raise
+    except (
+        TemplateError,
+        ValueError,
+        TypeError,
+    ) as error:  # no template, one that refuses, or text that is not Unicode
+        raise PromptError.at(
+            f"prompt {line.prompt!r:.80}",
+            found=str(error),
+            wanted="a prompt and a completion that the base's tokenizer and chat template take",
+            fix="correct or delete this row, give text instead of messages, or choose a base with a chat template",
+        ) from None
+    completion = _until_end(completion, tokenizer.eos_token_id, ends)
     return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
 
 
-def encode_lines(tokenizer: PreTrainedTokenizerBase, lines: Sequence[TrainingRow], max_length: int) -> list[Example]:
-    """Every line that fits in `max_length` tokens. Raises: PromptError if none does; ModelError if the chat template cannot
-    append the turns of an episode."""
-    encoder = EpisodeEncoder(tokenizer)
+def encode_lines(
+    tokenizer: PreTrainedTokenizerBase, lines: Sequence[TrainingRow], max_length: int, ends: Sequence[int] = ()
+) -> list[Example]:
+    """Every line that fits in `max_length` tokens; `ends` as for `encode_line`. Raises: PromptError if none does; ModelError if the chat template cannot
+    append the turns of an episode, or there is no end token to learn."""
+    if tokenizer.eos_token_id is None:
+        raise ModelError.at(
+            "tokenizer_config.json: eos_token",
+            found="nothing",
+            wanted="the token that ends a response: every row is trained to end with it",
+            fix="name it in the base's tokenizer_config.json",
+        )
+    encoder = EpisodeEncoder(tokenizer, ends=ends)
 
     def encoded(line: TrainingRow) -> Example:
         if isinstance(line, PromptLine):
-            return encode_line(tokenizer, line)
+            return encode_line(tokenizer, line, ends)
         ids, learned = encoder.encode(line)
         return {"input_ids": ids, "labels": [i if learn else IGNORED for i, learn in zip(ids, learned, strict=True)]}
 
@@ -219,11 +245,10 @@ def collate(batch: list[Example]) -> dict[str, torch.Tensor | int]:
     }
 
 
-def _until_end(ids: list[int], eos: int) -> list[int]:
+def _until_end(ids: list[int], eos: int, ends: Sequence[int]) -> list[int]:
     """Cut the ids after the last end token, or add one: a model never generates what a template writes after it."""
-    if eos not in ids:
-        return [*ids, eos]
-    return ids[: len(ids) - ids[::-1].index(eos)]
+    last = max((place for place, token in enumerate(ids) if token == eos or token in ends), default=None)
+    return [*ids, eos] if last is None else ids[: last + 1]
 
 
 def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> str:

@@ -9,6 +9,7 @@ A finished directory says in `training.json` how it was made; the same spec skip
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -132,6 +133,13 @@ def _read(paths: Sequence[Path]) -> tuple[tuple[PromptLine | EpisodeRow, ...], l
 def _with_completions(path: Path) -> list[PromptLine]:
     lines = read_prompt_lines(path)
     for number, line in enumerate(lines, start=1):
+        if not line.prompt:
+            raise PromptError.at(
+                f"{path}, row {number}: prompt",
+                found=f"{line.prompt!r}",
+                wanted="text or messages that the completion follows: without them its first token has no prediction",
+                fix="delete this row, or move the beginning of its completion into the prompt",
+            )
         if line.completion is None or isinstance(line.prompt, str) != isinstance(line.completion, str):
             raise PromptError.at(
                 f"{path}, row {number}: completion",
@@ -224,17 +232,33 @@ def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Prog
 def _fit_adapter(
     spec: ExpertsSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: TrainingJob, progress: Progress
 ) -> PreTrainedModel:
-    """Train LoRA adapters on `model`; returns it with the adapters merged into its weights."""
+    """Train LoRA adapters on `model`; returns it with the adapters merged into its weights. Raises: ConfigError for modules that
+    it does not have."""
     from peft import LoraConfig, get_peft_model
 
     assert job.train is not None
     config = LoraConfig(
         r=spec.lora.r, lora_alpha=spec.lora.alpha, target_modules=spec.lora.target_modules, task_type="CAUSAL_LM"
     )
-    adapted = get_peft_model(model, config)
+    try:
+        adapted = get_peft_model(model, config)
+    except (ValueError, re.error) as error:  # a text is a regular expression
+        raise _no_modules(model, spec.lora.target_modules, str(error)) from None
     _fit(adapted, tokenizer, job, job.train, spec.seed, progress)
     merged: PreTrainedModel = adapted.merge_and_unload()
     return merged
+
+
+def _no_modules(model: PreTrainedModel, targets: str | list[str], why: str) -> ConfigError:
+    import torch
+
+    linear = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+    return ConfigError.at(
+        "lora.target_modules",
+        found=f"{targets!r}: {why}",
+        wanted=f"modules of the base, such as {', '.join(sorted(linear))}, or all-linear",
+        fix="correct the names",
+    )
 
 
 def _fit(
@@ -247,7 +271,7 @@ def _fit(
 ) -> None:
     from experts.sft import encode_lines, fine_tune
 
-    examples = encode_lines(tokenizer, job.lines, train.max_length)
+    examples = encode_lines(tokenizer, job.lines, train.max_length, _ends(model))
     if len(examples) < len(job.lines):
         progress(
             f"{job.name}: left out {len(job.lines) - len(examples)} of {len(job.lines)} rows, longer than max_length {train.max_length}"
@@ -258,6 +282,13 @@ def _fit(
         progress(f"{job.name}: step {step}/{train.max_steps}  loss {loss:.3f}  {time.monotonic() - start:.0f} s")
 
     fine_tune(model, examples, train, seed=seed, scratch=staging(job), report=report)
+
+
+def _ends(model: Any) -> list[int]:
+    """The ids that end a response of the model, as its files name them beside its tokenizer's."""
+    named = model.generation_config.eos_token_id
+    found = model.config.eos_token_id if named is None else named
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 def _new_model(shape: FromScratch) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opd.errors import ModelError
+
 State = dict[str, Tensor]
 
 
@@ -62,14 +64,39 @@ def attention_of(model_dir: Path) -> str:
     return attention(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
 
 
+def config_of(model_dir: Path) -> Any:
+    """transformers' config of a model directory; no code from it is run. Raises: ModelError for one that it does not know."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    except ValueError as error:
+        raise _unknown(model_dir, str(error)) from None
+
+
+def _unknown(model_dir: Path, found: str) -> ModelError:
+    return ModelError.at(
+        f"{model_dir / 'config.json'}: model_type",
+        found=found,
+        wanted="a causal language model that the installed transformers knows",
+        fix="take another model, or the version of transformers that knows this one",
+    )
+
+
 def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
-    """transformers' causal language model of a directory, from safetensors alone; no code from it is run."""
+    """transformers' causal language model of a directory, from safetensors alone; no code from it is run.
+
+    Raises: ModelError if transformers has none for its config.
+    """
     from transformers import AutoModelForCausalLM
 
+    config = config_of(model_dir)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise _unknown(model_dir, f"{config.model_type}, which transformers has no causal language model for")
     return AutoModelForCausalLM.from_pretrained(
         model_dir,
         dtype=dtype,
-        attn_implementation=attention_of(model_dir),
+        attn_implementation=attention(config),
         use_safetensors=True,
         trust_remote_code=False,
     )

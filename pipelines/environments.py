@@ -55,9 +55,9 @@ def write_prefixes(episodes: Path, model: Path, output: Path) -> tuple[int, int]
 
     Raises: PromptError, ModelError: see `experts.episodes.prefixes`; ModelError for a directory that is no model.
     """
-    inspect_model(model, hash_weights=False)
+    ends = inspect_model(model, hash_weights=False).eos_token_ids
     find_source(episodes)  # a missing file is found before the tokenizer's package is imported
-    found = read_prefixes(episodes, load_tokenizer(model))
+    found = read_prefixes(episodes, load_tokenizer(model), ends)
     return _write(found.rows, output), found.left_out
 
 

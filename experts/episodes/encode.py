@@ -28,14 +28,22 @@ if TYPE_CHECKING:
 class EpisodeEncoder:
     """Turns episodes into tokens with one tokenizer. Its chat template is proven once, when the first chat comes.
 
-    `day` is the date for a chat template that asks for one; None: today. `parser` is the name of the format of tool calls.
+    `day` is the date for a chat template that asks for one; None: today. `parser` is the name of the format of tool calls. `ends`
+    are the model's end tokens, for a template that ends turns with another one than the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, day: date | None = None, parser: str = AUTO) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        day: date | None = None,
+        parser: str = AUTO,
+        ends: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._day = day
         self._parser = parser
         self._end: int = tokenizer.eos_token_id
+        self._stops = sorted({self._end, *ends})
         self._appender: ChatAppender | None = None
 
     def encode(self, row: EpisodeRow) -> tuple[list[int], list[bool]]:
@@ -80,10 +88,11 @@ class EpisodeEncoder:
 
     def _turns(self, row: EpisodeRow, dialogue: Dialogue) -> Iterator[tuple[list[int], list[int], bool]]:
         read = dialogue.first(row.prompt, _first(row.observations[0]))
+        end = self._end if self._appender is None or isinstance(row.prompt, str) else self._appender.end_id
         for number, turn in enumerate(row.turns):
             if number:
                 read = self._after(dialogue, row.observations[number])
-            yield read, [*encode_text(self._tokenizer, turn["content"]), self._end], learned(turn)
+            yield read, [*encode_text(self._tokenizer, turn["content"]), end], learned(turn)
 
     def _after(self, dialogue: Dialogue, messages: Sequence[Turn]) -> list[int]:
         """Tokens between a turn and the next one."""
@@ -95,7 +104,7 @@ class EpisodeEncoder:
         if isinstance(row.prompt, str):
             return PlainDialogue(self._tokenizer, row.tools)
         if self._appender is None:
-            self._appender = ChatAppender(self._tokenizer, [self._end], self._day, self._parser)
+            self._appender = ChatAppender(self._tokenizer, self._stops, self._day, self._parser)
         return ChatDialogue(self._appender, row.tools)
 
 

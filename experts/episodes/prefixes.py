@@ -11,6 +11,7 @@ rollout of the same turns has: so the expert is asked about sequences that it kn
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,13 @@ class Prefixes:
     """Prefixes whose text would become other tokens."""
 
 
-def read_prefixes(episodes: Path, tokenizer: Any) -> Prefixes:
-    """A row for every turn of every episode in a file, in order. The answer is the turn, unless it is a mistake.
+def read_prefixes(episodes: Path, tokenizer: Any, ends: Sequence[int] = ()) -> Prefixes:
+    """A row for every turn of every episode in a file, in order. The answer is the turn, unless it is a mistake. `ends` are the
+    model's end tokens, beside the tokenizer's own.
 
     Raises: PromptError for a broken row, or if no prefix is left; ModelError for a chat template that cannot append.
     """
-    encoder = EpisodeEncoder(tokenizer)
+    encoder = EpisodeEncoder(tokenizer, ends=ends)
     found: list[dict[str, Any]] = []
     left_out = 0
     for row, (_, data) in zip(

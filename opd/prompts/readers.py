@@ -56,7 +56,7 @@ def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
         if source.kind == "jsonl":
             prompt = config.columns.get("prompt", "prompt")
             for place, row in _json_lines(file, shown):
-                yield place, _without_empty(row, prompt) if kept(row, config, text=False) else None
+                yield place, _from_json(row, prompt) if kept(row, config, text=False) else None
         elif source.kind == "csv":
             yield from _tables(shown, _csv(file, shown, config), _from_text, config)
         else:
@@ -113,9 +113,17 @@ def _rest(opened: Any) -> int:
     return total
 
 
-def _without_empty(row: Any, prompt: str) -> Any:
-    """Drop columns that are null, as an empty cell of a table is dropped: `datasets` writes such nulls."""
-    return {k: v for k, v in row.items() if v is not None or k == prompt} if isinstance(row, dict) else row
+def _from_json(row: Any, prompt: str) -> Any:
+    """Drop what is null, columns and keys of chat messages, as it is dropped of a table: `datasets` writes such nulls. A null that
+    a message must not have stays, to be refused by its key."""
+    if not isinstance(row, dict):
+        return row
+    return {name: _messages(value, ("role", "content")) for name, value in _without_empty(row, prompt).items()}
+
+
+def _without_empty(row: dict[str, Any], prompt: str) -> dict[str, Any]:
+    """Drop columns that are null."""
+    return {name: value for name, value in row.items() if value is not None or name == prompt}
 
 
 # Tables, by `datasets`
@@ -261,10 +269,10 @@ def _from_table(row: dict[str, Any], prompt: str) -> dict[str, Any]:
     return {name: _messages(value) for name, value in _without_empty(row, prompt).items()}
 
 
-def _messages(value: Any) -> Any:
-    """Drop the empty keys of chat messages: in a table every message has the keys of all."""
+def _messages(value: Any, but: Sequence[str] = ()) -> Any:
+    """Drop the empty keys of chat messages, `but` for these: in a table every message has the keys of all."""
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
-        return [{key: part for key, part in message.items() if part is not None} for message in value]
+        return [{key: part for key, part in message.items() if part is not None or key in but} for message in value]
     return value
 
 

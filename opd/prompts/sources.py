@@ -211,7 +211,8 @@ def _data_files(config: PromptsConfig, label: str) -> Source:
     here = config.path.is_dir()
     try:
         with quiet():
-            path = str(config.path.absolute()) if here else config.path.as_posix()
+            # The library resolves links and `..`, and names the files by what comes out.
+            path = str(config.path.resolve()) if here else config.path.as_posix()
             builder = datasets.load_dataset_builder(path, config.name, revision=config.revision)
             by_split: Mapping[str, Sequence[str]] = builder.config.data_files or {}
             kind = FROM_LIBRARY.get(builder.name)

@@ -17,7 +17,7 @@ from experts.bound_files import TOKENIZER_FILES
 from experts.licences import FILES as LICENCE_FILES
 from experts.safetensors_header import Tensor, read_header
 from experts.weight_files import weight_shards
-from opd.errors import RunDirError
+from opd.errors import ModelError, RunDirError
 from opd.files import atomic_write_text, replace_dir, storing
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.model_files import ModelFiles
@@ -59,7 +59,7 @@ def export(model: Found, output: Path, options: ExportOptions) -> list[Path]:
             _write_weights(model.path, temporary, options)
             _write_config(model.path, temporary, options.dtype)
             for pattern in BESIDE:
-                for file in model.path.glob(pattern):
+                for file in filter(Path.is_file, model.path.glob(pattern)):
                     shutil.copy(file, temporary / file.name)
             if converter is not None:
                 dtype = options.dtype or model.info.dtype
@@ -78,22 +78,36 @@ class _Cast:
         self._kept = _kept_in_float32(source, dtype) if dtype else None
 
     def __call__(self, name: str, tensor: Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Raises: ModelError for a number that would become infinite."""
         import torch
 
-        return value.to(getattr(torch, self._dtype)) if self._dtype and self._changes(name, tensor) else value
+        if not self._dtype or not self._changes(name, tensor):
+            return value
+        made = value.to(getattr(torch, self._dtype))
+        if not value.is_meta and bool((made.isinf() & ~value.isinf()).any()):
+            raise ModelError.at(
+                f"--dtype {self._dtype}: tensor `{name}`",
+                found=f"numbers up to {value.abs().max().item():g}, of which the largest would become infinite",
+                wanted=f"numbers up to {torch.finfo(made.dtype).max:g}",
+                fix="take bfloat16, which has the range of float32",
+            )
+        return made
 
     def _changes(self, name: str, tensor: Tensor) -> bool:
         return tensor.dtype in _FLOATS and not (self._kept and self._kept.search(name))
 
 
 def _kept_in_float32(source: Path, dtype: str) -> re.Pattern[str] | None:
-    """Names of the tensors that transformers keeps in float32 whatever dtype it is asked for; None if there are none."""
-    import_lightly(TRANSFORMERS)
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Names of the tensors that transformers keeps in float32 whatever dtype it is asked for; None if there are none.
 
-    made = AutoModelForCausalLM._model_mapping.get(
-        type(AutoConfig.from_pretrained(source, trust_remote_code=False)), None
-    )
+    Raises: ModelError for an architecture that transformers does not know.
+    """
+    import_lightly(TRANSFORMERS)
+    from transformers import AutoModelForCausalLM
+
+    from opd.model_weights import config_of
+
+    made = AutoModelForCausalLM._model_mapping.get(type(config_of(source)), None)
     names = set(made._keep_in_fp32_modules_strict or ()) if made else set()
     if made and dtype == "float16":
         names |= set(made._keep_in_fp32_modules or ())

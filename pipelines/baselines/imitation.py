@@ -157,7 +157,8 @@ def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
     """
     from experts.episodes.encode import EpisodeEncoder
 
-    encoder = EpisodeEncoder(inputs.tokenizer, inputs.template_date, config.student.tool_call_parser)
+    day, parser, ends = inputs.template_date, config.student.tool_call_parser, inputs.student.eos_token_ids
+    encoder = EpisodeEncoder(inputs.tokenizer, day, parser, ends)
     completions: Completions = {}
     for domain, prompts in inputs.prompts.items():
         source = prompts_of(domain, config.domains[domain], inputs.registered_prompts(domain))
@@ -166,11 +167,11 @@ def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
             fitting = _with_room(prompts, config)
             completions |= read_file_episodes(source, fitting, encoder, config.rollout.max_model_len)
         else:
-            completions |= _single_turns(rows, prompts, inputs.tokenizer)
+            completions |= _single_turns(rows, prompts, inputs.tokenizer, ends)
     return completions
 
 
-def _single_turns(rows: Rows, prompts: PromptTable, tokenizer: Any) -> dict[str, tuple[int, ...]]:
+def _single_turns(rows: Rows, prompts: PromptTable, tokenizer: Any, ends: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """The completion of every prompt. Raises: PromptError."""
     from experts.sft import IGNORED, encode_line
 
@@ -184,7 +185,7 @@ def _single_turns(rows: Rows, prompts: PromptTable, tokenizer: Any) -> dict[str,
                 wanted="the column `completion` in every line, or a whole episode in `messages`: mixed_sft learns it",
                 fix="add it, or compare with off_policy, which needs only prompts",
             )
-        labels = encode_line(tokenizer, line)["labels"]
+        labels = encode_line(tokenizer, line, ends)["labels"]
         completions[prompt.id] = tuple(i for i in labels if i != IGNORED)
     return completions
 

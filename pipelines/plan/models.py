@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from experts.adapter import AdapterInfo
+from experts.adapter import AdapterInfo, named_base
 from experts.json_files import read_as
 from experts.model_dir import ModelInfo
 from experts.registry import Registry, default_root
@@ -131,28 +131,32 @@ def _inline(name: str, given: ExpertConfig) -> tuple[Expert, Shape]:
         shape = read_shape(given.model)
         teacher = _teacher(name, given.model)
         return Expert(teacher=teacher, domain=given.domain, info=_info(given.model, shape), prompts=None), shape
-    lora = read_as(_Adapter, located(given.model, ADAPTER_CONFIG))
-    if given.base is None:
+    file = located(given.model, ADAPTER_CONFIG)
+    lora = read_as(_Adapter, file)
+    named = given.base or named_base(file.parent)
+    if named is None:
         raise ConfigError.at(
             f"experts.{name}.base",
-            found="nothing, for a LoRA adapter",
+            found="nothing, for a LoRA adapter that names no directory here",
             wanted="the adapter's base model, for whose shape the plan asks",
             fix=f"set experts.{name}.base to its directory",
         )
-    shape = read_shape(given.base)
+    # Adapters that name one directory in several ways share it.
+    base = given.base or named.resolve()
+    shape = read_shape(base)
     targets = lora.target_modules if isinstance(lora.target_modules, list) else None
     parameters, _ = shape.lora(lora.r, targets)
     adapter = AdapterInfo(
         path=str(given.model),
-        base=str(given.base),
+        base=str(base),
         rank=lora.r,
         alpha=lora.lora_alpha,
         target_modules=tuple(targets or ()),
         parameters=parameters,
         files={},
     )
-    info = _info(given.base, shape)
-    teacher = _teacher(name, given.base, given.model)
+    info = _info(base, shape)
+    teacher = _teacher(name, base, given.model)
     return Expert(teacher=teacher, domain=given.domain, info=info, adapter=adapter, prompts=None), shape
 
 

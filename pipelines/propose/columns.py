@@ -11,7 +11,8 @@ from typing import Any
 
 from opd.config.prompts import Column, PromptsConfig
 from opd.errors import ConfigError, PromptError
-from opd.prompts.readers import source_rows
+from opd.prompts.line import BrokenRow
+from opd.prompts.readers import Place, source_rows
 from opd.prompts.sources import Source, find_source, library
 
 ASKING = (
@@ -134,13 +135,10 @@ def first_rows(source: Source) -> tuple[list[str], Sequence[Row]]:
     file = source.files[0]
     try:
         if source.kind == "jsonl":
-            plain = PromptsConfig(path=file)
-            rows = [row for _, row in islice(source_rows(source, plain), FIRST_ROWS) if isinstance(row, dict)]
+            rows = [_object(*found) for found in islice(source_rows(source, PromptsConfig(path=file)), FIRST_ROWS)]
             return list(dict.fromkeys(name for row in rows for name in row)), rows
         if source.kind == "csv":
-            with file.open(encoding="utf-8-sig", newline="", errors="replace") as opened:
-                reader = csv.DictReader(opened)
-                return list(reader.fieldnames or ()), list(islice(reader, FIRST_ROWS))
+            return _first_of_csv(file)
         if source.kind == "parquet":
             return _first_of_parquet(file)
         assert source.directory is not None
@@ -153,6 +151,20 @@ def first_rows(source: Source) -> tuple[list[str], Sequence[Row]]:
             wanted="the format of its ending: .csv with a header, or .parquet",
             fix="write it again, or give a JSONL file",
         ) from None
+
+
+def _object(place: Place, row: Any) -> Row:
+    """The row of a JSONL file, if it has columns. Raises: PromptError."""
+    if not isinstance(row, dict):
+        raise place.refusal(BrokenRow(f"a {type(row).__name__}", "write every row as an object on a line of its own"))
+    return row
+
+
+def _first_of_csv(file: Path) -> tuple[list[str], Sequence[Row]]:
+    with file.open(encoding="utf-8-sig", newline="", errors="replace") as opened:
+        rows = (row for row in csv.reader(opened) if row)  # blank lines are passed over, as when all of it is read
+        names = next(rows, [])
+        return names, [dict(zip(names, row, strict=False)) for row in islice(rows, FIRST_ROWS)]
 
 
 def _first_of_parquet(file: Path) -> tuple[list[str], Sequence[Row]]:

@@ -126,9 +126,14 @@ def _seen(name: str, sources: Sources, tokenizer: Any, chosen: Callable[[str, st
 
 def _plainer(sources: Sources, tokenizer: Any) -> Sources:
     """The sources without `chat` where the template puts no words around a text: a model with such a template never chatted."""
+    from jinja2 import TemplateError
+
     if sources.settled or not sources.training.chat:
         return sources
-    around = render_prompt(tokenizer, [{"role": "user", "content": "?"}])
+    try:
+        around = render_prompt(tokenizer, [{"role": "user", "content": "?"}])
+    except (TemplateError, ValueError, TypeError):
+        return sources  # whoever reads the prompts refuses the first one, by name
     if any(letter.isalpha() for letter in around):
         return sources
     exam = sources.exam and sources.exam.model_copy(update={"chat": False})

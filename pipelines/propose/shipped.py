@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experts.spec import find_spec
+from opd.errors import ConfigError
 from opd.text import as_typed
 from pipelines.catalog import find
 
@@ -60,8 +61,16 @@ RECIPES: dict[str, Recipe] = {
 
 
 def files_of(name: str, pipeline: Path) -> dict[Path, str]:
-    """The files to write: the pipeline, and beside it the spec that its experts are trained by."""
+    """The files to write: the pipeline, and beside it the spec that its experts are trained by. Raises: ConfigError if both would
+    have one name."""
     recipe = RECIPES[name]
+    if recipe.spec and pipeline.name == f"{recipe.spec}.yaml":
+        raise ConfigError.at(
+            pipeline,
+            found="the name of the training spec that is written beside the pipeline",
+            wanted="another name for the pipeline",
+            fix=f"--output {as_typed(pipeline.with_name(f'{name}.yaml'))}",
+        )
     texts = {pipeline: find(name).read_text(encoding="utf-8")}
     if recipe.spec:
         texts[pipeline.with_name(f"{recipe.spec}.yaml")] = find_spec(recipe.spec).read_text(encoding="utf-8")

@@ -67,8 +67,21 @@ def _up(value: int, step: int) -> int:
 def cache_gib(student: Path, rollout: Data) -> int:
     """GiB of a CPU engine's key-value cache in which `AT_ONCE` of the longest sequences have room."""
     keys = sum(t.shape[0] for name, t in weight_tensors(student).items() if name.endswith("k_proj.weight"))
+    keys = keys or _keys_by_config(student)
     width = DTYPE_BYTES[rollout["dtype"]]
     return max(1, -(-AT_ONCE * rollout["max_model_len"] * 2 * keys * width >> 30))
+
+
+def _keys_by_config(student: Path) -> int:
+    """Numbers of a token's keys in all layers, for a model that has them in one matrix with queries and values."""
+    from opd.model_weights import config_of
+
+    config = config_of(student).get_text_config(decoder=True)
+    layers, heads, width = (
+        getattr(config, key, None) or 0 for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
+    head = getattr(config, "head_dim", None) or width // max(1, heads)
+    return int(layers * (getattr(config, "num_key_value_heads", None) or heads) * head)
 
 
 def choose_sizes(parameters: int, domains: int, machine: Machine) -> Data:

@@ -90,6 +90,7 @@ class ChatAppender:
         """
         self._tokenizer = tokenizer
         self._day = day
+        self._stop_ids = list(stop_token_ids)
         self._stops: list[str] = [tokenizer.decode([i], skip_special_tokens=False) for i in stop_token_ids]
         self._special = special_texts(tokenizer)
         self._closer = ""
@@ -106,6 +107,11 @@ class ChatAppender:
         """Whether the template tells of tools as the format has it; else they stand in the system message, and results in a
         user's."""
         self._kept = {} if self._format is None else kept_marks(tokenizer, self._format.marks)
+
+    @property
+    def end_id(self) -> int:
+        """The end token that the template writes after a turn of the assistant."""
+        return self._stop_ids[self._stops.index(self._closer)]
 
     def first(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Token ids of the messages that come before the first turn. Raises: what the template raises."""

@@ -9,6 +9,7 @@ from experts.json_files import read_json, validated
 from experts.weight_files import weight_tensors
 from opd.errors import ModelError
 from pipelines.catalog import PLANS
+from pipelines.plan.shapes import attention, feed_forward
 from pipelines.plan.shapes.attention import grouped, latent
 from pipelines.plan.shapes.config import ShapeConfig
 from pipelines.plan.shapes.feed_forward import dense, mixture
@@ -20,7 +21,7 @@ KINDS: dict[str, tuple[Callable[[ShapeConfig], Attention], Callable[[ShapeConfig
     "qwen2": (grouped, dense),
     "qwen3": (grouped, dense),
     "smollm3": (grouped, dense),
-    "phi3": (grouped, dense),
+    "phi3": (attention.fused, feed_forward.fused),
     "mixtral": (grouped, mixture),
     "qwen3_moe": (grouped, mixture),
     "deepseek_v3": (latent, mixture),
@@ -41,7 +42,7 @@ def shape_of(config: ShapeConfig, where: object) -> Shape:
             wanted=f"one of: {', '.join(KINDS)}",
             fix="a plan needs formulas for the architecture: pipelines/plan/shapes/ has them, and a new kind is a few lines there",
         )
-    attention, feed_forward = KINDS[config.model_type]
+    heads, blocks = KINDS[config.model_type]
     return Shape(
         kind=config.model_type,
         layers=config.num_hidden_layers,
@@ -49,8 +50,8 @@ def shape_of(config: ShapeConfig, where: object) -> Shape:
         vocab=config.vocab_size,
         tied=config.tie_word_embeddings,
         context=config.max_position_embeddings,
-        attention=attention(config),
-        feed_forward=feed_forward(config),
+        attention=heads(config),
+        feed_forward=blocks(config),
     )
 
 

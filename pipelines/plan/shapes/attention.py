@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipelines.plan.shapes.config import ShapeConfig
 from pipelines.plan.shapes.shape import Attention, Part
+
+ALWAYS_WINDOWED = ("mistral", "mixtral", "phi3")
+"""Kinds whose window holds wherever the config has one; others ask `use_sliding_window` first."""
 
 
 def grouped(config: ShapeConfig) -> Attention:
@@ -20,8 +25,16 @@ def grouped(config: ShapeConfig) -> Attention:
         pair=layers * 2 * queries,
         kv_values=layers * 2 * keys,
         kv_split=config.num_key_value_heads or heads,
-        window=config.sliding_window if config.use_sliding_window else None,
+        window=config.sliding_window if config.use_sliding_window or config.model_type in ALWAYS_WINDOWED else None,
     )
+
+
+def fused(config: ShapeConfig) -> Attention:
+    """The same with queries, keys and values in one matrix."""
+    found = grouped(config)
+    queries, keys, values, out = found.parts
+    outputs = queries.outputs + keys.outputs + values.outputs
+    return replace(found, parts=(replace(queries, name="qkv_proj", outputs=outputs), out))
 
 
 def latent(config: ShapeConfig) -> Attention:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipelines.plan.shapes.config import ShapeConfig
 from pipelines.plan.shapes.shape import Part
 
@@ -9,6 +11,12 @@ from pipelines.plan.shapes.shape import Part
 def dense(config: ShapeConfig) -> tuple[Part, ...]:
     """Gate, up and down in every layer."""
     return _gated("", config.hidden_size, config.intermediate_size, config.num_hidden_layers)
+
+
+def fused(config: ShapeConfig) -> tuple[Part, ...]:
+    """The same with gate and up in one matrix."""
+    gate, _, down = dense(config)
+    return replace(gate, name="gate_up_proj", outputs=2 * gate.outputs), down
 
 
 def mixture(config: ShapeConfig) -> tuple[Part, ...]:

@@ -132,6 +132,15 @@ class Shape:
     def lora(self, rank: int, targets: Iterable[str] | None) -> tuple[int, int]:
         """(numbers of the adapters, numbers of the matrices that they change); `targets` None: all linear modules but the
         output head and routers."""
-        wanted = [p for p in self.parts if (p.name != "router" if targets is None else p.name in set(targets))]
-        adapters = sum(rank * (p.inputs + p.outputs) * p.stored * p.layers for p in wanted)
-        return adapters, sum(p.parameters for p in wanted)
+        adapted = [(p, self._adapted(p, targets)) for p in self.parts]
+        adapters = sum(rank * (p.inputs + p.outputs) * p.stored * layers for p, layers in adapted)
+        return adapters, sum(p.parameters // p.layers * layers for p, layers in adapted)
+
+    def _adapted(self, part: Part, targets: Iterable[str] | None) -> int:
+        """Layers whose matrix of this kind gets an adapter; a target is the end of a module's full name."""
+        if targets is None:
+            return 0 if part.name == "router" else part.layers
+        block = "self_attn" if part in self.attention.parts else "mlp"
+        ends = [f".{target}" for target in targets if part.name in (target, target.rpartition(".")[2])]
+        names = (f".model.layers.{layer}.{block}.{part.name}" for layer in range(part.layers))
+        return sum(name.endswith(tuple(ends)) for name in names)

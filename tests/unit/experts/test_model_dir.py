@@ -458,3 +458,9 @@ def test_a_vocabulary_with_holes_is_refused(model: Path) -> None:
     with pytest.raises(ModelError, match="no token for 2 ids below 75: 4, 6") as error:
         inspect_model(model)
     assert "tokenizer.json" in str(error.value) and "<|unused_4|>" in str(error.value)
+
+
+def test_an_id_beyond_all_measure_is_refused_without_counting_up_to_it(model: Path) -> None:
+    edit(model / "tokenizer.json", added_tokens=[{"id": 1 << 60, "content": "<far>"}])
+    with pytest.raises(ModelError, match=r"no token for [\d,]+ ids below 1152921504606846976: \d+, \d+, \d+ \.\.\.\n"):
+        inspect_model(model)

@@ -109,6 +109,13 @@ def test_lora_leaves_a_plain_model_that_moved(raw: dict[str, Any]):
     assert moved == {key for key in base if "_proj" in key}, "adapters on all linear layers, merged; nothing else moves"
 
 
+@pytest.mark.parametrize("targets", [["q_prj"], "q_prj", "*"])
+def test_lora_of_modules_that_the_base_lacks_is_refused(raw: dict[str, Any], targets: Any):
+    with pytest.raises(ConfigError, match=r"(?s)^lora\.target_modules\n.*wanted: .*q_proj"):
+        run(raw | {"method": "lora", "lora": {"target_modules": targets}, "train": TRAIN | {"max_steps": 1}})
+    assert not (Path(raw["output_dir"]) / "mask").exists()
+
+
 def test_experts_keep_the_type_of_their_base(raw: dict[str, Any], tmp_path: Path, make_model_dir: Any):
     from transformers import AutoModelForCausalLM
 
@@ -165,6 +172,22 @@ def test_a_template_that_rewrites_the_prompt_is_refused():
     )
     with pytest.raises(PromptError, match="does not begin with its prompt"):
         encode_line(tokenizer, row)
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no system message') }}", "{% if %}"])
+def test_messages_that_the_template_refuses_are_named(template: str | None):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    row = PromptLine(prompt=[{"role": "user", "content": "ab"}], completion=[{"role": "assistant", "content": "ba"}])
+    with pytest.raises(PromptError, match=r"(?s)prompt \[.*'content': 'ab'.*chat template"):
+        encode_line(tokenizer, row)
+
+
+def test_a_tokenizer_without_an_end_token_is_refused():
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ModelError, match="eos_token"):
+        encode_lines(tokenizer, [PromptLine(prompt="rev ab=", completion="ba")], max_length=32)
 
 
 def test_rows_that_are_too_long_are_left_out_and_all_too_long_is_an_error():
@@ -254,6 +277,8 @@ def test_bad_input_is_refused_before_anything_is_written(
         ("{", "train.jsonl:2"),
         ('{"prompt": "upr a=", "answer": "A"}', "row 2: completion"),
         ('{"prompt": "upr a=", "completion": [{"role": "assistant", "content": "A"}]}', "row 2: completion"),
+        ('{"prompt": "", "completion": "A"}', "row 2: prompt"),
+        ('{"prompt": [], "completion": [{"role": "assistant", "content": "A"}]}', "row 2: prompt"),
     ],
 )
 def test_a_bad_line_is_named(raw: dict[str, Any], data: dict[str, str], line: str, says: str):

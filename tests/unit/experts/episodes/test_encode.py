@@ -110,6 +110,19 @@ def test_a_mistake_is_read_and_not_learned() -> None:
     assert "".join(shown) == "_" * len("maze\nb3:") + "N<eos>" + "_" * len("b2:S.b3:") + "E<eos>"
 
 
+def test_a_turn_ends_with_the_models_end_token_that_the_template_writes() -> None:
+    """As Gemma's do: the tokenizer's own end token is another one, and ends no turn."""
+    known, other = chat_tokenizer(), chat_tokenizer()
+    other.eos_token = "<|endoftext|>"
+    ends = [known.eos_token_id, other.eos_token_id]
+    row = episode_row({"messages": [*messages("1+2?", [("4", ("Sure?",)), ("3", ())])]})
+    assert EpisodeEncoder(other, ends=ends).encode(row) == EpisodeEncoder(known).encode(row)
+    line = PromptLine(prompt=[{"role": "user", "content": "1+2?"}], completion=[{"role": "assistant", "content": "3"}])
+    assert encode_lines(other, [line, row], 64, ends) == encode_lines(known, [line, row], 64)
+    (text,) = encode_lines(other, [PromptLine(prompt="1+2=", completion="3")], 64, ends)
+    assert text["input_ids"][-1] == other.eos_token_id
+
+
 def test_episodes_and_single_turns_share_a_batch() -> None:
     tokenizer = build_tokenizer()
     lines = [

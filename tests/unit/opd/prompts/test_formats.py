@@ -89,6 +89,24 @@ def test_names_with_special_signs_are_files(write_rows: WriteRows, tmp_path: Pat
         assert len(open_rows(odd)) == len(ROWS)
 
 
+@pytest.mark.parametrize("place", ["../files", "../link"])
+def test_a_directory_may_be_reached_through_its_parent_or_a_link(
+    place: str, write_rows: WriteRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(write_rows("files", ROWS))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    assert len(read_prompt_lines(Path(place))) == len(ROWS)
+    assert all(Path(shown).is_file() for shown in find_source(Path(place)).shown)
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.parquet"])
+def test_a_null_of_a_message_is_a_key_that_it_does_not_have(name: str, write_rows: WriteRows) -> None:
+    turn = {"role": "user", "content": "a", "name": None, "tool_calls": None}
+    (line,) = read_prompt_lines(write_rows(name, [{"prompt": [turn]}]))
+    assert line.prompt == [{"role": "user", "content": "a"}]
+
+
 def test_a_csv_with_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
     path = tmp_path / "p.csv"
     path.write_bytes("\ufeffprompt,answer\r\na,é\r\n\r\nb,\r\n".encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from cli import app
-from opd.errors import ConfigError, PromptError
+from opd.errors import ConfigError, ModelError, PromptError
 from pipelines.after.chat import Chat, ChatOptions, talk
 from pipelines.after.models import find_model
 
@@ -20,6 +21,15 @@ NEW = 6
 
 def chat(path: Path, **options: Any) -> Chat:
     return Chat(find_model(path, print), ChatOptions(**{"max_new_tokens": NEW} | options))
+
+
+@pytest.mark.parametrize("kind", ["newest", "t5"])
+def test_an_architecture_that_writes_no_text_is_refused(kind: str, make_model_dir: Any, tmp_path: Path) -> None:
+    source = make_model_dir(tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": kind}))
+    with pytest.raises(ModelError, match=rf"config.json: model_type\n  found:.*{kind}"):
+        chat(source)
 
 
 def greedy(path: Path, text: str) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from opd.errors import ConfigError, OpdError, RunDirError, RunError
+from opd.errors import ConfigError, ModelError, OpdError, RunDirError, RunError
 from pipelines.after.export import ExportOptions, export
 from pipelines.after.models import Found, find_model
 
@@ -56,6 +56,36 @@ def test_what_an_architecture_wants_in_float32_stays_so(make_mixture_dir: Callab
     kinds = {name: tensor.dtype for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items()}
     biases = {kind for name, kind in kinds.items() if name.endswith("e_score_correction_bias")}
     assert biases == {torch.float32} and kinds["model.norm.weight"] == torch.bfloat16
+
+
+def test_directories_beside_the_weights_stay_behind(make_model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_model_dir(tmp_path / "model")
+    for name in ("LICENSES", "tokenizer", "README.md"):
+        (source / name).mkdir()
+    files = export(found(source), tmp_path / "out", ExportOptions())
+    assert all(file.is_file() for file in files) and "tokenizer.json" in [file.name for file in files]
+
+
+def test_numbers_that_the_dtype_cannot_hold_are_refused(make_model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_model_dir(tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][3] = 70_000.0
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"(?s)tensor `model.norm.weight`.*bfloat16"):
+        export(found(source), tmp_path / "out", ExportOptions(dtype="float16"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    export(found(source), tmp_path / "out", ExportOptions(dtype="bfloat16"))
+
+
+def test_an_architecture_that_transformers_does_not_know_is_refused(
+    make_model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = make_model_dir(tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "newest"}))
+    with pytest.raises(ModelError, match="newest"):
+        export(found(source), tmp_path / "out", ExportOptions(dtype="bfloat16"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def converter(root: Path, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:

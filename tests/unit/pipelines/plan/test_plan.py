@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -279,6 +279,19 @@ def test_the_command(world: Any, tmp_path: Path) -> None:
     spec.write_text(shipped_specs()["two-cores"].read_text().replace("24GiB", "1GiB"))
     tight = CliRunner().invoke(app, ["plan", pipeline, "--cluster", str(spec)])
     assert tight.exit_code == 1 and "does it fit?" in tight.output, "a traceback has that code too"
+
+
+def test_an_adapter_that_names_its_base_is_planned_on_it(world: Any, make_adapter: Callable[..., Path]) -> None:
+    make_adapter(world.root / "low", world.root / "base")
+    world.data["experts"]["rev"]["model"] = "low"
+    world.write()
+    (expert, _) = read_models(load_pipeline(world.root / "pipeline.yaml")).inputs.experts.values()
+    assert expert.adapter is not None and expert.adapter.base == str(world.root / "base")
+    make_adapter(world.root / "hub", world.root / "base", base_model_name_or_path="owner/base")
+    world.data["experts"]["rev"]["model"] = "hub"
+    world.write()
+    with pytest.raises(ConfigError, match=r"experts\.rev\.base"):
+        read_models(load_pipeline(world.root / "pipeline.yaml"))
 
 
 def test_a_spec_that_lacks_a_reason_is_refused(tmp_path: Path) -> None:

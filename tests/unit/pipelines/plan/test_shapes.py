@@ -92,6 +92,44 @@ def test_adapters_are_two_matrices_for_each_target() -> None:
     assert pushed == 28 * 3584 * (3584 + 512)
 
 
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
+def test_adapters_of_all_linear_modules_are_those_of_transformers(kind: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4
+    )
+    config.update({"num_key_value_heads": 2, "vocab_size": 80, "pad_token_id": 0, "tie_word_embeddings": False})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"}
+    found = shape(config.to_dict())
+    wanted = (
+        sum(8 * (m.in_features + m.out_features) for m in linear.values()),
+        sum(m.weight.numel() for m in linear.values()),
+    )
+    assert found.lora(8, None) == found.lora(8, sorted({name.rpartition(".")[2] for name in linear})) == wanted
+    assert found.parameters == model.num_parameters()
+
+
+def test_targets_may_be_the_ends_of_full_names() -> None:
+    large = read_shape(Path("models/llama-3-70b"))
+    every, _ = large.lora(8, ["q_proj"])
+    assert large.lora(8, ["self_attn.q_proj"])[0] == every
+    assert large.lora(8, ["10.self_attn.q_proj", "layers.3.self_attn.q_proj"])[0] == 2 * every // 80
+    assert large.lora(8, ["0.self_attn.q_proj"])[0] == every // 80
+    assert large.lora(8, ["mlp.q_proj"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("kind", "window"), [("mistral", 64), ("phi3", 64), ("qwen2", None)])
+def test_a_window_holds_without_a_flag_where_the_family_has_none(kind: str, window: int | None) -> None:
+    dense = {key: value for key, value in MIXTRAL.items() if "experts" not in key}
+    found = shape(dense | {"model_type": kind, "sliding_window": 64})
+    assert found.attention.window == window
+    assert (found.forward(1, 500) == found.forward(1, 100)) == (window is not None)
+
+
 def test_a_model_on_disk_is_checked_against_its_weights(world: Any) -> None:
     student = Path(world.data["student"]["model"])
     found = read_shape(student)

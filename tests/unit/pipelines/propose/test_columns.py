@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from opd.config.prompts import PromptsConfig
 from opd.errors import ConfigError, PromptError
-from opd.prompts import PromptLine
+from opd.prompts import PromptLine, read_prompt_lines
 from pipelines.propose.columns import Columns, look_at_columns
 from pipelines.propose.verifiers import propose_verifier
 
@@ -86,6 +87,28 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.parquet").write_text("no table")
     with pytest.raises(PromptError, match="a file that cannot be read"):
         look_at_columns(tmp_path / "p.parquet", ())
+
+
+def test_blank_lines_before_the_header_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text('\n\nquestion,answer\n"a\n\nb",4\n\nc,5\n')
+    found = look_at_columns(tmp_path / "p.csv", ())
+    assert (found.prompt, found.answer) == ("question", "answer")
+    assert [
+        line.answer for line in read_prompt_lines(PromptsConfig(path=tmp_path / "p.csv", columns=found.renamed))
+    ] == [
+        "4",
+        "5",
+    ]
+
+
+@pytest.mark.parametrize("text", ['[{"instruction": "a", "output": "b"}]\n', '"text"\n'])
+def test_a_line_that_is_no_object_is_refused_as_a_merge_refuses_it(text: str, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(PromptError) as error:
+        look_at_columns(tmp_path / "p.json", ())
+    assert str(error.value).startswith(f"{tmp_path / 'p.json'}:1\n") and "wanted: one JSON object with" in str(
+        error.value
+    )
 
 
 def lines(*answers: str, **more: Any) -> list[PromptLine]:

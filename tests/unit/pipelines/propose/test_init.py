@@ -244,13 +244,26 @@ def a_directory(three: Path) -> tuple[list[str], list[str]]:
     return [*THREE, *FILES, "--output", "up", "--force"], ["up\n", "a directory"]
 
 
+def a_copy_over_its_spec(three: Path) -> tuple[list[str], list[str]]:
+    return ["--from", "quickstart", "--output", "quickstart-experts.yaml"], [
+        "quickstart-experts.yaml\n",
+        "training spec",
+    ]
+
+
+def a_template_that_refuses(three: Path) -> tuple[list[str], list[str]]:
+    for model in ("base", "rev", "up"):
+        (three / model / "chat_template.jinja").write_text("{{ raise_exception('a system message comes first') }}")
+    return [*THREE, *FILES], ["rev.csv: prompt rev/0", "a system message comes first"]
+
+
 def unknown_recipe(three: Path) -> tuple[list[str], list[str]]:
     return ["--from", "quikstart"], ["--from\n", "did you mean `quickstart`?"]
 
 
 REFUSED = (
     nothing, no_student, no_weights, other_tokens, no_base, no_question, no_verifier, unjudgeable, a_leak, file_is_there,
-    no_directory, a_schema_is_there, a_directory, unknown_recipe,
+    no_directory, a_schema_is_there, a_directory, a_copy_over_its_spec, a_template_that_refuses, unknown_recipe,
 )  # fmt: skip
 
 
