@@ -44,9 +44,11 @@ def _file(paths: RunPaths, exam: str) -> Path:
         )
     steps = list(paths.exams_by_step().values())
     wanted = [paths.exam(exam)] if exam else [paths.exam("after"), *reversed(steps), paths.exam("before")]
-    file = next((path for path in wanted if path.is_file()), None)
+    no_exams = (paths.matrix, paths.lm_eval)
+    file = next((path for path in wanted if path.is_file() and path not in no_exams), None)
     if file is None:
-        there = ", ".join(sorted(path.stem for path in paths.evaluation.glob("*.json"))) or "no exam"
+        exams = sorted(path.stem for path in paths.evaluation.glob("*.json") if path not in no_exams)
+        there = ", ".join(exams) or "no exam"
         raise RunDirError.at(
             paths.root,
             found=there,
