@@ -100,6 +100,13 @@ def test_numbers_are_read_and_the_rest_is_left_out() -> None:
     ]
 
 
+def test_what_one_model_has_no_number_for_is_a_dash() -> None:
+    assert task_rows({"a": {"t": {"acc,none": 0.5}}, "b": {"t": {"f1,none": 0.25}}, "c": {}}) == [
+        ("t", "acc,none", "0.500", "-", "-"),
+        ("t", "f1,none", "-", "0.250", "-"),
+    ]
+
+
 def test_without_tasks_the_harness_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     check_tasks(LMEvalConfig())
