@@ -84,6 +84,7 @@ def notices(run: RunFiles) -> list[str]:
     lines = [f"{label}: {why}; `{command}` measures it again" for command, (label, why) in found.items()]
     if why := stale_matrix(run):
         lines.append(
-            f"{RunPaths(run.root).matrix.relative_to(run.root)}: {why}; `opd evaluate --matrix {run.root}` measures it again"
+            f"{RunPaths(run.root).matrix.relative_to(run.root)}: {why}; `opd evaluate --matrix {as_typed(run.root)}` "
+            "measures it again"
         )
     return lines
