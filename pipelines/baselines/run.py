@@ -114,7 +114,11 @@ def _compute(
     for job in (job for job in jobs if job.method not in WEIGHT_METHODS):
         tell(f"{job.name}: begins")
         began = time.monotonic()
-        found = _merge_on_policy(job) if job.method == "opd" else _imitate(job, inputs, completions, _named(tell, job))
+        found = (
+            _merge_on_policy(job, inputs)
+            if job.method == "opd"
+            else _imitate(job, inputs, completions, _named(tell, job))
+        )
         yield job, _result(job, found, time.monotonic() - began)
 
 
@@ -233,10 +237,10 @@ def _imitate(job: BaselineJob, inputs: Inputs, completions: Completions, tell: C
     return _Found(scores=scores, tokens=tokens)
 
 
-def _merge_on_policy(job: BaselineJob) -> _Found:
+def _merge_on_policy(job: BaselineJob, inputs: Inputs) -> _Found:
     """Take the run directory's own merge, or run one with fewer steps; an interrupted one goes on."""
     paths = job.merge
-    drop_other_merge(job)
+    drop_other_merge(job, inputs)
     if not paths.report.exists():
         merging.start_or_resume(job.config, paths.root)
     after = Evaluation.load(paths.exam("after"))
