@@ -188,6 +188,38 @@ def test_results_of_another_merge_are_not_mixed_in(world: Any, runs: FakeRuns, t
         compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
 
 
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("domains", {"eval": {"prompts": "upper-eval.jsonl", "verifier": "last_line"}}),
+        ("domains", {"weight": 2.0}),
+        ("balance", "gap"),
+        ("student", {"lora": {"r": 2}}),
+    ],
+)
+def test_a_setting_that_decides_a_number_is_not_changed_half_way(
+    section: str, change: Any, world: Any, runs: FakeRuns, tmp_path: Path
+) -> None:
+    compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+    if section == "domains":
+        world.data["domains"]["upper"] |= change
+    elif section == "student":
+        world.data["student"] |= change
+    else:
+        world.data[section] = change
+    with pytest.raises(RunDirError, match=rf"seed-0\n  found:  a merge with other settings: {section}\n"):
+        compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+
+
+def test_a_task_file_of_the_harness_is_the_same_by_another_path(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
+    (world.root / "mine.yaml").touch()
+    world.data["evaluate"] = {"lm_eval": [str(world.root / "mine.yaml")]}
+    compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+    world.data["evaluate"] = {"lm_eval": ["mine.yaml"]}  # a run directory has it as an absolute path
+    compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+    assert runs.merges == ["start seed-0 seed 0"]
+
+
 def test_what_a_baseline_lacks_is_told_before_the_first_merge(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="no completion"):
         compare(load_pipeline(world.write()), tmp_path / "out", [0], ["opd", "mixed_sft"], [1.0], lambda line: None)
