@@ -312,7 +312,7 @@ def _evaluations(run: RunFiles) -> list[dict[str, Any]]:
     found |= {step: (e.accuracy, e) for step, e in run.during.items() if step in tokens}
     if run.before:
         found[0] = (run.before.accuracy, run.before)
-    if run.after:
+    if run.after and last:  # without metrics.jsonl its step is not known
         found[last] = (run.after.accuracy, run.after)
     return [
         {"step": step, "tokens": tokens[step], "accuracy": accuracy, **_mean_gain(run, accuracy, evaluation)}
