@@ -124,7 +124,7 @@ class Comparer:
 
     def _nll(self, teacher: Teacher, texts: Sequence[Rollout]) -> tuple[float | None, float | None]:
         """Mean NLL of prompts and of answers; the first token of a text is read only."""
-        lengths = {t.sample_id: len(t.prompt_ids) - 1 for t in texts}
+        lengths = {t.sample_id: max(0, len(t.prompt_ids) - 1) for t in texts}  # a prompt may have no text
         whole = [_from_second_token(t) for t in texts if len(t.prompt_ids) + len(t.response_ids) > 1]
         prompts: list[float] = []
         answers: list[float] = []
