@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -138,7 +139,7 @@ def _settings(config: LMEvalConfig, model_dir: Path, dtype: str, results: Path) 
 def read_results(data: Mapping[str, Any]) -> TaskScores:
     """The numbers of a results file of the harness; names and aliases, and what it could not compute, are left out."""
     return {
-        task: {key: float(value) for key, value in entry.items() if isinstance(value, int | float)}
+        task: {key: float(value) for key, value in entry.items() if isinstance(value, int | float) and isfinite(value)}
         for task, entry in data["results"].items()
     }
 
