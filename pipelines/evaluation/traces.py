@@ -14,7 +14,7 @@ from opd.run_dir import RunPaths
 def episodes_of(run_dir: Path, exam: str, domains: Sequence[str], limit: int) -> list[Answer]:
     """The first `limit` episodes of each of these domains, or of all, in one exam; by default the newest of the student.
 
-    Raises: RunDirError if there is no such exam, or no episode in it.
+    Raises: RunDirError if there is no such exam, if its file is damaged, or if it has no episode.
     """
     found = Evaluation.load(_file(RunPaths(run_dir), exam))
     kept: Counter[str] = Counter()
