@@ -279,7 +279,8 @@ def draw(rows: Sequence[ComparisonRow], path: Path) -> None:
     axes.set_xticks(shares, [f"{share:g}" for share in shares], minor=False)
     axes.minorticks_off()
     axes.grid(True, alpha=0.3)
-    axes.legend(loc="lower right")
+    if shares:  # levels have their names beside them
+        axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)

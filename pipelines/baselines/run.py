@@ -47,6 +47,8 @@ def compute(
     Raises: OpdError before any compute; RunError if one fails (those before it are on disk); Interrupted after Ctrl-C in
     a merge.
     """
+    if not jobs:  # a comparison's later seeds, where no method depends on the seed
+        return []
     refuse_without_experts(jobs[0].config, "`opd baseline`")
     inputs = read_inputs(jobs[0].config)  # the share does not change what is checked
     refuse_other_inputs(jobs[0].root, jobs[0], inputs)

@@ -16,6 +16,7 @@ from opd.evaluation.scores import DomainScore, Evaluation
 from pipelines.baselines import comparison as comparing
 from pipelines.baselines.comparison import SeedMean, compare, mean_headroom
 from pipelines.baselines.jobs import BaselineJob
+from pipelines.baselines.run import compute as compute_baselines
 
 
 def scores(**accuracy: float) -> dict[str, DomainScore]:
@@ -144,6 +145,17 @@ def test_a_table_with_verdicts_at_equal_shares(world: Any, runs: FakeRuns, tmp_p
     assert len(by_key["ties", None].accuracy.by_seed) == 1, "no seed has a part in it"
     assert "seed-1/ties" not in runs.computed
     assert {"seed-0/ties", "seed-2/dare_ties", "seed-2/opd-0.1"} <= set(runs.computed)
+
+
+def test_seeds_after_the_first_may_have_no_baseline_at_all(
+    world: Any, runs: FakeRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        comparing, "compute", lambda jobs, tell: runs.compute(jobs, tell) if jobs else compute_baselines(jobs, tell)
+    )
+    (row,) = compare(load_pipeline(world.write()), tmp_path / "out", [0, 1], ["ties"], [1.0], lambda line: None)
+    assert (row.accuracy.by_seed, row.verdict, runs.computed) == ((0.4,), "", ["seed-0/ties"])
+    assert (tmp_path / "out" / "comparison.svg").exists()
 
 
 @pytest.mark.usefixtures("with_completions")
