@@ -21,6 +21,7 @@ from opd.report.exams import agent_exams, latest, moves
 from opd.report.rewards import reward_plots
 from opd.report.run import RunFiles
 from opd.report.stale import stale_matrix
+from opd.report.tables import trained_on
 
 SAMPLES_PER_DOMAIN = 4
 MOST_SAMPLES = 200
@@ -105,6 +106,7 @@ def render(report: Mapping[str, Any], run: RunFiles) -> str:
         style=_file("page.css"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        trained_on=trained_on(report),
         worst=_extreme(complete, "headroom", min),
         most_lost=_extreme(complete, "regression", max),
         domains=_domain_keys(report),
