@@ -15,7 +15,7 @@ import pytest
 
 from opd.errors import RunDirError
 from opd.evaluation.scores import Evaluation
-from opd.report import Gate, write_report
+from opd.report import Gate, figures, write_report
 from opd.report.drawing import thousands
 from opd.report.page import LONGEST_TEXT, SAMPLES_PER_DOMAIN, duration, visible
 
@@ -209,6 +209,19 @@ def test_the_mean_headroom_says_how_many_domains_it_is_over(run_dir: Path, no_pl
         file.unlink()  # no intervals
     text, _ = written(run_dir)
     assert "over 2 domains" in text, "the expert of the third is no better than the student"
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ([7], ["end (step 7)"]),
+        ([1, 2], ["start (step 1)", "end (step 2)"]),
+        ([1, 2, 3], ["start (step 1)", "middle (step 2)", "end (step 3)"]),
+    ],
+)
+def test_the_loss_by_position_says_which_step_it_is_of(step: list[int], words: list[str]) -> None:
+    plot = figures.positions(step, {"0": [0.5] * len(step), "1": [0.25] * len(step)})
+    assert [word for _, word in plot.legend] == words
 
 
 def test_many_domains(run_dir: Path) -> None:
