@@ -21,7 +21,7 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import Evaluation
-from opd.files import atomic_write_text
+from opd.files import atomic_file, atomic_write_text
 from opd.report import headroom
 from opd.run_dir import EXAMS, ComparisonPaths, RunPaths
 from opd.settings import validate
@@ -282,5 +282,6 @@ def draw(rows: Sequence[ComparisonRow], path: Path) -> None:
     if shares:  # levels have their names beside them
         axes.legend(loc="lower right")
     figure.tight_layout()
-    figure.savefig(path)
+    with atomic_file(path) as file:
+        figure.savefig(file, format="svg")
     plt.close(figure)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import PromptError, RunDirError
@@ -173,6 +174,18 @@ def test_the_files(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     assert [len(line.split("|")) for line in table[:10]] == [8] * 10
     assert "of the experts: 0.700" in table[-1]
     assert "<svg" in (root / "comparison.svg").read_text()
+
+
+def test_the_picture_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(figure: Figure, target: Any, **_: Any) -> None:
+        target.write(b"<sv") if hasattr(target, "write") else Path(target).write_bytes(b"<sv")
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "comparison.svg").write_text("the one before")
+    monkeypatch.setattr(Figure, "savefig", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        comparing.draw([], tmp_path / "comparison.svg")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("comparison.svg", "the one before")]
 
 
 def test_an_interrupted_merge_goes_on_and_a_finished_one_is_left(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
