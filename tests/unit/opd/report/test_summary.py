@@ -11,6 +11,7 @@ import pytest
 
 from opd.errors import RunDirError
 from opd.report import build_report, domain_rows, full_report, headroom, read_run
+from opd.report.exams import latest
 from opd.report.summary import POINTS, curves
 from opd.run_dir import EXAMS
 from opd.step_record import StepRecord
@@ -216,6 +217,15 @@ def test_an_exam_whose_step_has_no_record_yet_does_not_count(run_dir: Path) -> N
     low, high = found["domains"]["letters"]["after_interval"]
     assert low < found["domains"]["letters"]["after"] == 0.55 < high, "number and interval are of one exam"
     assert found["unfinished"].endswith("the last evaluation so far, after step 2")
+
+
+def test_without_the_last_exams_file_no_earlier_one_stands_for_it(run_dir: Path) -> None:
+    (run_dir / "evaluation" / "after.json").unlink()
+    run = read_run(run_dir)
+    found = full_report(run)
+    assert found["domains"]["letters"]["after"] == 0.85, "of the stored report; the exam after step 2 had 0.55"
+    assert "after_interval" not in found["domains"]["letters"] and "mean_headroom_interval" not in found
+    assert latest(run) is None, "nor are its answers those of the merged model"
 
 
 def test_an_exam_that_only_the_records_have_is_an_evaluation_too(run_dir: Path) -> None:
