@@ -59,6 +59,8 @@ class Comparison:
         answers. A garbled one knows neither.
         """
         known = [nll for nll in (self.prompt_nll, self.answer_nll) if nll is not None]
+        if any(map(math.isnan, known)):  # of which `min` would make the other one
+            return math.nan
         return min(known) / math.log(vocab_size) if known else None
 
 

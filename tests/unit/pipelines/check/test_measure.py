@@ -142,6 +142,12 @@ def test_as_good_as_a_guess_is_garbled(prompt: float | None, answer: float | Non
     assert all("`a`" in f.message and "garbled" in f.message and "experts.a" in f.fix for f in found)
 
 
+@pytest.mark.parametrize(("prompt", "answer"), [(math.nan, 1.0), (1.0, math.nan)])
+def test_what_is_not_a_number_is_garbled_on_either_side(prompt: float, answer: float) -> None:
+    (finding,) = judged(one(0.1, 0.9, compared=replace(FINE, prompt_nll=prompt, answer_nll=answer)))
+    assert "garbled" in finding.message
+
+
 def test_a_broken_teacher_says_why_and_nothing_else() -> None:
     broken = Comparison(broken="teacher a: output head is not finite")
     (finding,) = judged(one(0.1, None, compared=broken))
