@@ -187,10 +187,12 @@ def _json(path: Path) -> Any:
 
 def _manifest(path: Path) -> dict[str, Any]:
     """Empty if there is none."""
+    if not path.exists():
+        return {}
     data = _json(path)
-    if data is not None and not isinstance(data, dict):
+    if not isinstance(data, dict):
         raise _damaged(path, "no mapping")
-    return data or {}
+    return data
 
 
 def _stored(path: Path) -> dict[str, Any] | None:
@@ -200,7 +202,8 @@ def _stored(path: Path) -> dict[str, Any] | None:
     missing = [key for key in STORED if key not in data] if isinstance(data, dict) else STORED
     if missing:
         raise _damaged(path, f"no {', '.join(missing)}")
-    return dict(data)
+    stored: dict[str, Any] = data
+    return stored
 
 
 def _records(path: Path) -> list[StepRecord]:
