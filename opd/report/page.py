@@ -106,7 +106,6 @@ def render(report: Mapping[str, Any], run: RunFiles) -> str:
         style=_file("page.css"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        trained_on=trained_on(report),
         worst=_extreme(complete, "headroom", min),
         most_lost=_extreme(complete, "regression", max),
         domains=_domain_keys(report),
@@ -141,7 +140,7 @@ def _cached(run: RunFiles) -> list[str]:
 def _with_gaps(report: Mapping[str, Any]) -> dict[str, Any]:
     """The report with None for every missing number, because the template refuses unknown names."""
     domains = {name: {**dict.fromkeys(INTERVALS), **d} for name, d in report["domains"].items()}
-    return {**dict.fromkeys(OPTIONAL), **report, "domains": domains}
+    return {**dict.fromkeys(OPTIONAL), **report, "domains": domains, "trained_on": trained_on(report)}
 
 
 def _extreme(report: Mapping[str, Any], key: str, choose: Any) -> tuple[str, Mapping[str, Any]] | None:
