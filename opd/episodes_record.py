@@ -86,7 +86,8 @@ class EpisodesRecord:
         """Inverse of `to_json`; keys of a newer release are ignored."""
         read = known(cls, data)
         guard = GuardRecord.from_json(read["guard"]) if read.get("guard") else None
-        return cls(**read | {"by_turn": tuple(TurnRecord(**turn) for turn in read.get("by_turn", ())), "guard": guard})
+        turns = tuple(TurnRecord(**known(TurnRecord, turn)) for turn in read.get("by_turn", ()))
+        return cls(**read | {"by_turn": turns, "guard": guard})
 
     def to_json(self) -> dict[str, Any]:
         """The fields that these episodes have, by name."""

@@ -212,17 +212,26 @@ class StepRecord:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
         read = known(cls, data)
-        read["domains"] = {name: DomainRecord(**known(DomainRecord, d)) for name, d in read.get("domains", {}).items()}
-        read["positions"] = {name: PositionRecord(**found) for name, found in read.get("positions", {}).items()}
-        read["episodes"] = {n: EpisodesRecord.from_json(found) for n, found in read.get("episodes", {}).items()}
+        domains, positions, episodes = (_mapping(read, key) for key in ("domains", "positions", "episodes"))
+        read["domains"] = {name: DomainRecord(**known(DomainRecord, found)) for name, found in domains.items()}
+        read["positions"] = {name: PositionRecord(**known(PositionRecord, found)) for name, found in positions.items()}
+        read["episodes"] = {name: EpisodesRecord.from_json(found) for name, found in episodes.items()}
         read["restarted"] = tuple(read.get("restarted", ()))
         read["alarms"] = tuple(AlarmRecord(**known(AlarmRecord, alarm)) for alarm in read.get("alarms", ()))
         read["stream"] = StreamRecord(**known(StreamRecord, read.get("stream", {})))
         if "reward" in read:
             read["reward"] = RewardRecord.from_json(read["reward"])
         if "checkpoint" in read:
-            read["checkpoint"] = SavedCheckpoint(**read["checkpoint"])
+            read["checkpoint"] = SavedCheckpoint(**known(SavedCheckpoint, read["checkpoint"]))
         return cls(**read)
+
+
+def _mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The mapping under a key, empty if there is none. Raises: TypeError if something else is there."""
+    found = data.get(key, {})
+    if not isinstance(found, Mapping):
+        raise TypeError(f"{found!r:.60} under {key} where a mapping was expected")
+    return found
 
 
 def of_domain(records: Sequence[StepRecord], domain: str) -> list[DomainRecord]:

@@ -37,6 +37,9 @@ from teachers.scorers import ScorerOptions, Server
 if TYPE_CHECKING:
     from experts.sft import ImitationSpec
 
+NUMPY_SEEDS = 1 << 32
+"""Number of seeds that numpy takes, which training on text and mergekit seed; a pipeline's may be larger."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForTraining:
@@ -234,7 +237,7 @@ def imitation_spec(config: PipelineConfig, micro_batch: int, accumulate: int) ->
         gradient_checkpointing=config.trainer.gradient_checkpointing,
         micro_batch=micro_batch,
         accumulate=accumulate,
-        seed=config.seed,
+        seed=config.seed % NUMPY_SEEDS,
     )
 
 

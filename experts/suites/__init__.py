@@ -41,7 +41,8 @@ def write_suite(
 
     Train and eval share no prompt, and the eval rows do not depend on how many train rows are asked for.
     Returns: {domain: {"train": path, "eval": path}}.
-    Raises: ConfigError for an unknown suite or domain, a row count below 1, or more different rows than a domain has.
+    Raises: ConfigError for an unknown suite or domain, a row count below 1, or more different rows than a domain has. A domain
+    of `rewards` gives as many train rows as it has, but not none.
     """
     _check_known(suite, SUITES, "suite")
     for domain in domains or ():
@@ -57,6 +58,13 @@ def write_suite(
 
 
 def _check_apart(domain: str, rows: Rows, eval: int) -> None:
+    if len(rows) <= eval:  # a domain may have fewer different rows than were asked for
+        raise ConfigError.at(
+            f"domain {domain}",
+            found=f"{len(rows)} different rows, of which none is left to train on",
+            wanted=f"more than the {eval} held-out ones",
+            fix="ask for fewer held-out rows",
+        )
     asked = [json.dumps(row["prompt"]) for row in rows]
     both = len(set(asked[:eval]) & set(asked[eval:]))
     if both:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from opd.evaluation.scores import DomainScore
+from opd.evaluation.scores import DomainScore, loaded
 from opd.files import atomic_write_text
 
 FORMAT = 1
@@ -57,8 +57,8 @@ class BaselineResult:
 
     @classmethod
     def load(cls, path: Path) -> BaselineResult:
-        """Read what `save` wrote. Raises: OSError."""
-        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        """Read what `save` wrote. Raises: OSError; RunDirError for a file that is damaged or of another format."""
+        return loaded(path, FORMAT, cls.from_json)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BaselineResult:

@@ -66,7 +66,7 @@ class EngineEvaluator:
             failed = [answer.error for answer in judged if answer.error]
             if failed:
                 last = failed[0].strip().splitlines()[-1]
-                who = "verifier" if judged[0].turns is None else "environment"
+                who = "verifier" if all(answer.turns is None for answer in judged) else "environment"
                 self._tell(
                     f"{model}: the {who} of {domain} raised on {len(failed)} of {len(judged)} answers, counted as wrong: {last}"
                 )

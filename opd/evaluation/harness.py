@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -138,23 +139,25 @@ def _settings(config: LMEvalConfig, model_dir: Path, dtype: str, results: Path) 
 def read_results(data: Mapping[str, Any]) -> TaskScores:
     """The numbers of a results file of the harness; names and aliases, and what it could not compute, are left out."""
     return {
-        task: {key: float(value) for key, value in entry.items() if isinstance(value, int | float)}
+        task: {key: float(value) for key, value in entry.items() if isinstance(value, int | float) and isfinite(value)}
         for task, entry in data["results"].items()
     }
 
 
 def task_rows(models: Mapping[str, TaskScores]) -> list[tuple[str, ...]]:
     """Task, metric, then for each model its value with the harness's standard error; `-` where there is none."""
-    tasks = next(iter(models.values()))
+    # Of every model, because what the harness could not compute for one is not among its numbers.
+    metrics = {(task, key): None for found in models.values() for task, entry in found.items() for key in entry}
     return [
-        (task, key, *(_shown(found[task], key) for found in models.values()))
-        for task, entry in tasks.items()
-        for key in entry
+        (task, key, *(_shown(found.get(task, {}), key) for found in models.values()))
+        for task, key in metrics
         if "," in key and "_stderr," not in key
     ]
 
 
 def _shown(entry: Mapping[str, float], key: str) -> str:
+    if key not in entry:
+        return "-"
     metric, _, rest = key.partition(",")
     error = entry.get(f"{metric}_stderr,{rest}")
     return f"{entry[key]:.3f}" + ("" if error is None else f" ± {error:.3f}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from opd.errors import RunDirError
 from opd.files import atomic_write_text
 
+T = TypeVar("T")
 FORMAT = 1
 
 
@@ -127,8 +129,8 @@ class Evaluation:
 
     @classmethod
     def load(cls, path: Path) -> Evaluation:
-        """Read what `save` wrote. Raises: OSError."""
-        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        """Read what `save` wrote. Raises: OSError; RunDirError for a file that is damaged or of another format."""
+        return loaded(path, FORMAT, cls.from_json)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Evaluation:
@@ -143,6 +145,25 @@ class Evaluation:
             weights=data.get("weights", {}),
             cached=data.get("cached", {}),
         )
+
+
+def loaded(path: Path, wanted: int, read: Callable[[Mapping[str, Any]], T]) -> T:
+    """What `read` makes of a result's file of the wanted format.
+
+    Raises: OSError; RunDirError for a file that is damaged or of another format.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != wanted:
+            raise ValueError(f"format {data['format']!r}")
+        return read(data)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunDirError.at(
+            path,
+            found=f"{type(error).__name__}: {error}",
+            wanted="the file as this version of opd wrote it",
+            fix="put it back, or move it away: what it held is then measured again",
+        ) from None
 
 
 def combined(evaluations: Sequence[Evaluation], model: str) -> Evaluation:

@@ -134,6 +134,6 @@ def domain_style(index: int) -> dict[str, Any]:
 def thousands(value: float) -> str:
     """12345 -> `12k`."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
+        if value >= 0.9995 * size:  # three digits of anything from there on are 1 of the unit
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"

@@ -25,8 +25,10 @@ class AgentExam:
 
 
 def latest(run: RunFiles) -> Evaluation | None:
-    """The exam of the merged model: that at the end, else the last so far."""
-    return run.after or (run.during[max(run.during)] if run.during else None)
+    """The exam of the merged model: that at the end, or while the merge goes on the last so far."""
+    if run.finished:
+        return run.after  # without its file an earlier exam is not that of the model whose numbers are shown
+    return run.during[max(run.during)] if run.during else None
 
 
 def answers(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, dict[str, float]]]:

@@ -273,7 +273,9 @@ def utilisation(shares: Mapping[str, float]) -> Plot:
 def positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
     """Loss against the place in the response, at the start, in the middle and at the end of the merge."""
     last = len(step) - 1
-    chosen = {0: ("before", "start"), last // 2: ("expert", "middle"), last: ("merged", "end")}
+    # Of a short merge several are one step: it is then the end, or else the start.
+    chosen = {last // 2: ("expert", "middle"), 0: ("before", "start"), last: ("merged", "end")}
+    chosen = dict(sorted(chosen.items()))
 
     def draw(axes: Axes) -> None:
         for index, (colour, _) in chosen.items():

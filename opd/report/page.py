@@ -21,6 +21,7 @@ from opd.report.exams import agent_exams, latest, moves
 from opd.report.rewards import reward_plots
 from opd.report.run import RunFiles
 from opd.report.stale import stale_matrix
+from opd.report.tables import trained_on
 
 SAMPLES_PER_DOMAIN = 4
 MOST_SAMPLES = 200
@@ -139,7 +140,7 @@ def _cached(run: RunFiles) -> list[str]:
 def _with_gaps(report: Mapping[str, Any]) -> dict[str, Any]:
     """The report with None for every missing number, because the template refuses unknown names."""
     domains = {name: {**dict.fromkeys(INTERVALS), **d} for name, d in report["domains"].items()}
-    return {**dict.fromkeys(OPTIONAL), **report, "domains": domains}
+    return {**dict.fromkeys(OPTIONAL), **report, "domains": domains, "trained_on": trained_on(report)}
 
 
 def _extreme(report: Mapping[str, Any], key: str, choose: Any) -> tuple[str, Mapping[str, Any]] | None:

@@ -89,7 +89,7 @@ def read_run(root: Path) -> RunFiles:
         stored=_stored(paths.report),
         pipeline_text=text,
         pipeline=pipeline,
-        manifest=_json(paths.manifest) or {},
+        manifest=_manifest(paths.manifest),
         records=_records(paths.metrics),
         before=_evaluation(paths.exam("before")),
         expert=_evaluation(paths.exam("expert")),
@@ -106,12 +106,16 @@ def read_run(root: Path) -> RunFiles:
 
 
 def _of_its_steps(run: RunFiles) -> RunFiles:
-    """Move the exam of an earlier end: it is one during the merge if the merge goes on from there, and dropped if it went back."""
-    if run.after is None or run.finished:
-        return run
+    """Leave out exams of steps without a record: one is written before the record of its step, and a kill may come in between.
+
+    The exam of an earlier end moves: it is one during the merge if the merge goes on from there, and dropped if it went back.
+    """
     done = len(run.records)
+    during = {step: found for step, found in run.during.items() if step <= done}
+    if run.after is None or run.finished:
+        return replace(run, during=during)
     step = run.after.step or (run.stored["steps"] if run.stored else done)
-    during = {**run.during, **({step: run.after} if 0 < step <= done else {})}
+    during |= {step: run.after} if 0 < step <= done else {}
     return replace(run, after=None, during=dict(sorted(during.items())))
 
 
@@ -163,9 +167,12 @@ def _pipeline(path: Path) -> tuple[str, dict[str, Any]]:
         return "", {}
     try:
         text = path.read_text(encoding="utf-8")
-        return text, yaml.safe_load(text)
+        pipeline = yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         raise _damaged(path, str(error)) from None
+    if not isinstance(pipeline, dict):
+        raise _damaged(path, "no mapping")
+    return text, pipeline
 
 
 def _json(path: Path) -> Any:
@@ -178,12 +185,25 @@ def _json(path: Path) -> Any:
         raise _damaged(path, str(error)) from None
 
 
-def _stored(path: Path) -> dict[str, Any] | None:
+def _manifest(path: Path) -> dict[str, Any]:
+    """Empty if there is none."""
+    if not path.exists():
+        return {}
     data = _json(path)
-    missing = [] if data is None else [key for key in STORED if key not in data]
+    if not isinstance(data, dict):
+        raise _damaged(path, "no mapping")
+    return data
+
+
+def _stored(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    data = _json(path)
+    missing = [key for key in STORED if key not in data] if isinstance(data, dict) else STORED
     if missing:
         raise _damaged(path, f"no {', '.join(missing)}")
-    return data
+    stored: dict[str, Any] = data
+    return stored
 
 
 def _records(path: Path) -> list[StepRecord]:

@@ -22,10 +22,11 @@ def unfinished(run: RunFiles) -> str | None:
     done = f"{steps} of {run.planned_steps} steps are done" if run.planned_steps else f"{steps} steps are done"
     if steps and steps == run.planned_steps:
         done += ", the model or its exam is missing"
-    measured = [step for step in run.during if step <= steps]
+    # The records have the accuracies of exams whose files are gone.
+    measured = [*run.during, *(record.step for record in run.records if record.accuracy)]
     if not measured:
         return f"{done}; there has been no evaluation yet"
-    return f"{done}; what stands under “merged” is the last evaluation so far, after step {measured[-1]}"
+    return f"{done}; what stands under “merged” is the last evaluation so far, after step {max(measured)}"
 
 
 def stale_baseline(one: BaselineResult, run: RunFiles) -> str | None:
@@ -84,6 +85,7 @@ def notices(run: RunFiles) -> list[str]:
     lines = [f"{label}: {why}; `{command}` measures it again" for command, (label, why) in found.items()]
     if why := stale_matrix(run):
         lines.append(
-            f"{RunPaths(run.root).matrix.relative_to(run.root)}: {why}; `opd evaluate --matrix {run.root}` measures it again"
+            f"{RunPaths(run.root).matrix.relative_to(run.root)}: {why}; `opd evaluate --matrix {as_typed(run.root)}` "
+            "measures it again"
         )
     return lines

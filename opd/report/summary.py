@@ -245,7 +245,7 @@ def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluatio
 def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     """Curves of at most `POINTS` points, each the mean over neighbouring steps; null where a domain had no token in them.
 
-    step, tokens: of the point's last step; tokens are response tokens since the start.
+    step, tokens: of the point's last step; tokens are response tokens trained on since the start.
     by domain: loss, student_entropy, teacher_entropy, argmax_agreement (means a token), length (tokens a response), and
     sample_share, token_share: of the steps' prompts and of their trained tokens.
     by places in the response: positions (loss, mean a token).
@@ -257,7 +257,7 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     total = 0
     tokens = []
     for part in points:
-        total += sum(record.response_tokens for record in part)
+        total += sum(map(trained_tokens, part))
         tokens.append(total)
     found: dict[str, Any] = {"step": [part[-1].step for part in points], "tokens": tokens}
     for key in PER_TOKEN:
@@ -312,7 +312,7 @@ def _evaluations(run: RunFiles) -> list[dict[str, Any]]:
     found |= {step: (e.accuracy, e) for step, e in run.during.items() if step in tokens}
     if run.before:
         found[0] = (run.before.accuracy, run.before)
-    if run.after:
+    if run.after and last:  # without metrics.jsonl its step is not known
         found[last] = (run.after.accuracy, run.after)
     return [
         {"step": step, "tokens": tokens[step], "accuracy": accuracy, **_mean_gain(run, accuracy, evaluation)}

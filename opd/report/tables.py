@@ -50,8 +50,14 @@ def baseline_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Method, share of the merge's training, response tokens, seeds, mean headroom, and whether it is out of date. This
     merge is the first row; without baselines there are no rows."""
     rows = report.get("baselines", ())
-    merge = ("this merge", "1", f"{report['response_tokens']:,}", "1", share_text(report["mean_headroom"]), "")
+    merge = ("this merge", "1", f"{trained_on(report):,}", "1", share_text(report["mean_headroom"]), "")
     return [merge, *map(_baseline_row, rows)] if rows else []
+
+
+def trained_on(report: Mapping[str, Any]) -> int:
+    """Response tokens that the merge was trained on: `response_tokens` has what environments answered, too."""
+    tokens: int = report["curves"]["tokens"][-1] if "curves" in report else report["response_tokens"]
+    return tokens
 
 
 def _baseline_row(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 
 from experts.bound_files import model_digest
 from experts.weight_files import weight_hashes
-from opd.config import load_pipeline
 from opd.evaluation.baselines import BaselineResult
 from opd.report.stale import other_budget
 from opd.run_dir import RunPaths
@@ -55,10 +56,10 @@ def bound(job: BaselineJob, result: BaselineResult, inputs: Inputs) -> BaselineR
     return replace(result, weights=weights, inputs=_inputs_digest(job, inputs), merge_steps=steps, merge_tokens=tokens)
 
 
-def drop_other_merge(job: BaselineJob) -> None:
-    """Delete a shorter merge that was planned with another number of steps, because it must not be resumed."""
+def drop_other_merge(job: BaselineJob, inputs: Inputs) -> None:
+    """Delete a shorter merge of other steps, settings, models or prompts: it must not be resumed, nor its exam be taken over."""
     paths = job.shorter_run
-    if paths.pipeline.exists() and load_pipeline(paths.pipeline).trainer != job.config.trainer:
+    if paths.pipeline.exists() and _digest(job, read_manifest(paths)) != _inputs_digest(job, inputs):
         shutil.rmtree(paths.root)
 
 
@@ -70,12 +71,16 @@ def _merge(job: BaselineJob) -> tuple[int, int] | None:
 
 def _inputs_digest(job: BaselineJob, inputs: Inputs) -> str:
     """Digest of the contents of student, experts and prompts, and of the pipeline's keys that decide the method's result."""
-    manifest = manifest_of(job.config, inputs)
+    return _digest(job, manifest_of(job.config, inputs))
+
+
+def _digest(job: BaselineJob, manifest: Mapping[str, Any]) -> str:
+    """`_inputs_digest` of what a manifest says."""
     without = NOT_OF_A_MODEL + (ONLY_OF_TRAINING if job.share is None else ())
     config = {key: value for key, value in manifest["config"].items() if key not in without}
     facts = {
         **identity({**manifest, "config": config}),
         "prompts": {domain: list(files.values()) for domain, files in manifest["prompts"].items()},
-        "steps": None if job.share is None else job.config.trainer.steps,
+        "steps": None if job.share is None else manifest["config"]["trainer"]["steps"],
     }
     return blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()

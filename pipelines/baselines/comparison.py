@@ -21,20 +21,27 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import Evaluation
-from opd.files import atomic_write_text
+from opd.files import atomic_file, atomic_write_text
 from opd.report import headroom
 from opd.run_dir import EXAMS, ComparisonPaths, RunPaths
+from opd.settings import validate
 from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan, refuse_rounds
 from pipelines.baselines.run import check_methods, compute
 from pipelines.baselines.weights import WEIGHT_METHODS
-from pipelines.inputs.read import read_inputs, refuse_without_experts
+from pipelines.inputs.read import Inputs, read_inputs, refuse_without_experts
 from pipelines.inputs.template_date import on_day
 from pipelines.merging import run as merging
+from pipelines.merging.changes import TEMPLATE_DATE, refused_keys
+from pipelines.merging.manifest import resolved
 from pipelines.merging.results import trained
 
 FORMAT = 1
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5 % quantiles of Student's t distribution with 1, 2, ... degrees of freedom: for 2 to MAX_SEEDS seeds."""
+WHOLE_SECTIONS = ("seed", "trainer", "rollout", "objective", "teachers", "evaluate")
+"""Keys of a pipeline in which all seeds of a comparison are alike, also where a resume might change something."""
+NOT_OF_A_MERGE = ("name", "logging")
+"""Keys that no number depends on."""
 COLUMNS = ("method", "share", "response tokens", "mean accuracy", "headroom", "against opd")
 
 
@@ -115,7 +122,7 @@ def compare(
     config = on_day(config, _day(paths) or inputs.template_date)
     merges = [(config.model_copy(update={"seed": seed}), paths.seed(seed)) for seed in seeds]
     for seeded, its in merges:
-        _refuse_another_merge(seeded, its)
+        _refuse_another_merge(seeded, inputs, its)
     # Merges of weights that do not depend on the seed are made once.
     again = [m for m in methods if m not in WEIGHT_METHODS or WEIGHT_METHODS[m].random]
     found = [_one_seed(*one, methods if one is merges[0] else again, shares, tell) for one in merges]
@@ -166,14 +173,16 @@ def _one_seed(
     return _OneSeed(before=before, expert=expert, merge=merge, results=results)
 
 
-def _refuse_another_merge(config: PipelineConfig, paths: RunPaths) -> None:
+def _refuse_another_merge(config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> None:
     """Refuse to put results of two pipelines into one table. A resume checks whether files have changed."""
     if not paths.root.exists():
         return
     stored = load_pipeline(paths.pipeline)
-    sections = ("seed", "trainer", "rollout", "objective", "teachers", "evaluate")
-    others = [name for name in sections if getattr(stored, name) != getattr(config, name)]
-    others += ["domains"] if set(stored.domains) != set(config.domains) else []
+    now = validate(PipelineConfig, resolved(config, inputs), paths.pipeline)  # with absolute paths, as a run has them
+    changed = [name for name in WHOLE_SECTIONS if getattr(stored, name) != getattr(now, name)]
+    decisive = refused_keys(stored.model_dump(mode="json"), now.model_dump(mode="json"))
+    changed += [key.partition(".")[0] for key in decisive if key != TEMPLATE_DATE]  # a run of an older release has none
+    others = [name for name in dict.fromkeys(changed) if name not in NOT_OF_A_MERGE]
     if others:
         raise RunDirError.at(
             paths.root,
@@ -270,7 +279,9 @@ def draw(rows: Sequence[ComparisonRow], path: Path) -> None:
     axes.set_xticks(shares, [f"{share:g}" for share in shares], minor=False)
     axes.minorticks_off()
     axes.grid(True, alpha=0.3)
-    axes.legend(loc="lower right")
+    if shares:  # levels have their names beside them
+        axes.legend(loc="lower right")
     figure.tight_layout()
-    figure.savefig(path)
+    with atomic_file(path) as file:
+        figure.savefig(file, format="svg")
     plt.close(figure)

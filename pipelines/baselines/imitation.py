@@ -250,7 +250,8 @@ def _fit(
     staging = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    set_seed(config.seed)
+    spec = imitation_spec(config, shape.micro_batch, shape.accumulate)
+    set_seed(spec.seed)
     model, lora = _student(config.student.model), lora_options(config)
     if lora is not None:
         adapt(model, lora)
@@ -258,7 +259,7 @@ def _fit(
     imitate(
         model,
         examples,
-        imitation_spec(config, shape.micro_batch, shape.accumulate),
+        spec,
         scratch=staging,
         report=lambda step, loss: tell(f"step {step}/{config.trainer.steps}  loss {loss:.4f}"),
     )

@@ -99,14 +99,15 @@ def parse_shares(text: str) -> list[float]:
 def parse_seeds(text: str) -> list[int]:
     """Comma-separated seeds. Raises: ConfigError."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts) or len(parts) > MAX_SEEDS:
+    seeds = [int(part) for part in parts if part.isdecimal()]
+    if len(set(seeds)) < len(parts) or len(parts) > MAX_SEEDS:  # by number: `1,01` is one seed twice
         raise ConfigError.at(
             "--seeds",
             found=repr(text),
             wanted=f"whole numbers, each once, at most {MAX_SEEDS}",
             fix="for example --seeds 0,1,2",
         )
-    return [int(part) for part in parts]
+    return seeds
 
 
 def scaled(config: PipelineConfig, share: float) -> PipelineConfig:

@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 from experts.model_dir import inspect_model
 from opd.errors import RunError
 from opd.files import blake3_file, cache_dir, replace_dir
+from pipelines.specs import NUMPY_SEEDS
 
 REQUIREMENTS = Path(__file__).with_name("mergekit.txt")
 INSTALL_TIMEOUT_S = 600
@@ -67,7 +68,7 @@ def merge_weights(recipes: Mapping[str, Recipe], out: Path, *, seed: int, timeou
     command = ["-P", "-m", "mergekit.scripts.multimerge", str(file), "--intermediate-dir", str(out)]
     paths = [str(home), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    _run([*command, "--random-seed", str(seed), "--quiet"], "mergekit", timeout_s, env)
+    _run([*command, "--random-seed", str(seed % NUMPY_SEEDS), "--quiet"], "mergekit", timeout_s, env)
     for name in recipes:
         inspect_model(out / name, hash_weights=False)
 

@@ -47,6 +47,8 @@ def compute(
     Raises: OpdError before any compute; RunError if one fails (those before it are on disk); Interrupted after Ctrl-C in
     a merge.
     """
+    if not jobs:  # a comparison's later seeds, where no method depends on the seed
+        return []
     refuse_without_experts(jobs[0].config, "`opd baseline`")
     inputs = read_inputs(jobs[0].config)  # the share does not change what is checked
     refuse_other_inputs(jobs[0].root, jobs[0], inputs)
@@ -114,7 +116,11 @@ def _compute(
     for job in (job for job in jobs if job.method not in WEIGHT_METHODS):
         tell(f"{job.name}: begins")
         began = time.monotonic()
-        found = _merge_on_policy(job) if job.method == "opd" else _imitate(job, inputs, completions, _named(tell, job))
+        found = (
+            _merge_on_policy(job, inputs)
+            if job.method == "opd"
+            else _imitate(job, inputs, completions, _named(tell, job))
+        )
         yield job, _result(job, found, time.monotonic() - began)
 
 
@@ -233,10 +239,10 @@ def _imitate(job: BaselineJob, inputs: Inputs, completions: Completions, tell: C
     return _Found(scores=scores, tokens=tokens)
 
 
-def _merge_on_policy(job: BaselineJob) -> _Found:
+def _merge_on_policy(job: BaselineJob, inputs: Inputs) -> _Found:
     """Take the run directory's own merge, or run one with fewer steps; an interrupted one goes on."""
     paths = job.merge
-    drop_other_merge(job)
+    drop_other_merge(job, inputs)
     if not paths.report.exists():
         merging.start_or_resume(job.config, paths.root)
     after = Evaluation.load(paths.exam("after"))

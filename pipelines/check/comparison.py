@@ -59,6 +59,8 @@ class Comparison:
         answers. A garbled one knows neither.
         """
         known = [nll for nll in (self.prompt_nll, self.answer_nll) if nll is not None]
+        if any(map(math.isnan, known)):  # of which `min` would make the other one
+            return math.nan
         return min(known) / math.log(vocab_size) if known else None
 
 
@@ -124,7 +126,7 @@ class Comparer:
 
     def _nll(self, teacher: Teacher, texts: Sequence[Rollout]) -> tuple[float | None, float | None]:
         """Mean NLL of prompts and of answers; the first token of a text is read only."""
-        lengths = {t.sample_id: len(t.prompt_ids) - 1 for t in texts}
+        lengths = {t.sample_id: max(0, len(t.prompt_ids) - 1) for t in texts}  # a prompt may have no text
         whole = [_from_second_token(t) for t in texts if len(t.prompt_ids) + len(t.response_ids) > 1]
         prompts: list[float] = []
         answers: list[float] = []

@@ -12,6 +12,8 @@ MASTERED = 0.99
 """Accuracy from which there is nothing left to learn."""
 CLEAR = 0.2
 """Difference of accuracies that a few dozen prompts do not show by accident."""
+SLACK = 1e-9
+"""In floating point 1.0 - 0.8 is a little less than 0.2."""
 FAR_APART = 0.3
 """Least share of tokens where student and teacher rank the same one first."""
 GARBLED = 0.9
@@ -112,7 +114,7 @@ def _judge_accuracy(one: MeasuredTeacher) -> Iterator[Finding]:
         return
     yield from _judge_gain(one, student, expert)
     answer, share = one.frequent
-    if share >= CLEAR and expert - share < CLEAR:
+    if share >= CLEAR and not _clear(expert - share):
         yield Finding(
             level="warn",
             domain=domain,
@@ -134,7 +136,7 @@ def _judge_gain(one: MeasuredTeacher, student: float, expert: float) -> Iterator
             message=f"nothing to learn: student {student:.2f}, expert `{one.expert}` {expert:.2f}",
             fix=f"leave domains.{domain} out, or keep it so that it is not forgotten; harder prompts would tell more",
         )
-    elif rival is not None and one.rivals[rival] - expert >= CLEAR:
+    elif rival is not None and _clear(one.rivals[rival] - expert):
         yield Finding(
             level="fail",
             domain=domain,
@@ -164,4 +166,8 @@ def _garbled(one: MeasuredTeacher, why: str) -> Finding:
 
 def is_doubtful(student: float, expert: float) -> bool:
     """True if there is no clear gain, and room for another expert to be clearly better."""
-    return expert - student < CLEAR and expert <= 1 - CLEAR
+    return not _clear(expert - student) and _clear(1 - expert)
+
+
+def _clear(difference: float) -> bool:
+    return difference >= CLEAR - SLACK

@@ -14,7 +14,7 @@ from opd.run_dir import RunPaths
 def episodes_of(run_dir: Path, exam: str, domains: Sequence[str], limit: int) -> list[Answer]:
     """The first `limit` episodes of each of these domains, or of all, in one exam; by default the newest of the student.
 
-    Raises: RunDirError if there is no such exam, or no episode in it.
+    Raises: RunDirError if there is no such exam, if its file is damaged, or if it has no episode.
     """
     found = Evaluation.load(_file(RunPaths(run_dir), exam))
     kept: Counter[str] = Counter()
@@ -44,9 +44,11 @@ def _file(paths: RunPaths, exam: str) -> Path:
         )
     steps = list(paths.exams_by_step().values())
     wanted = [paths.exam(exam)] if exam else [paths.exam("after"), *reversed(steps), paths.exam("before")]
-    file = next((path for path in wanted if path.is_file()), None)
+    no_exams = (paths.matrix, paths.lm_eval)
+    file = next((path for path in wanted if path.is_file() and path not in no_exams), None)
     if file is None:
-        there = ", ".join(sorted(path.stem for path in paths.evaluation.glob("*.json"))) or "no exam"
+        exams = sorted(path.stem for path in paths.evaluation.glob("*.json") if path not in no_exams)
+        there = ", ".join(exams) or "no exam"
         raise RunDirError.at(
             paths.root,
             found=there,

@@ -27,3 +27,8 @@ class LastLine(ExactMatch):
     def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return float(bool(lines) and lines[-1] == answer.strip())
+
+    def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
+        if len(answer.strip().splitlines()) > 1:
+            return f"answer {answer!r:.60}, more than one line"
+        return ExactMatch.problem(self, answer, metadata)

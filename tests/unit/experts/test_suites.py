@@ -173,6 +173,7 @@ def test_all_domains_of_a_suite_are_written_and_nothing_else(tmp_path: Path):
         ({"domains": ["revers"]}, "did you mean `reverse`?"),
         ({"eval": 0}, "at least 1"),
         ({"suite": "rewards", "domains": ["beside", "number"], "train": 20, "eval": 350}, "domain number"),
+        ({"suite": "rewards", "domains": ["between"], "train": 20, "eval": 1100}, "none is left to train on"),
     ],
 )
 def test_what_cannot_be_made_is_refused_and_nothing_is_written(tmp_path: Path, change: dict[str, Any], says: str):

@@ -52,6 +52,25 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (tmp_path / "m.jsonl").read_text().count("\n") == 2
 
 
+def test_what_a_newer_release_adds_is_ignored_wherever_it_stands() -> None:
+    record = StepRecord(
+        step=1,
+        positions={"0": PositionRecord(loss=0.5, tokens=2)},
+        episodes={"a": EpisodesRecord(by_turn=(TurnRecord(tokens=3, loss=0.25, logprob_gap=1e-7),))},
+        checkpoint=SavedCheckpoint(step=1, background_s=0.25, size=9),
+    )
+    newer = json.loads(json.dumps(record.to_json()))
+    for part in (newer, newer["positions"]["0"], newer["episodes"]["a"]["by_turn"][0], newer["checkpoint"]):
+        part["new"] = 1
+    assert StepRecord.from_json(newer) == record
+
+
+@pytest.mark.parametrize("part", ["domains", "positions", "episodes", "checkpoint"])
+def test_a_part_of_another_form_is_a_type_error(part: str) -> None:
+    with pytest.raises(TypeError, match="was expected"):
+        StepRecord.from_json({"step": 1, part: ["a"]})
+
+
 def test_sub_agents_are_counted_where_there_are_any(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "m.jsonl")
     episodes = {"a": EpisodesRecord(episodes=1), "b": EpisodesRecord(sub_agents={"done": 2, "refused": 1})}

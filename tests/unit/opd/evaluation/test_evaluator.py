@@ -203,7 +203,7 @@ def test_the_score_of_an_episode_is_the_environments_reward() -> None:
 
     class Acting:
         def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
-            episodes = [played(0.5, 3), played(None, 1), played(7.0, 2), played(1.0, 2, "step: KeyError"), None]
+            episodes = [None, played(0.5, 3), played(None, 1), played(7.0, 2), played(1.0, 2, "step: KeyError")]
             return [
                 Completion(prompt=p, text="policy: n", num_tokens=9, episode=e)
                 for p, e in zip(prompts, episodes, strict=True)

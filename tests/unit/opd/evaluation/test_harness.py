@@ -100,6 +100,21 @@ def test_numbers_are_read_and_the_rest_is_left_out() -> None:
     ]
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_what_is_no_number_in_json_is_left_out(value: str) -> None:
+    text = (
+        f'{{"results": {{"t": {{"acc,none": 0.5, "acc_stderr,none": {value}}}}}}}'  # a standard error of one question
+    )
+    assert json.dumps(read_results(json.loads(text)), allow_nan=False) == '{"t": {"acc,none": 0.5}}'
+
+
+def test_what_one_model_has_no_number_for_is_a_dash() -> None:
+    assert task_rows({"a": {"t": {"acc,none": 0.5}}, "b": {"t": {"f1,none": 0.25}}, "c": {}}) == [
+        ("t", "acc,none", "0.500", "-", "-"),
+        ("t", "f1,none", "-", "0.250", "-"),
+    ]
+
+
 def test_without_tasks_the_harness_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     check_tasks(LMEvalConfig())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opd.episodes_record import EpisodesRecord, TurnRecord
-from opd.report import agent_rows, write_report
+from opd.report import agent_rows, baseline_rows, write_report
 from opd.report.agents import MOST_CHARACTERS, episode_rows, level
 from opd.step_record import StepRecord
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace, StepTraces
@@ -198,6 +198,20 @@ def test_turns_that_an_expert_wrote(run_dir: Path) -> None:
 
 def test_the_colour_of_a_loss() -> None:
     assert [level(loss) for loss in (None, -1.0, 0.0, 0.05, 0.49, 0.5, 1.99, 2.0, 99.0)] == [-1, 0, 0, 1, 2, 3, 4, 5, 5]
+
+
+def test_what_an_environment_said_is_nowhere_trained_on(run_dir: Path) -> None:
+    add_agents(run_dir)
+    lines = [
+        json.loads(line) | {"response_tokens": 5000} for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text, _ = written(run_dir)
+    report = json.loads((run_dir / "report.json").read_text())
+    assert report["curves"]["tokens"] == [24, 48, 72, 96]
+    assert [point["tokens"] for point in report["evaluations"]] == [0, 48, 96]
+    assert "<b>96 tokens</b>" in text and 'data-value="96">96</td>' in text
+    assert baseline_rows(report)[0][:3] == ("this merge", "1", "96")
 
 
 def test_a_damaged_file_of_episodes_is_told(run_dir: Path) -> None:

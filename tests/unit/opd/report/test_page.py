@@ -15,7 +15,8 @@ import pytest
 
 from opd.errors import RunDirError
 from opd.evaluation.scores import Evaluation
-from opd.report import Gate, write_report
+from opd.report import Gate, figures, write_report
+from opd.report.drawing import thousands
 from opd.report.page import LONGEST_TEXT, SAMPLES_PER_DOMAIN, duration, visible
 
 PLOTS = [
@@ -203,6 +204,26 @@ def test_an_old_run_with_nothing_but_a_report(run_dir: Path) -> None:
     assert "95 % interval" not in text
 
 
+def test_the_mean_headroom_says_how_many_domains_it_is_over(run_dir: Path, no_plots: None) -> None:
+    for file in (run_dir / "evaluation").iterdir():
+        file.unlink()  # no intervals
+    text, _ = written(run_dir)
+    assert "over 2 domains" in text, "the expert of the third is no better than the student"
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ([7], ["end (step 7)"]),
+        ([1, 2], ["start (step 1)", "end (step 2)"]),
+        ([1, 2, 3], ["start (step 1)", "middle (step 2)", "end (step 3)"]),
+    ],
+)
+def test_the_loss_by_position_says_which_step_it_is_of(step: list[int], words: list[str]) -> None:
+    plot = figures.positions(step, {"0": [0.5] * len(step), "1": [0.25] * len(step)})
+    assert [word for _, word in plot.legend] == words
+
+
 def test_many_domains(run_dir: Path) -> None:
     """More than there are colours: lines are told apart by their dashes, and no name is lost."""
     names = [f"domain-{i:02d}" for i in range(24)]
@@ -214,6 +235,22 @@ def test_many_domains(run_dir: Path) -> None:
     keys = [attrs["data-highlight"] for tag, attrs in page.elements if tag == "button" and "data-highlight" in attrs]
     lines = [attrs["data-domain"] for tag, attrs in page.elements if "data-domain" in attrs]
     assert len(keys) >= 24 and set(lines) == set(keys)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.25, "0.25"),
+        (999, "999"),
+        (999.7, "1k"),
+        (12345, "12.3k"),
+        (999_949, "1M"),
+        (999_400, "999k"),
+        (2.5e9, "2.5G"),
+    ],
+)
+def test_large_numbers(value: float, text: str) -> None:
+    assert thousands(value) == text
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,14 @@ def test_after_more_steps_what_was_measured_before_is_out_of_date(run_dir: Path)
     assert (rows["off-policy"][-1], rows["TIES 0.5"][-1], rows["this merge"][-1]) == ("stale", "", "")
 
 
+def test_a_command_can_be_copied_whatever_the_directory_is_called(run_dir: Path) -> None:
+    bind(run_dir)
+    finish(run_dir, "m40", 8)
+    spaced = run_dir.rename(run_dir.with_name("my run"))
+    lines = full_report(read_run(spaced))["stale"]
+    assert f"`opd evaluate --matrix '{spaced}'` measures it again" in lines[-1]
+
+
 def test_the_page_says_so_and_leaves_it_out_of_the_figures(run_dir: Path) -> None:
     bind(run_dir)
     finish(run_dir, "m40", 8)

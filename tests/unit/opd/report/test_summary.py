@@ -11,9 +11,11 @@ import pytest
 
 from opd.errors import RunDirError
 from opd.report import build_report, domain_rows, full_report, headroom, read_run
+from opd.report.exams import latest
 from opd.report.summary import POINTS, curves
 from opd.run_dir import EXAMS
 from opd.step_record import StepRecord
+from tests.unit.opd.report.conftest import AFTER, BEFORE, evaluation
 
 
 @pytest.mark.parametrize(
@@ -207,13 +209,52 @@ def test_a_merge_that_goes_on(run_dir: Path) -> None:
     assert (found["domains"], found["steps"]) == ({}, 0), "the student before the merge is no result of it"
 
 
+def test_an_exam_whose_step_has_no_record_yet_does_not_count(run_dir: Path) -> None:
+    for name in ("report.json", "evaluation/after.json"):
+        (run_dir / name).unlink()
+    evaluation("step 5", AFTER).save(run_dir / "evaluation" / "step-000005.json")  # a kill before its record
+    found = full_report(read_run(run_dir))
+    low, high = found["domains"]["letters"]["after_interval"]
+    assert low < found["domains"]["letters"]["after"] == 0.55 < high, "number and interval are of one exam"
+    assert found["unfinished"].endswith("the last evaluation so far, after step 2")
+
+
+def test_without_the_last_exams_file_no_earlier_one_stands_for_it(run_dir: Path) -> None:
+    (run_dir / "evaluation" / "after.json").unlink()
+    run = read_run(run_dir)
+    found = full_report(run)
+    assert found["domains"]["letters"]["after"] == 0.85, "of the stored report; the exam after step 2 had 0.55"
+    assert "after_interval" not in found["domains"]["letters"] and "mean_headroom_interval" not in found
+    assert latest(run) is None, "nor are its answers those of the merged model"
+
+
+def test_an_exam_that_only_the_records_have_is_an_evaluation_too(run_dir: Path) -> None:
+    for name in ("report.json", "evaluation/after.json", "evaluation/step-000002.json"):
+        (run_dir / name).unlink()
+    found = full_report(read_run(run_dir))
+    assert found["domains"]["letters"]["after"] == 0.2
+    assert found["unfinished"].endswith("the last evaluation so far, after step 2")
+
+
+def test_without_records_the_merged_model_is_not_taken_for_the_start(run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").unlink()
+    found = full_report(read_run(run_dir))
+    assert [(p["step"], p["accuracy"]) for p in found["evaluations"]] == [(0, BEFORE)]
+    assert found["domains"]["letters"]["after"] == 0.85
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
         ("report.json", "{", "report.json"),
         ("report.json", '{"name": "three"}', "no steps, domains"),
         ("metrics.jsonl", '{"step": 1}}\n', "metrics.jsonl"),
+        ("report.json", "5", "no name, steps"),
+        ("metrics.jsonl", '{"step": 1, "domains": []}\n', "metrics.jsonl"),
+        ("manifest.json", "[1]", "manifest.json"),
         ("pipeline.yaml", "a: [", "pipeline.yaml"),
+        ("pipeline.yaml", "", "no mapping"),
+        ("pipeline.yaml", "- a\n", "no mapping"),
         ("evaluation/after.json", '{"format": 2}', "format 2"),
         ("evaluation/before.json", '{"format": 1, "model": "m", "answers": []}', "'scores'"),
         ("evaluation/matrix.json", '{"format": 1}', "models"),

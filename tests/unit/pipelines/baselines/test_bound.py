@@ -146,3 +146,55 @@ def test_a_shorter_merge_of_other_steps_is_begun_anew(world: Any, monkeypatch: p
         jobs = plan(open_run(root), root, ["opd"], [0.5], None)
         run.compute(jobs, print, keep_models=True)
     assert began == [10, 20]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("what", ["settings", "prompts"])
+def test_a_shorter_merge_of_other_settings_or_prompts_is_begun_anew(
+    what: str, finished: bool, world: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    began: list[int] = []
+
+    def start(config: PipelineConfig, directory: Path) -> None:
+        began.append(config.evaluate.samples)
+        finish(directory, config, config.trainer.steps)
+
+    monkeypatch.setattr(run.merging, "start", start)
+    monkeypatch.setattr(run.merging, "resume", lambda root: pytest.fail("its prompts or settings are others"))
+
+    def compute_half() -> None:
+        jobs = plan(load_pipeline(world.write()), tmp_path / "out", ["opd"], [0.5], None)
+        run.compute(jobs, print, keep_models=True)
+
+    compute_half()
+    if not finished:
+        (tmp_path / "out" / "baselines" / "runs" / "opd-0.5" / "report.json").unlink()
+    if what == "settings":
+        world.data["evaluate"] = {"samples": 3}
+    else:
+        file = world.root / "upper.jsonl"
+        file.write_text(file.read_text() + '{"prompt": "upp zzz=", "answer": "zzz"}\n')
+    compute_half()
+    assert began == ([100, 3] if what == "settings" else [100, 100])
+
+
+def test_a_shorter_merge_of_the_same_is_resumed(world: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def start(config: PipelineConfig, directory: Path) -> None:
+        finish(directory, config, config.trainer.steps)
+        done.append("start")
+
+    def resume(directory: Path) -> None:
+        (directory / "report.json").write_text("{}")
+        done.append("resume")
+
+    monkeypatch.setattr(run.merging, "start", start)
+    monkeypatch.setattr(run.merging, "resume", resume)
+    for _ in range(2):
+        jobs = plan(load_pipeline(world.write()), tmp_path / "out", ["opd"], [0.5], None)
+        run.compute(jobs, print, keep_models=True)
+        jobs[0].result.unlink()
+        (jobs[0].shorter_run.report).unlink()
+        world.data["logging"] = {"tensorboard": False}
+    assert done == ["start", "resume"]

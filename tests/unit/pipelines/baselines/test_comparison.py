@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import PromptError, RunDirError
@@ -16,6 +17,7 @@ from opd.evaluation.scores import DomainScore, Evaluation
 from pipelines.baselines import comparison as comparing
 from pipelines.baselines.comparison import SeedMean, compare, mean_headroom
 from pipelines.baselines.jobs import BaselineJob
+from pipelines.baselines.run import compute as compute_baselines
 
 
 def scores(**accuracy: float) -> dict[str, DomainScore]:
@@ -146,6 +148,17 @@ def test_a_table_with_verdicts_at_equal_shares(world: Any, runs: FakeRuns, tmp_p
     assert {"seed-0/ties", "seed-2/dare_ties", "seed-2/opd-0.1"} <= set(runs.computed)
 
 
+def test_seeds_after_the_first_may_have_no_baseline_at_all(
+    world: Any, runs: FakeRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        comparing, "compute", lambda jobs, tell: runs.compute(jobs, tell) if jobs else compute_baselines(jobs, tell)
+    )
+    (row,) = compare(load_pipeline(world.write()), tmp_path / "out", [0, 1], ["ties"], [1.0], lambda line: None)
+    assert (row.accuracy.by_seed, row.verdict, runs.computed) == ((0.4,), "", ["seed-0/ties"])
+    assert (tmp_path / "out" / "comparison.svg").exists()
+
+
 @pytest.mark.usefixtures("with_completions")
 def test_the_files(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     root = tmp_path / "compared"
@@ -161,6 +174,18 @@ def test_the_files(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     assert [len(line.split("|")) for line in table[:10]] == [8] * 10
     assert "of the experts: 0.700" in table[-1]
     assert "<svg" in (root / "comparison.svg").read_text()
+
+
+def test_the_picture_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(figure: Figure, target: Any, **_: Any) -> None:
+        target.write(b"<sv") if hasattr(target, "write") else Path(target).write_bytes(b"<sv")
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "comparison.svg").write_text("the one before")
+    monkeypatch.setattr(Figure, "savefig", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        comparing.draw([], tmp_path / "comparison.svg")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("comparison.svg", "the one before")]
 
 
 def test_an_interrupted_merge_goes_on_and_a_finished_one_is_left(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
@@ -186,6 +211,38 @@ def test_results_of_another_merge_are_not_mixed_in(world: Any, runs: FakeRuns, t
     world.data["trainer"]["lr"] = 0.5
     with pytest.raises(RunDirError, match=r"seed-0\n  found:  a merge with other settings: trainer\n"):
         compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+
+
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("domains", {"eval": {"prompts": "upper-eval.jsonl", "verifier": "last_line"}}),
+        ("domains", {"weight": 2.0}),
+        ("balance", "gap"),
+        ("student", {"lora": {"r": 2}}),
+    ],
+)
+def test_a_setting_that_decides_a_number_is_not_changed_half_way(
+    section: str, change: Any, world: Any, runs: FakeRuns, tmp_path: Path
+) -> None:
+    compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+    if section == "domains":
+        world.data["domains"]["upper"] |= change
+    elif section == "student":
+        world.data["student"] |= change
+    else:
+        world.data[section] = change
+    with pytest.raises(RunDirError, match=rf"seed-0\n  found:  a merge with other settings: {section}\n"):
+        compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+
+
+def test_a_task_file_of_the_harness_is_the_same_by_another_path(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
+    (world.root / "mine.yaml").touch()
+    world.data["evaluate"] = {"lm_eval": [str(world.root / "mine.yaml")]}
+    compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+    world.data["evaluate"] = {"lm_eval": ["mine.yaml"]}  # a run directory has it as an absolute path
+    compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+    assert runs.merges == ["start seed-0 seed 0"]
 
 
 def test_what_a_baseline_lacks_is_told_before_the_first_merge(world: Any, runs: FakeRuns, tmp_path: Path) -> None:

@@ -186,6 +186,12 @@ def test_without_a_merge_the_prompts_are_those_a_merge_would_take(
     assert not list(tmp_path.glob(".tmp-*"))
 
 
+def test_a_seed_that_numpy_does_not_take_is_taken(learning: tuple[PipelineConfig, Inputs], tmp_path: Path) -> None:
+    config, inputs = learning
+    tokens, _, _ = train((config.model_copy(update={"seed": 1 << 32}), inputs), None, tmp_path / "out")
+    assert tokens == 3 * 6 * 4
+
+
 def test_a_lora_student_is_trained_by_its_adapters_here_too(
     learning: tuple[PipelineConfig, Inputs], tmp_path: Path
 ) -> None:

@@ -89,7 +89,7 @@ def test_a_share_outside_0_to_1_is_refused(text: str) -> None:
         parse_shares(text)
 
 
-@pytest.mark.parametrize("text", ["", "a", "-1", "1.5", "0,0", ",".join(map(str, range(11)))])
+@pytest.mark.parametrize("text", ["", "a", "-1", "1.5", "0,0", "1,01", ",".join(map(str, range(11)))])
 def test_seeds_that_are_none_or_repeated_or_too_many_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--seeds"):
         parse_seeds(text)

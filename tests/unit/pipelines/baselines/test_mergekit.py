@@ -45,7 +45,8 @@ COPY = """
 def test_each_recipe_becomes_a_model(tmp_path: Path, tiny_model_dir: Path) -> None:
     home = fake_home(tmp_path, COPY.replace("MODEL", str(tiny_model_dir)))
     (tmp_path / "out" / "left-over").mkdir(parents=True)
-    merge_weights(RECIPES, tmp_path / "out", seed=5, timeout_s=60, home=home)
+    seed = (1 << 32) + 5  # numpy takes none so large
+    merge_weights(RECIPES, tmp_path / "out", seed=seed, timeout_s=60, home=home)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["merged-a", "merged-b", "recipes.yaml"]
     assert inspect_model(tmp_path / "out" / "merged-b").architecture == "LlamaForCausalLM"
 

@@ -35,7 +35,7 @@ def options(vocab_size: int = 76, **more: Any) -> ScorerOptions:
 
 
 RESPONSES = [sequence(i, 2 + i, 3 + i) for i in range(4)]
-TEXTS = [sequence(10, 5, 3), sequence(11, 1, 4), sequence(12, 6, 0)]
+TEXTS = [sequence(10, 5, 3), sequence(11, 1, 4), sequence(12, 6, 0), sequence(13, 0, 4)]
 
 
 @torch.no_grad()

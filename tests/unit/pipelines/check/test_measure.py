@@ -70,6 +70,13 @@ def test_a_swap_is_seen_where_the_wrong_expert_is_a_little_better_than_the_stude
     assert finding.level == "fail" and "`b` scores 0.98: swapped?" in finding.message
 
 
+@pytest.mark.parametrize(("expert", "rival"), [(0.8, 1.0), (0.1, 0.3), (0.4, 0.6)])
+def test_a_rival_that_is_better_by_a_fifth_is_a_swap(expert: float, rival: float) -> None:
+    assert rival - expert < 0.2, "in floating point; on ten questions it is two answers, no less"
+    (finding,) = judged(one(0.0, expert, rivals={"b": rival}))
+    assert finding.level == "fail" and "swapped?" in finding.message
+
+
 def test_a_rival_that_is_only_a_little_better_is_no_swap() -> None:
     assert judged(one(0.5, 0.6, rivals={"b": 0.75})) == []
     (finding,) = judged(one(0.6, 0.5, rivals={"b": 0.65}))
@@ -81,6 +88,7 @@ def test_a_rival_that_is_only_a_little_better_is_no_swap() -> None:
     [
         (0.1, 0.9, False),
         (0.1, 0.29, True),
+        (0.1, 0.3, False),
         (0.1, 0.31, False),
         (0.5, 0.4, True),
         (1.0, 1.0, False),
@@ -98,7 +106,7 @@ def test_a_domain_without_an_exam_is_a_warning() -> None:
 
 @pytest.mark.parametrize(
     ("share", "expert", "warned"),
-    [(0.7, 0.7, True), (0.7, 0.65, True), (0.5, 0.75, False), (0.19, 0.2, False), (0.0, 0.1, False)],
+    [(0.7, 0.7, True), (0.7, 0.65, True), (0.5, 0.75, False), (0.5, 0.7, False), (0.19, 0.2, False), (0.0, 0.1, False)],
 )
 def test_an_expert_that_may_have_learned_one_answer_is_a_warning(share: float, expert: float, warned: bool) -> None:
     found = judged(one(0.0, expert, frequent=("1", share)))
@@ -132,6 +140,12 @@ def test_as_good_as_a_guess_is_garbled(prompt: float | None, answer: float | Non
     found = judged(one(0.9, 0.9 - 0.2 * fails + 0.05, compared=replace(FINE, **nll)))
     assert [f.level for f in found] == (["fail"] if fails else [])
     assert all("`a`" in f.message and "garbled" in f.message and "experts.a" in f.fix for f in found)
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [(math.nan, 1.0), (1.0, math.nan)])
+def test_what_is_not_a_number_is_garbled_on_either_side(prompt: float, answer: float) -> None:
+    (finding,) = judged(one(0.1, 0.9, compared=replace(FINE, prompt_nll=prompt, answer_nll=answer)))
+    assert "garbled" in finding.message
 
 
 def test_a_broken_teacher_says_why_and_nothing_else() -> None:

@@ -61,6 +61,13 @@ def test_what_is_not_there_is_told(run_dir: Path, args: list[str], told: str) ->
     assert code == 2 and told in out and "fix:" in out
 
 
+@pytest.mark.parametrize("name", ["matrix", "lm-eval"])
+def test_what_is_no_exam_is_not_offered_and_not_read(run_dir: Path, name: str) -> None:
+    (run_dir / "evaluation" / f"{name}.json").write_text('{"format": 1, "models": {}, "own": {}}')
+    code, out = traces(run_dir, "--exam", name)
+    assert code == 2 and "found:  before, step-000003, step-000012\n" in out and f"the exam '{name}'" in out
+
+
 def test_a_run_without_an_exam(tmp_path: Path) -> None:
     code, out = traces(tmp_path)
     assert code == 2 and "no exam" in out

@@ -141,6 +141,8 @@ def test_choices_are_those_of_the_pipeline() -> None:
     [
         (ExactMatch(), "", {}, "no `answer`"),
         (LastLine(), " ", {}, "no `answer`"),
+        (LastLine(), "1\n2", {}, "answer '1\\n2', more than one line"),
+        (LastLine(), "\n2\n", {}, ""),
         (ExactMatch(), "x", {}, ""),
         (Regex("x"), "", {}, "no `answer`"),
         (Numeric(), "seven", {}, "answer 'seven', no number"),
