@@ -86,20 +86,30 @@ def _unknown(model_dir: Path, found: str) -> ModelError:
 def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
     """transformers' causal language model of a directory, from safetensors alone; no code from it is run.
 
-    Raises: ModelError if transformers has none for its config.
+    Raises: ModelError if transformers has none for its config, or if the files lack a tensor: transformers would only warn, and
+    go on with random numbers.
     """
     from transformers import AutoModelForCausalLM
 
     config = config_of(model_dir)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise _unknown(model_dir, f"{config.model_type}, which transformers has no causal language model for")
-    return AutoModelForCausalLM.from_pretrained(
+    lm, found = AutoModelForCausalLM.from_pretrained(
         model_dir,
         dtype=dtype,
         attn_implementation=attention(config),
         use_safetensors=True,
         trust_remote_code=False,
+        output_loading_info=True,
     )
+    if found["missing_keys"]:
+        raise ModelError.at(
+            model_dir,
+            found=f"files without {', '.join(sorted(found['missing_keys'])[:3])}",
+            wanted="every tensor of the model that config.json describes",
+            fix="copy the weight files again, or the config.json that belongs to them",
+        )
+    return lm
 
 
 class Naming:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from opd.model_weights import Naming, attention, file_groups, persistent_buffers, to_files
+from opd.errors import ModelError
+from opd.model_weights import Naming, attention, file_groups, load_causal_lm, persistent_buffers, to_files
 
 FAMILIES = ["qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"]
 IDS = torch.arange(4, 40)[None]
@@ -67,6 +69,17 @@ def test_what_does_not_fit_is_named(model_dir: Path) -> None:
     assert both[1] == "unexpected ['model.other.weight']"
     shapes = {name: tensor.to("meta") for name, tensor in files.items()}
     assert made.from_files(shapes)[1] == "missing ['model.norm.weight']"
+
+
+def test_a_model_is_not_loaded_without_a_tensor(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """transformers would draw it at random."""
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    assert load_causal_lm(model, torch.float32) is not None
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"files without model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_causal_lm(model, torch.float32)
 
 
 def test_a_lost_router_bias_is_no_small_matter(make_mixture_dir: Any, tmp_path: Path) -> None:
