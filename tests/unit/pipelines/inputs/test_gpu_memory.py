@@ -13,7 +13,7 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.environments.maze import Maze
 from opd.errors import ConfigError
 from pipelines.inputs import gpu_memory, memory
-from pipelines.inputs.gpu_memory import CONTEXT, Role, gpu_sizes, phases, place, refuse_crowded_gpus, roles
+from pipelines.inputs.gpu_memory import ASLEEP, CONTEXT, Role, gpu_sizes, phases, place, refuse_crowded_gpus, roles
 from pipelines.inputs.read import Inputs, read_inputs
 
 GIB = 1 << 30
@@ -172,7 +172,7 @@ def test_an_engine_that_sleeps_leaves_its_share_to_those_who_compute() -> None:
     engine = role(0.6, "engine", share=0.5, share_key="k", sleeps=True)
     writing, computing = phases([engine, trainer])
     assert writing.total(80 * GIB) == 2 * CONTEXT + 50 * GIB
-    assert computing.total(80 * GIB) == 2 * CONTEXT + 30 * GIB
+    assert computing.total(80 * GIB) == ASLEEP + CONTEXT + 30 * GIB
     (always,) = phases([role(0.6, "engine", share=0.5, share_key="k"), trainer])
     assert always.total(80 * GIB) == 2 * CONTEXT + 70 * GIB
 
