@@ -183,6 +183,7 @@ def _sync(
         engine=engine,
         probe=probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len),
         tolerance=sync_tolerance(config),
+        adapts=config.sync.tolerance is None,
         keeps=SCHEDULES[config.schedule.mode].STEPS_AHEAD > 0,
         nbytes=inputs.pushed * DTYPE_BYTES[config.trainer.dtype],
         tell=shown.say,

@@ -207,9 +207,11 @@ class SyncConfig(Strict):
     and all engines are on one machine. `network`: in buckets through Ray's object store, to engines on any machine."""
     tolerance: float | None = Field(None, gt=0)
     """The run stops if the mean |trainer - engine| log-prob gap is larger than this, in nats, over the probe tokens after a
-    push or over a step's sampled tokens. Default: 0.02 where both compute in float32, 0.15 where one does not."""
+    push or over a step's sampled tokens. Default: 0.02 where both compute in float32, 0.15 where one does not; after a push three
+    times the gap before the first step, if that is more. Before the first step both hold the same files: the gap is rounding, and a larger
+    one than the tolerance ends the run."""
     probe_tokens: int = Field(64, ge=8)
-    """Fixed tokens that both sides score after every push."""
+    """Fixed tokens of prompts that both sides score before the first step and after every push."""
 
 
 class CheckpointConfig(Strict):

@@ -7,9 +7,11 @@ are new.
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from opd.buckets import BUCKET_BYTES
@@ -19,6 +21,10 @@ from opd.types import Prompt, PushReport
 
 PROBE_SEQUENCES = 4
 """Least number of sequences in the probe, if there are so many prompts."""
+COMPARED = 64
+"""Prompts that are looked at for what all of them begin with, such as a system prompt."""
+ROUNDING = 3.0
+"""A push may differ by so many times what differed at the start, where both sides held the student's own weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,8 @@ class SyncSpec:
     """Token ids of the sequences that both score."""
     tolerance: float
     """Largest mean difference of their log-probs, nats."""
+    adapts: bool = False
+    """Allow a push more than that where the two sides round more apart: see `ProvenSync.begin`."""
     keeps: bool = False
     """Keep the weights of a push until the next one, for an engine that dies while the trainer computes."""
     nbytes: int
@@ -46,6 +54,7 @@ class ProvenSync(ABC):
 
     def __init__(self, spec: SyncSpec) -> None:
         self._spec = spec
+        self._tolerance = spec.tolerance
         self._probe = [list(ids) for ids in spec.probe]
         self._ours: Callable[[], list[list[float]]] | None = None
         """Waits for the trainer's log-probs of the probe; None as long as it was not asked."""
@@ -58,19 +67,34 @@ class ProvenSync(ABC):
         """Have every engine read the weights of `model_dir`, which it has to reach."""
         self._spec.engine.load(model_dir)
 
+    def begin(self) -> None:
+        """Compare both sides before anything is trained: they hold the student's weights as its files have them.
+
+        How far they are apart is then rounding, which kernels and types decide, and later weights may be rounded as much.
+        Raises: RunError if they are further apart than the tolerance.
+        """
+        gap = self.measure()
+        if not gap <= self._tolerance:
+            raise RunError(
+                f"before the first step: engine and trainer differ by {gap:.4f} nats a token over {len(self._probe)} probe sequences, "
+                f"sync.tolerance is {self._tolerance}: they compute different distributions from the same files"
+            )
+        if self._spec.adapts:
+            self._tolerance = max(self._tolerance, ROUNDING * gap)
+
     def push(self, version: int) -> PushReport:
         """Push the weights, and push them once more if the probe does not see them in every engine.
 
         Raises: RunError if any engine's log-probs still differ from the trainer's by more than the tolerance.
         """
-        tolerance, gap = self._spec.tolerance, self._push(version)
+        tolerance, gap = self._tolerance, self._push(version)
         if not gap <= tolerance:  # written so that NaN fails too
             self._spec.tell(f"weight push {version}: engine and trainer differ by {gap:.4f} nats a token; pushed again")
             gap = self._push(version)
         if not gap <= tolerance:
             raise RunError(
                 f"weight push {version}: engine and trainer differ by {gap:.4f} nats a token over {len(self._probe)} probe sequences, "
-                f"sync.tolerance is {tolerance}: the engine does not hold the trainer's weights"
+                f"sync.tolerance is {tolerance:.4g}: the engine does not hold the trainer's weights"
             )
         return PushReport(version=version, gap=gap)
 
@@ -100,21 +124,32 @@ class ProvenSync(ABC):
 
 
 def probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) -> list[tuple[int, ...]]:
-    """Beginnings of the first prompts, until they hold `tokens` scored tokens; the first token of a sequence is not scored.
+    """Parts of the first prompts, until they hold `tokens` scored tokens; the first token of a sequence is not scored.
 
-    There are always several: one sequence alone cannot show that sequences of a batch see each other.
+    There are always several, and they differ: one sequence alone, or several times the same, cannot show that sequences of a batch
+    see each other. So each begins with the last token of what all prompts begin with, such as a system prompt.
     """
     each = max(2, min(room - 1, tokens // PROBE_SEQUENCES + 1))
+    compared = list(islice(prompts, COMPARED))
+    same = _length_of_common_beginning([p.token_ids for p in compared if len(p.token_ids) > 1])
     chosen: list[tuple[int, ...]] = []
     short: list[int] = []
-    for prompt in prompts:
+    for prompt in compared:
+        ids = prompt.token_ids
+        first = min(max(0, same - 1), max(0, len(ids) - 2))
+        part = ids[first : first + each]
         if len(chosen) >= PROBE_SEQUENCES and sum(len(ids) - 1 for ids in chosen) >= tokens:
             break
-        if len(prompt.token_ids) > 1:
-            chosen.append(prompt.token_ids[:each])
-        elif len(short) < each:
-            short.extend(prompt.token_ids)
+        if len(part) > 1 and part not in chosen:
+            chosen.append(part)
+        elif len(ids) == 1 and len(short) < each:
+            short.extend(ids)
     if not chosen:  # no prompt has two tokens: join them, because the first token is not scored
         chosen = [(*short, *short)[:each]]
     # With one prompt only, the same tokens in reverse order are the second sequence.
     return chosen if len(chosen) > 1 else [*chosen, chosen[0][::-1]]
+
+
+def _length_of_common_beginning(sequences: Sequence[Sequence[int]]) -> int:
+    """0 if there is one sequence, or if all are the same."""
+    return len(os.path.commonprefix(list(sequences))) if len(set(sequences)) > 1 else 0  # it takes any sequences

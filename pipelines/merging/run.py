@@ -266,6 +266,7 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
         _reserve(config, shown)
         parts = build(config, run.inputs, paths, shown, run.identity, [*sinks, *run.around.sinks])
         record_layouts(parts, paths, shown.say)
+        parts.sync.begin()
         before, expert = _before_and_experts(parts, run, shown)
         parts.monitors.begin(records, expert)
         with signals.asking(shown.say):

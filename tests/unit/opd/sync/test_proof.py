@@ -53,11 +53,12 @@ class Counted(ProvenSync):
             engine.gaps = self.later
 
 
-def sync(*gaps: float, tolerance: float = 0.02, told: list[str] | None = None) -> Counted:
+def sync(*gaps: float, tolerance: float = 0.02, told: list[str] | None = None, adapts: bool = False) -> Counted:
     trainer: Any = FakeTrainer()
     engine: Any = FakeEngine(*gaps)
     tell = ([] if told is None else told).append
-    return Counted(SyncSpec(trainer=trainer, engine=engine, probe=PROBE, tolerance=tolerance, nbytes=10, tell=tell))
+    sides: Any = {"trainer": trainer, "engine": engine, "probe": PROBE}
+    return Counted(SyncSpec(**sides, tolerance=tolerance, adapts=adapts, nbytes=10, tell=tell))
 
 
 def test_a_push_reports_the_largest_gap_among_the_engines() -> None:
@@ -75,6 +76,35 @@ def test_any_engine_that_holds_other_weights_stops_the_run(gaps: tuple[float, ..
         pushing.push(7)
     assert pushing.brought == [7, 7], "an engine may have missed one push, not two"
     assert told == ["weight push 7: engine and trainer differ by 0.1000 nats a token; pushed again"]
+
+
+def test_sides_that_differ_before_the_first_step_end_the_run() -> None:
+    """As with files of two output heads, of which one side takes the one and the other the other."""
+    with pytest.raises(RunError, match=r"before the first step: .* 0\.1000 nats .* sync.tolerance is 0\.02"):
+        sync(0.3, adapts=True).begin()
+    with pytest.raises(RunError, match="before the first step: .* nan nats"):
+        sync(NAN).begin()
+
+
+def test_a_push_may_differ_by_a_few_times_what_rounding_did_at_the_start() -> None:
+    """bfloat16 on two kinds of kernels: 0.08 nats at the start, 0.16 after sixteen steps of a right run."""
+    pushing = sync(0.24, tolerance=0.15, adapts=True)
+    pushing.begin()
+    engine: Any = pushing._spec.engine
+    engine.gaps = (0.48,)
+    assert pushing.push(1).gap == pytest.approx(0.16)
+    engine.gaps = (0.75,)
+    with pytest.raises(RunError, match=r"sync.tolerance is 0\.24"):
+        pushing.push(2)
+
+
+def test_a_tolerance_of_the_users_stays() -> None:
+    pushing = sync(0.24, tolerance=0.15)
+    pushing.begin()
+    engine: Any = pushing._spec.engine
+    engine.gaps = (0.48,)
+    with pytest.raises(RunError, match=r"sync.tolerance is 0\.15"):
+        pushing.push(1)
 
 
 def test_a_push_that_an_engine_missed_is_made_again() -> None:
@@ -105,7 +135,27 @@ def test_ways_are_found_by_name() -> None:
 
 
 def prompts(*lengths: int) -> list[Prompt]:
-    return [Prompt(id=f"d/{i}", domain="d", token_ids=tuple(range(n))) for i, n in enumerate(lengths)]
+    return [
+        Prompt(id=f"d/{i}", domain="d", token_ids=tuple(range(1000 * i, 1000 * i + n))) for i, n in enumerate(lengths)
+    ]
+
+
+def alike(*ends: tuple[int, ...]) -> list[Prompt]:
+    """Prompts with one system prompt."""
+    return [Prompt(id=f"d/{i}", domain="d", token_ids=(7, 8, 9, *end)) for i, end in enumerate(ends)]
+
+
+def test_probe_sequences_differ_where_all_prompts_begin_alike() -> None:
+    """With a system prompt all of them were once the same tokens."""
+    chosen = probe_sequences(alike((1, 2), (3, 4), (5, 6), (1, 3), (3, 5)), tokens=8, room=100)
+    assert chosen == [(9, 1, 2), (9, 3, 4), (9, 5, 6), (9, 1, 3)]
+    assert probe_sequences(alike((), (3, 4)), tokens=8, room=100) == [(8, 9), (9, 3, 4)], "one ends where all are alike"
+
+
+def test_a_prompt_that_comes_twice_is_one_probe_sequence() -> None:
+    twice = alike((1, 2), (1, 2), (3, 4))
+    assert probe_sequences(twice, tokens=16, room=100) == [(9, 1, 2), (9, 3, 4)]
+    assert len(probe_sequences(twice[:2], tokens=16, room=100)) == 2, "the second is the first in reverse order"
 
 
 def test_the_probe_is_the_beginnings_of_the_first_prompts() -> None:
