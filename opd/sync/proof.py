@@ -7,11 +7,10 @@ are new.
 from __future__ import annotations
 
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 from opd.buckets import BUCKET_BYTES
@@ -152,4 +151,7 @@ def probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) -> list[t
 
 def _length_of_common_beginning(sequences: Sequence[Sequence[int]]) -> int:
     """0 if there is one sequence, or if all are the same."""
-    return len(os.path.commonprefix(list(sequences))) if len(set(sequences)) > 1 else 0  # it takes any sequences
+    if len(set(sequences)) < 2:
+        return 0
+    columns = zip(*sequences, strict=False)  # as many as the shortest has tokens
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

@@ -82,7 +82,7 @@ def test_sides_that_differ_before_the_first_step_end_the_run() -> None:
     """As with files of two output heads, of which one side takes the one and the other the other."""
     with pytest.raises(RunError, match=r"before the first step: .* 0\.1000 nats .* sync.tolerance is 0\.02"):
         sync(0.3, adapts=True).begin()
-    with pytest.raises(RunError, match="before the first step: .* nan nats"):
+    with pytest.raises(RunError, match=r"before the first step: .* nan nats"):
         sync(NAN).begin()
 
 
