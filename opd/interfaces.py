@@ -238,7 +238,6 @@ class Trainer(Protocol):
 class WeightSync(Protocol):
     def begin(self) -> None:
         """Compare engine and trainer before the first step, when both hold the student's own weights. Raises: RunError."""
-        ...
 
     def push(self, version: int) -> PushReport:
         """Bring the trainer's weights to every engine and prove it on the probe tokens. Raises: RunError."""

@@ -11,6 +11,7 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig, overlaps, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import RolloutConfig, TrainerConfig
+from opd.config.strict import NUMPY_SEEDS
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec, WarmUp
 from opd.credit.gae import CUT, GaeSpec
@@ -36,9 +37,6 @@ from teachers.scorers import ScorerOptions, Server
 
 if TYPE_CHECKING:
     from experts.sft import ImitationSpec
-
-NUMPY_SEEDS = 1 << 32
-"""Number of seeds that numpy takes, which training on text and mergekit seed; a pipeline's may be larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

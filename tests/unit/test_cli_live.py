@@ -31,7 +31,7 @@ REPORT = {
     "domains": {"reverse": {"before": 0.25, "after": 0.75, "expert": 1.0, "headroom": 2 / 3}},
     "mean_headroom": 2 / 3,
     "worst_headroom": 2 / 3,
-    "curves": {"step": [1, 2]},
+    "curves": {"step": [1, 2], "tokens": [50, 100]},
 }
 
 
