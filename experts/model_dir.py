@@ -134,8 +134,9 @@ def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = 
     _refuse_holes(path, tokens)
     ids = _special_ids(path, tokenizer, tokens)
     tied = _is_tied(config, tensors)
-    if tied:
-        refuse_other_head(path, weight_shards(path), _embedding_and_head(tensors))
+    both = _embedding_and_head(tensors)
+    if tied and all(both):  # most tied models store no head, and need no second look at their shards
+        refuse_other_head(path, weight_shards(path), both)
     return ModelInfo(
         path=str(path.resolve()),
         architecture=config.architectures[0],
@@ -280,7 +281,7 @@ def _is_tied(config: _Config, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _embedding_and_head(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
-    """Their names; empty for one that the files do not hold under a name that is only this."""
+    """Their names; empty for one that the files do not hold under a known name."""
     embedding = next((name for name in tensors if name.endswith(EMBEDDINGS)), "")
     return embedding, next((name for name in tensors if name.endswith("lm_head.weight")), "")
 

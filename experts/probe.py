@@ -76,7 +76,7 @@ def _load(path: Path, dtype: DType) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from opd.model_weights import attention_of
+    from opd.model_weights import attention_of, refuse_missing
 
     logging.disable_progress_bar()
     try:
@@ -95,13 +95,7 @@ def _load(path: Path, dtype: DType) -> Any:
             wanted="a causal language model that the installed transformers knows",
             fix="correct `architectures` and `model_type` in config.json, or install a transformers that has them",
         ) from None
-    if loaded["missing_keys"]:
-        raise ModelError.at(
-            path,
-            found=f"no weights for {', '.join(sorted(loaded['missing_keys'])[:3])}",
-            wanted="every tensor that config.json calls for",
-            fix="config.json and weights are of two models, or a shard is missing; copy both again",
-        )
+    refuse_missing(path, loaded)
     return model.eval()
 
 

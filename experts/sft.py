@@ -52,11 +52,8 @@ def encode_line(tokenizer: PreTrainedTokenizerBase, line: PromptLine, ends: Sequ
         completion = tokenizer.encode(_completion_text(tokenizer, line), add_special_tokens=False)
     except PromptError:
         raise
-    except (
-        TemplateError,
-        ValueError,
-        TypeError,
-    ) as error:  # no template, one that refuses, or text that is not Unicode
+    except (TemplateError, ValueError, TypeError) as error:
+        # No chat template, one that refuses the messages, or text that is not Unicode.
         raise PromptError.at(
             f"prompt {line.prompt!r:.80}",
             found=str(error),
@@ -70,8 +67,8 @@ def encode_line(tokenizer: PreTrainedTokenizerBase, line: PromptLine, ends: Sequ
 def encode_lines(
     tokenizer: PreTrainedTokenizerBase, lines: Sequence[TrainingRow], max_length: int, ends: Sequence[int] = ()
 ) -> list[Example]:
-    """Every line that fits in `max_length` tokens; `ends` as for `encode_line`. Raises: PromptError if none does; ModelError if the chat template cannot
-    append the turns of an episode, or there is no end token to learn."""
+    """Every line that fits in `max_length` tokens; `ends` as for `encode_line`. Raises: PromptError if none does; ModelError if the
+    chat template cannot append the turns of an episode, or there is no end token to learn."""
     if tokenizer.eos_token_id is None:
         raise ModelError.at(
             "tokenizer_config.json: eos_token",

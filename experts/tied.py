@@ -21,9 +21,9 @@ CHUNK = 1 << 26
 
 
 def refuse_other_head(path: Path, shards: list[Path], names: tuple[str, str]) -> None:
-    """`names`: of embedding and head. Reads both if both are in the files. Raises: ModelError if they are not the same numbers."""
+    """`names`: of embedding and head, which the shards hold. Raises: ModelError if they are not the same numbers."""
     places = {name: (shard, tensor) for shard in shards for name, tensor in _those(shard, names).items()}
-    if len(places) == 2 and not _same(*(places[name] for name in names)):
+    if not _same(*(places[name] for name in names)):
         raise ModelError.at(
             f"{path / 'config.json'}: tie_word_embeddings",
             found=f"true, and a `{names[1]}` that differs from `{names[0]}`",

@@ -102,14 +102,19 @@ def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
         trust_remote_code=False,
         output_loading_info=True,
     )
-    if found["missing_keys"]:
+    refuse_missing(model_dir, found)
+    return lm
+
+
+def refuse_missing(model_dir: Path, loaded: Mapping[str, Any]) -> None:
+    """`loaded` is transformers' loading info. Raises: ModelError if the files lack a tensor, which transformers made up."""
+    if loaded["missing_keys"]:
         raise ModelError.at(
             model_dir,
-            found=f"files without {', '.join(sorted(found['missing_keys'])[:3])}",
-            wanted="every tensor of the model that config.json describes",
-            fix="copy the weight files again, or the config.json that belongs to them",
+            found=f"no weights for {', '.join(sorted(loaded['missing_keys'])[:3])}",
+            wanted="every tensor that config.json calls for",
+            fix="config.json and weights are of two models, or a shard is missing; copy both again",
         )
-    return lm
 
 
 class Naming:
