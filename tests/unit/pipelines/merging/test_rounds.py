@@ -59,6 +59,8 @@ class Engines:
     def __init__(self, base: Path) -> None:
         self._start = weight(base)
         self.events: list[str] = []
+        self.asked: list[tuple[str, list[str]]] = []
+        """The model and domains of every exam outside the rounds."""
         self.fail_at = ""
         """The event at which a kill comes, once."""
         self.signals_at = ""
@@ -102,6 +104,12 @@ class Engines:
         paths.report.write_text(json.dumps(report))
         return write_report(paths.root)
 
+    def elsewhere(self, config: Any, models: list[Path], wanted: list[str], tell: Any) -> dict[str, Evaluation]:
+        """In place of `evaluate_models`: every model is poor at the domains of other rounds."""
+        self.asked.append((models[0].name, wanted))
+        assert set(wanted) <= set(config.domains)
+        return {"x": Evaluation(model="x", scores=scores(dict.fromkeys(wanted, 0.1)))}
+
     def event(self, what: str) -> None:
         event = f"{self._name}: {what}"
         self.events.append(event)
@@ -141,6 +149,7 @@ def engines(world: Any, monkeypatch: pytest.MonkeyPatch) -> Engines:
     world.data["rounds"] = 2
     found = Engines(world.root / "base")
     monkeypatch.setattr(merging, "_session", found.session)
+    monkeypatch.setattr(rounds, "evaluate_models", found.elsewhere)
     monkeypatch.setattr("opd.report.page.render", lambda *_: "")
     return found
 
@@ -428,14 +437,6 @@ def test_other_experts_and_domains(
         "experts": {"up": {"model": "up", "domain": "upper"}, "new": {"model": "up-2", "domain": "lower"}},
         "domains": domains, "trainer": {"steps": 3}, "seed": 40,
     }]  # fmt: skip
-    asked: list[tuple[str, list[str]]] = []
-
-    def elsewhere(config: Any, models: list[Path], wanted: list[str], tell: Any) -> dict[str, Evaluation]:
-        asked.append((str(models[0].relative_to(world.root)), wanted))
-        assert set(wanted) <= set(config.domains)
-        return {"x": Evaluation(model="x", scores=scores(dict.fromkeys(wanted, 0.1)))}
-
-    monkeypatch.setattr(rounds, "evaluate_models", elsewhere)
     engines.fail_at = "round-2: trained"
     with pytest.raises(RunError, match="killed"):
         run()
@@ -444,7 +445,7 @@ def test_other_experts_and_domains(
     assert engines.events[len(ROUND_1) : len(ROUND_1) + 2] == [
         "round-2: student before on lower", "round-2: expert new on lower"
     ]  # fmt: skip
-    assert asked == [("base", ["lower"]), ("run/model", ["reverse"])]
+    assert engines.asked == [("base", ["lower"]), ("model", ["reverse"])]
     found = {name: (d["before"], d["after"], d["expert"]) for name, d in report["domains"].items()}
     assert found == {"reverse": (0.2, 0.1, 0.9), "upper": (0.2, 0.6, 0.9), "lower": (0.1, 0.6, 0.9)}
     assert [sorted(r["domains"]) for r in report["rounds"]] == [["reverse", "upper"], ["lower", "upper"]]
@@ -491,7 +492,7 @@ def test_an_option_may_change_after_the_first_of_rounds_with_other_experts(
     manifest = json.loads((root / "manifest.json").read_text())
     assert {name: manifest[name] for name in before} == before
     run(resumed=True)
-    assert (root / "report.json").exists()
+    assert (root / "report.json").exists() and engines.asked == [("model", ["reverse"])]
 
 
 def test_a_round_may_have_another_engine_of_teachers(engines: Engines, run: Callable[..., Any], world: Any) -> None:
