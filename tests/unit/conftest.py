@@ -13,6 +13,21 @@ import pytest
 import yaml
 
 from opd import cluster
+from opd.cluster import session
+from opd.config.sections import ClusterConfig
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit test that reaches the real Ray fails, rather than passing or failing by what was imported before it."""
+    connect = session._connect
+
+    def refuse(config: ClusterConfig, num_workers: int) -> None:
+        assert config.address != session.LOCAL, "fake the part that starts Ray, or move the test to tests/integration"
+        connect(config, num_workers)
+
+    if "/opd/cluster/" not in str(request.path):
+        monkeypatch.setattr(session, "_connect", refuse)
 
 
 @dataclass
