@@ -250,7 +250,9 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
     """Make a step's record from its phases; the loop adds the seconds and what happened after the push."""
     domain_of = {r.sample_id: r.domain for r in batch.rollouts}
     left_out = Counter(q.domain for q in batch.quarantined) + Counter(domain_of[i] for i in targets.quarantined)
-    counted = [r for r in batch.rollouts if r.num_trained and r.sample_id not in targets.quarantined]
+    # Without an optimiser step no sample is counted: a step in which the critic is not warm has responses all the same.
+    trainable = () if trained.skipped else batch.rollouts
+    counted = [r for r in trainable if r.num_trained and r.sample_id not in targets.quarantined]
     return StepRecord(
         step=trained.step,
         loss=trained.loss,

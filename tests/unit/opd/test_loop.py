@@ -70,6 +70,8 @@ class Events:
     """By the teachers, of two rollouts; without any there is only one."""
     written: list[str] = field(default_factory=list)
     """Rollouts of the step."""
+    skips: bool = False
+    """Nothing is trained, as while a critic learns alone."""
     known: dict[str, float] = field(default_factory=dict)
     """What the trainer can tell of domain `a` beyond the usual."""
     restarted: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -135,6 +137,8 @@ class Events:
         assert targets is self.targets and self.step_of_targets == step
         self.seen.append(f"train {step}")
         targets.quarantined = self.quarantined  # known when all parts came
+        if self.skips:
+            return StepReport(step=step, loss=0.0, grad_norm=0.0, lr=0.1, logprob_gap=0.0, domains={}, skipped=True)
         stats = {"a": domain_stats(**self.known), "b": NOTHING}
         places = {bits: PositionStats(tokens=2, kl_sum=1.0 + bits) for bits in (0, 1, 3)}
         return StepReport(
@@ -402,3 +406,11 @@ def test_what_a_teacher_could_not_score_is_not_trained_but_counted() -> None:
     }
     assert record["truncated"] == 2 and record["domains"]["a"]["samples"] == 1
     assert record["truncated_by_domain"] == {"a": 1}, "a share of the samples is never above 1"
+
+
+def test_a_step_that_trains_nothing_counts_no_truncated_response() -> None:
+    events = Events(skips=True)
+    run(events.parts(), plan(last_step=1))
+    (record,) = events.records
+    assert record["skipped"] and record["truncated"] == 1
+    assert record["domains"] == {} and record["truncated_by_domain"] == {}, "a share needs samples to be a share of"
