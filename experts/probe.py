@@ -71,32 +71,14 @@ def probe_ids(vocab_size: int) -> list[int]:
 
 
 def _load(path: Path, dtype: DType) -> Any:
-    """Load a full model. Raises: ModelError for missing tensors, which transformers would make up."""
+    """Load a full model. Raises: what `opd.model_weights.load_causal_lm` raises."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from opd.model_weights import attention_of, refuse_missing
+    from opd.model_weights import load_causal_lm
 
     logging.disable_progress_bar()
-    try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=getattr(torch, dtype),
-            use_safetensors=True,
-            attn_implementation=attention_of(path),
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (KeyError, ValueError) as error:
-        raise ModelError.at(
-            path,
-            found=f"a model that transformers cannot load: {error}",
-            wanted="a causal language model that the installed transformers knows",
-            fix="correct `architectures` and `model_type` in config.json, or install a transformers that has them",
-        ) from None
-    refuse_missing(path, loaded)
-    return model.eval()
+    return load_causal_lm(path, getattr(torch, dtype)).eval()
 
 
 def _attach(model: Any, adapter: Path) -> None:

@@ -57,21 +57,18 @@ def obeys_masks(lm: Any) -> bool:
     return far and config._attn_implementation == "sdpa" and lm.is_backend_compatible() and not lm._is_stateful
 
 
-def attention_of(model_dir: Path) -> str:
-    """The `attention` of a model directory; no code from it is run."""
-    from transformers import AutoConfig
-
-    return attention(AutoConfig.from_pretrained(model_dir, trust_remote_code=False))
-
-
 def config_of(model_dir: Path) -> Any:
-    """transformers' config of a model directory; no code from it is run. Raises: ModelError for one that it does not know."""
+    """transformers' config of a model directory; no code from it is run. Raises: ModelError for one that it does not know, or whose
+    numbers contradict each other."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except ValueError as error:
         raise _unknown(model_dir, str(error)) from None
+    except StrictDataclassError as error:
+        raise _contradictory(model_dir, error) from None
 
 
 def _unknown(model_dir: Path, found: str) -> ModelError:
@@ -83,35 +80,54 @@ def _unknown(model_dir: Path, found: str) -> ModelError:
     )
 
 
+def _contradictory(model_dir: Path, error: Exception) -> ModelError:
+    return ModelError.at(
+        model_dir / "config.json",
+        found=f"{type(error).__name__}: {' '.join(str(error).split())}",
+        wanted="a config of which transformers can make a model",
+        fix="copy the file from the original model, or save the model again with save_pretrained",
+    )
+
+
 def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
     """transformers' causal language model of a directory, from safetensors alone; no code from it is run.
 
-    Raises: ModelError if transformers has none for its config, or if the files lack a tensor: transformers would only warn, and
-    go on with random numbers.
+    Raises: ModelError if transformers has none for its config, or if the files lack a tensor or have one of another shape:
+    transformers would go on with random numbers.
     """
     from transformers import AutoModelForCausalLM
 
     config = config_of(model_dir)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise _unknown(model_dir, f"{config.model_type}, which transformers has no causal language model for")
-    lm, found = AutoModelForCausalLM.from_pretrained(
-        model_dir,
-        dtype=dtype,
-        attn_implementation=attention(config),
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
-    refuse_missing(model_dir, found)
+    try:
+        lm, found = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            dtype=dtype,
+            attn_implementation=attention(config),
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
+        )
+    except (KeyError, ValueError) as error:
+        raise _contradictory(model_dir, error) from None
+    _refuse_made_up(model_dir, found)
     return lm
 
 
-def refuse_missing(model_dir: Path, loaded: Mapping[str, Any]) -> None:
-    """`loaded` is transformers' loading info. Raises: ModelError if the files lack a tensor, which transformers made up."""
-    if loaded["missing_keys"]:
+def _refuse_made_up(model_dir: Path, loaded: Mapping[str, Any]) -> None:
+    """`loaded` is transformers' loading info. Raises: ModelError if it made a tensor up, because the files lack it or have
+    another shape of it."""
+    odd = [
+        f"{name} of shape {' x '.join(map(str, ours))}, config.json calls for {' x '.join(map(str, wanted))}"
+        for name, ours, wanted in sorted(loaded["mismatched_keys"])
+    ]
+    missing = sorted(loaded["missing_keys"])
+    if odd or missing:
         raise ModelError.at(
             model_dir,
-            found=f"no weights for {', '.join(sorted(loaded['missing_keys'])[:3])}",
+            found=odd[0] if odd else f"no weights for {', '.join(missing[:3])}",
             wanted="every tensor that config.json calls for",
             fix="config.json and weights are of two models, or a shard is missing; copy both again",
         )

@@ -12,7 +12,7 @@ from opd.episodes_record import EpisodesRecord, known
 from opd.monitors.tails import loops
 from opd.reward.records import RewardRecord
 from opd.staleness import ages
-from opd.types import DomainStats, PushReport, RolloutBatch, SavedCheckpoint, StepReport
+from opd.types import DomainStats, PushReport, Rollout, RolloutBatch, SavedCheckpoint, StepReport
 
 if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does not
     from opd.stream.targets import TargetStream
@@ -250,9 +250,7 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
     """Make a step's record from its phases; the loop adds the seconds and what happened after the push."""
     domain_of = {r.sample_id: r.domain for r in batch.rollouts}
     left_out = Counter(q.domain for q in batch.quarantined) + Counter(domain_of[i] for i in targets.quarantined)
-    # Without an optimiser step no sample is counted: a step in which the critic is not warm has responses all the same.
-    trainable = () if trained.skipped else batch.rollouts
-    counted = [r for r in trainable if r.num_trained and r.sample_id not in targets.quarantined]
+    counted = _counted(batch, targets, trained)
     return StepRecord(
         step=trained.step,
         loss=trained.loss,
@@ -299,6 +297,12 @@ def seconds_at_work(
         "trainer": record.phase_s["train"] - trained.waited_s,
     }
     return {role: round(seconds, 4) for role, seconds in found.items()}
+
+
+def _counted(batch: RolloutBatch, targets: TargetStream, trained: StepReport) -> list[Rollout]:
+    """Those that `DomainRecord.samples` counts: none without an optimiser step, as while a critic learns alone."""
+    trainable = () if trained.skipped else batch.rollouts
+    return [r for r in trainable if r.num_trained and r.sample_id not in targets.quarantined]
 
 
 def _episodes(batch: RolloutBatch, trained: StepReport) -> dict[str, EpisodesRecord]:

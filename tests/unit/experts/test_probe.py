@@ -160,7 +160,14 @@ def test_missing_weights_are_refused_and_not_made_up(registry: Registry, model: 
 def test_an_architecture_that_transformers_lacks_is_refused(registry: Registry, model: Path) -> None:
     file = model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "llama99"}))
-    with pytest.raises(ModelError, match=r"transformers cannot load.*llama99"):
+    with pytest.raises(ModelError, match=r"model_type\n  found:  .*llama99"):
+        registry.add("math", model, domain="d")
+
+
+def test_weights_of_other_shapes_than_the_configs_are_refused(registry: Registry, model: Path) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 96}))
+    with pytest.raises(ModelError, match=r"found:  model\.layers\.0\.mlp\.down_proj\.weight of shape"):
         registry.add("math", model, domain="d")
 
 

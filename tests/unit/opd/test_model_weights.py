@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,28 @@ def test_a_model_is_not_loaded_without_a_tensor(tiny_model_dir: Path, tmp_path: 
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_causal_lm(model, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (
+            {"intermediate_size": 96},
+            r"model\.layers\.0\.mlp\.down_proj\.weight of shape 64 x 128, config\.json .* 64 x 96",
+        ),
+        ({"num_attention_heads": 3}, r"config\.json\n  found:  .*\(64\) is not a multiple of .*\(3\)"),
+        ({"hidden_act": "nope"}, r"config\.json\n  found:  KeyError: 'nope'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_does_not_fit_the_weights_or_itself_is_refused(
+    change: dict[str, Any], found: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=found):
         load_causal_lm(model, torch.float32)
 
 
