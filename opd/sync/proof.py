@@ -73,11 +73,7 @@ class ProvenSync(ABC):
         Raises: RunError if they are further apart than the tolerance.
         """
         gap = self.measure()
-        if not gap <= self._tolerance:
-            raise RunError(
-                f"before the first step: engine and trainer differ by {gap:.4f} nats a token over {len(self._probe)} probe sequences, "
-                f"sync.tolerance is {self._tolerance}: they compute different distributions from the same files"
-            )
+        self._refuse(gap, "before the first step", "they compute different distributions from the same files")
         if self._spec.adapts:
             self._tolerance = max(self._tolerance, ROUNDING * gap)
 
@@ -86,16 +82,30 @@ class ProvenSync(ABC):
 
         Raises: RunError if any engine's log-probs still differ from the trainer's by more than the tolerance.
         """
-        tolerance, gap = self._tolerance, self._push(version)
-        if not gap <= tolerance:  # written so that NaN fails too
+        gap = self._push(version)
+        if not self._agree(gap):
             self._spec.tell(f"weight push {version}: engine and trainer differ by {gap:.4f} nats a token; pushed again")
             gap = self._push(version)
-        if not gap <= tolerance:
-            raise RunError(
-                f"weight push {version}: engine and trainer differ by {gap:.4f} nats a token over {len(self._probe)} probe sequences, "
-                f"sync.tolerance is {tolerance:.4g}: the engine does not hold the trainer's weights"
-            )
+        self._refuse(gap, f"weight push {version}", "the engine does not hold the trainer's weights")
         return PushReport(version=version, gap=gap)
+
+    def _agree(self, gap: float) -> bool:
+        """NaN does not."""
+        return gap <= self._tolerance
+
+    def _refuse(self, gap: float, when: str, therefore: str) -> None:
+        """Raises: RunError if the two sides do not agree."""
+        if self._agree(gap):
+            return
+        allowed = f"sync.tolerance is {self._spec.tolerance:.4g}"
+        if self._tolerance > self._spec.tolerance:
+            allowed = (
+                f"allowed are {self._tolerance:.4g}, {ROUNDING:g} times what they differed by before the first step"
+            )
+        raise RunError(
+            f"{when}: engine and trainer differ by {gap:.4f} nats a token over {len(self._probe)} probe sequences, {allowed}: "
+            f"{therefore}"
+        )
 
     def _push(self, version: int) -> float:
         """Push once; returns what `measure` finds afterwards."""

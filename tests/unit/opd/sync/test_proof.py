@@ -94,8 +94,8 @@ def test_a_push_may_differ_by_a_few_times_what_rounding_did_at_the_start() -> No
     engine.gaps = (0.48,)
     assert pushing.push(1).gap == pytest.approx(0.16)
     engine.gaps = (0.75,)
-    with pytest.raises(RunError, match=r"sync.tolerance is 0\.24"):
-        pushing.push(2)
+    with pytest.raises(RunError, match=r"allowed are 0\.24, 3 times what they differed by before the first step"):
+        pushing.push(2)  # `sync.tolerance`, which nobody set, is 0.15
 
 
 def test_a_tolerance_of_the_users_stays() -> None:
