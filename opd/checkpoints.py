@@ -116,16 +116,23 @@ class CheckpointStore:
         self._committed: SavedCheckpoint | None = None
 
     def save(self, step: int, policy_version: int, carried: Mapping[str, bytes] | None = None) -> None:
-        """Let the trainer copy its state; at most one checkpoint is under way. `carried`: name -> content of further files."""
+        """Let the trainer copy its state; at most one checkpoint is under way. `carried`: name -> content of further files.
+
+        Raises: as `committed`.
+        """
         carried = carried or {}
         self._commit(wait=True)
         temporary = self._root / f".tmp-{step_name(step)}"
         shutil.rmtree(temporary, ignore_errors=True)
-        with storing(temporary):
-            temporary.mkdir(parents=True)
-            for name, content in carried.items():
-                (temporary / name).write_bytes(content)
-        self._trainer.begin_save(temporary.absolute())
+        try:
+            with storing(temporary):
+                temporary.mkdir(parents=True)
+                for name, content in carried.items():
+                    (temporary / name).write_bytes(content)
+            self._trainer.begin_save(temporary.absolute())
+        except RunError:
+            _give_room_back(temporary)
+            raise
         facts = {name: {"blake3": blake3(raw).hexdigest(), "bytes": len(raw)} for name, raw in carried.items()}
         self._writing = _Writing(step, policy_version, temporary, time.monotonic() + self._timeout_s, facts)
 
@@ -164,7 +171,7 @@ class CheckpointStore:
                 replace_dir(writing.path, self._root / step_name(writing.step))
         except RunError:
             self._writing = None
-            shutil.rmtree(writing.path, ignore_errors=True)  # the disk may be full: give the room back
+            _give_room_back(writing.path)
             raise
         self._committed = SavedCheckpoint(step=writing.step, background_s=max(f.seconds for f in files), size=size)
         self._drop_old(writing.step)
@@ -178,6 +185,11 @@ class CheckpointStore:
         for path in self._root.glob("superseded-step-*"):
             if int(path.name.rpartition("-")[2]) <= newest:
                 shutil.rmtree(path)
+
+
+def _give_room_back(temporary: Path) -> None:
+    """Delete what was written of a checkpoint that will not be one: the disk may be full."""
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def steps_of(root: Path) -> list[int]:
@@ -259,7 +271,11 @@ def _verify_file(path: Path, digest: str, size: int) -> None:
     actual = path.stat().st_size
     if actual != size:
         raise DamagedCheckpoint.at(path, found=f"{actual} bytes", wanted=f"{size} bytes", fix=FALL_BACK)
-    found = blake3_file(path)
+    try:
+        found = blake3_file(path)
+    except OSError as error:  # a bad sector, or a file that the account may not read
+        unread = error.strerror or str(error)
+        raise DamagedCheckpoint.at(path, found=unread, wanted="a file that can be read", fix=FALL_BACK) from None
     if found != digest:
         raise DamagedCheckpoint.at(path, found=f"BLAKE3 {found[:16]}", wanted=f"BLAKE3 {digest[:16]}", fix=FALL_BACK)
 

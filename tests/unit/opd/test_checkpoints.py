@@ -13,6 +13,7 @@ from blake3 import blake3
 from opd.checkpoints import CheckpointStore, SavesBeside, choose, supersede, verify
 from opd.config.sections import CheckpointConfig
 from opd.errors import RunDirError, RunError, StorageError
+from opd.files import blake3_file
 from opd.types import SavedCheckpoint, WrittenFile
 
 IDENTITY = {"config": "c", "student": "s", "experts": {"e": "h"}}
@@ -170,6 +171,22 @@ def test_a_full_disk_under_the_manifest_leaves_the_older_one(tmp_path: Path, mon
     assert verify(tmp_path / "step-000005").policy_version == 105
 
 
+def test_a_full_disk_under_a_carried_file_leaves_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, _ = store(tmp_path)
+    write(saver, 5)
+    as_ever = Path.write_bytes
+
+    def full(self: Path, data: bytes) -> int:
+        as_ever(self, data[:2])
+        raise OSError(28, "No space left on device", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(StorageError, match=r"written\.arrow: could not be written: No space left on device"):
+            saver.save(10, 10, {"written.arrow": b"rows"})
+    assert names(tmp_path) == ["step-000005"]
+
+
 def test_a_kill_before_the_rename_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver, _ = store(tmp_path)
 
@@ -229,6 +246,24 @@ def test_a_damaged_one_is_refused_by_name_and_passed_over_when_told(damage: str,
     (tmp_path / "step-000005" / "rank-0.safetensors").unlink()
     with pytest.raises(RunDirError, match="2 checkpoints, every one of them damaged"):
         choose(tmp_path, "latest-valid", print)
+
+
+def test_one_that_the_disk_does_not_give_back_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, _ = store(tmp_path)
+    write(saver, 5, 10)
+
+    def read(path: Path) -> str:
+        if path.name == "rank-1.safetensors" and path.parent.name == "step-000010":
+            raise OSError(5, "Input/output error", str(path))
+        return blake3_file(path)
+
+    monkeypatch.setattr("opd.checkpoints.blake3_file", read)
+    with pytest.raises(RunDirError, match=r"rank-1\.safetensors\n  found:  Input/output error"):
+        choose(tmp_path, "latest", print)
+    said: list[str] = []
+    chosen = choose(tmp_path, "latest-valid", said.append)
+    assert chosen is not None and chosen.step == 5
+    assert "rank-1.safetensors: Input/output error" in said[0]
 
 
 @pytest.mark.parametrize("wanted", ["latest", "latest-valid", "10"])
