@@ -54,8 +54,7 @@ class RolloutEngine(Protocol):
         self, prompts: Sequence[Prompt], *, step: int, policy_version: int, cuts: Cuts = ..., early: Early | None = ...
     ) -> RolloutBatch:
         """Sample one response per prompt. Prompts that do not fit come back as quarantined. A schedule may call this in a thread,
-        and no other method until it has returned. `cuts` comes only with `schedule.partial_rollout`; `early`, which is told what came
-        of each prompt as soon as that is whole, only with `schedule.score_early`."""
+        and no other method until it has returned. `cuts` comes only with `schedule.partial_rollout`, `early` with `score_early`."""
         ...
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
@@ -134,8 +133,7 @@ class TargetLog(Protocol):
     def record(
         self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: TargetStream
     ) -> None:
-        """Store a step's parts on disk as they pass, all or none: all are there once `targets` have settled. Taking parts and
-        settling raise: StorageError."""
+        """Store a step's parts as they pass, all or none: all are there once `targets` settled. Both raise: StorageError."""
         ...
 
     def prune(self, step: int) -> None:
@@ -167,6 +165,10 @@ class Schedule(Protocol):
 
     def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt], early: Early | None) -> RolloutBatch:
         """The responses of the step that comes now; `policy_version` is that of the weights it trains."""
+        ...
+
+    def rest(self) -> None:
+        """The step that comes now is trained from the log, so nothing is written for it: engines that sleep go to sleep."""
         ...
 
     def begin_next(self, step: int, policy_version: int, unfinished: Sequence[Rollout]) -> None:
@@ -268,10 +270,8 @@ class Checkpoints(Protocol):
 
 class Monitors(Protocol):
     def begin(self, records: Sequence[StepRecord], expert: Evaluation) -> None:
-        """Take up the records of the steps that are done; `expert` is the exam of the domains' experts.
-
-        Raises: RunError if the run was stopped after the last of them and nothing has changed.
-        """
+        """Take up the records of the steps that are done; `expert` is the exam of the domains' experts. Raises: RunError if the run
+        was stopped after the last of them and nothing has changed."""
         ...
 
     def judge(self, record: StepRecord, rollouts: Sequence[Rollout]) -> tuple[AlarmRecord, ...]:

@@ -165,6 +165,7 @@ def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -
         refuse_stale(batch.rollouts, version, parts.schedule.max_staleness)
         stale = stale_samples(batch.rollouts, version)
     if logged:
+        parts.schedule.rest()
         return _Scored(batch=batch, targets=logged[1], stale=stale, replayed=True)
     with clock("score"):
         targets = early.stream(batch.rollouts) if early else parts.teachers.score(batch.rollouts)

@@ -135,6 +135,7 @@ def _schedule(config: PipelineConfig, prompts: PromptSource, engine: RolloutEngi
         max_staleness=max_staleness(config),
         timeout_s=config.cluster.phase_timeout_s,
         cuts=Cuts(at=partial.cut_at, times=partial.cuts) if partial else None,
+        sleeps=config.rollout.sleep,
         last_step=config.trainer.steps,
     )
     return SCHEDULES[config.schedule.mode](spec)

@@ -50,6 +50,9 @@ class OneStepOff:
         batch = self._written.pop(step, None) or self._spec.log.written(step, policy_version - 1, prompts)
         return batch or self._writer.write(step, policy_version, prompts, self._cuts(step, ()))
 
+    def rest(self) -> None:
+        """Do nothing: an engine that writes ahead never sleeps."""
+
     def begin_next(self, step: int, policy_version: int, unfinished: Sequence[Rollout]) -> None:
         """Let the engine write the responses of `step` in a thread, unless the log has them."""
         prompts = self._spec.prompts.take(step)

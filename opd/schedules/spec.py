@@ -26,6 +26,8 @@ class ScheduleSpec:
     """Deadline for the responses of one step."""
     cuts: Cuts | None = None
     """Where a schedule that writes ahead cuts responses; None: nowhere."""
+    sleeps: bool = False
+    """Whether the engine gives memory back once it has written or answered."""
     last_step: int
     """What this step trains is written to its end: there is no later one."""
 

@@ -19,12 +19,18 @@ class Sync:
     def __init__(self, spec: ScheduleSpec) -> None:
         self.max_staleness = spec.max_staleness
         self._writer = Writer(spec.engine)
+        self._engine = spec.engine if spec.sleeps else None
 
     def rollouts(
         self, step: int, policy_version: int, prompts: Sequence[Prompt], early: Early | None = None
     ) -> RolloutBatch:
         """Have them written now."""
         return self._writer.write(step, policy_version, prompts, early=early)
+
+    def rest(self) -> None:
+        """Have the engine answer nothing, after which it sleeps: the push before has woken it."""
+        if self._engine is not None:
+            self._engine.answer(())
 
     def begin_next(self, step: int, policy_version: int, unfinished: Sequence[Rollout]) -> None:
         """Begin nothing: the weights that write `step` come from the step before it."""

@@ -78,6 +78,8 @@ class Events:
     """Step -> scoring workers that died in it."""
     logged: frozenset[int] = frozenset()
     """Steps that the log has."""
+    sleeps: bool = False
+    """Whether the engine gives its memory back after it has written or answered."""
     stopped_at: int = 0
     """The step after which a monitor ends the run."""
     commits_after: int = 0
@@ -101,6 +103,11 @@ class Events:
         rollouts = (rollout, other) if self.quarantined else (rollout,)
         self.written = [r.sample_id for r in rollouts]
         return RolloutBatch(rollouts=rollouts, quarantined=(Quarantined(prompt_id="b/0", domain="b", reason="long"),))
+
+    def answer(self, prompts: Sequence[Prompt]) -> list[Any]:
+        assert not prompts
+        self.seen.append("answer nothing")
+        return []
 
     def score(self, rollouts: Sequence[Rollout]) -> Any:
         self.seen.append(f"score {rollouts[0].sample_id}")
@@ -193,7 +200,8 @@ class Events:
 
     def parts(self) -> Parts:
         every: Any = self
-        spec = ScheduleSpec(prompts=every, engine=every, log=every, max_staleness=0, timeout_s=60, last_step=99)
+        bounds: Any = {"max_staleness": 0, "timeout_s": 60, "last_step": 99}
+        spec = ScheduleSpec(prompts=every, engine=every, log=every, sleeps=self.sleeps, **bounds)
         return Parts(
             prompts=every, schedule=Sync(spec), engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,
             monitors=every, traces=every, checkpoints=every, reporter=every,
@@ -258,6 +266,20 @@ def test_steps_of_the_log_are_trained_without_the_engine_and_the_teachers() -> N
     assert events.of("train") == ["train 5", "train 6", "train 7"]
     assert events.of("push") == ["push 5", "push 6", "push 7"]
     assert [r.get("replayed") for r in events.records] == [True, True, None]
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_an_engine_that_sleeps_does_so_while_a_step_of_the_log_is_trained(sleeps: bool) -> None:
+    """The push before has woken it, and it has nothing to write, after which it would."""
+    events = Events(logged=frozenset({5, 6}), sleeps=sleeps)
+    run(events.parts(), plan(first_step=5, last_step=7, policy_version=4))
+    kinds = [line for line in events.seen if line.split()[0] in ("answer", "generate", "train", "push")]
+    asleep = ["answer nothing"] if sleeps else []
+    assert kinds == [
+        *[*asleep, "train 5", "push 5"],
+        *[*asleep, "train 6", "push 6"],
+        *["generate 7 v6", "train 7", "push 7"],
+    ]
 
 
 def test_versions_count_pushes_and_the_engine_writes_with_the_last_one() -> None:

@@ -108,6 +108,16 @@ def test_an_engine_sleeps_from_the_last_token_it_wrote_to_the_next_push(platform
     assert one._llm.said == [*step, "wake", *step, "wake", "empty", "write", "sleep 1"]
 
 
+def test_an_engine_that_has_nothing_to_write_sleeps_all_the_same(platform: SimpleNamespace) -> None:
+    """As where a resume trains steps from the log: the probe after the push before has left it awake."""
+    one = VLLMWorker(OPTIONS, (2,))
+    one.load(Path("new"))
+    one.logprobs([(1, 2)])
+    assert not one._llm.asleep
+    assert one.generate([]) == []
+    assert one._llm.asleep
+
+
 def test_an_engine_with_a_gpu_of_its_own_never_sleeps(platform: SimpleNamespace) -> None:
     import dataclasses
 
