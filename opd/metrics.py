@@ -48,7 +48,10 @@ def steps_and_tokens(records: Sequence[StepRecord]) -> tuple[int, int]:
 
 
 def trained_tokens(record: StepRecord) -> int:
-    """Response tokens that a step was trained on: of episodes the tokens with loss, not what an environment answered."""
+    """Response tokens that a step was trained on: of episodes the tokens with loss, not what an environment answered; none of a step
+    that was skipped."""
+    if record.skipped:
+        return 0
     return sum(domain.tokens for domain in record.domains.values()) if record.episodes else record.response_tokens
 
 

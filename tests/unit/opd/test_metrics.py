@@ -22,6 +22,12 @@ def test_what_an_environment_answers_is_not_trained_on() -> None:
     assert steps_and_tokens([answers, acts]) == (2, 178)
 
 
+def test_a_step_without_an_optimiser_step_trains_no_token() -> None:
+    """As while a critic learns alone: the responses are there all the same."""
+    cold = StepRecord(step=1, response_tokens=90, skipped=True)
+    assert steps_and_tokens([cold, StepRecord(step=2, response_tokens=80)]) == (2, 80)
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "m.jsonl")
     assert metrics.read() == []
