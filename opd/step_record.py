@@ -281,7 +281,7 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
         lr=trained.lr,
         logprob_gap=trained.logprob_gap,
         drift=trained.drift,
-        token_ages={str(age): tokens for age, tokens in ages(batch.rollouts, pushed.version - 1).items()},
+        token_ages={str(age): tokens for age, tokens in ages(counted, pushed.version - 1).items()},
         policy_version=pushed.version,
         probe_gap=pushed.gap,
     )

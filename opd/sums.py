@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 
 class Sums:
@@ -14,3 +15,21 @@ class Sums:
     def __add__(self, other: Self) -> Self:
         record: Any = self
         return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(record)})
+
+
+K = TypeVar("K")
+S = TypeVar("S", bound=Sums)
+
+
+def add_to(sums: dict[K, S], key: K, more: S) -> None:
+    """Add a record to that of the same key, in place."""
+    sums[key] = sums[key] + more if key in sums else more
+
+
+def added_up(parts: Iterable[Mapping[K, S]]) -> dict[K, S]:
+    """The records of all parts by key, in the order in which the keys come."""
+    found: dict[K, S] = {}
+    for part in parts:
+        for key, record in part.items():
+            add_to(found, key, record)
+    return found

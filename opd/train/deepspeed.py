@@ -16,9 +16,10 @@ import pyarrow as pa
 from opd import cluster
 from opd.buckets import WeightStream
 from opd.cluster import Pending
-from opd.reward.records import PolicyReport, PolicyStats, RewardStep
+from opd.reward.records import PolicyReport, RewardStep
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
+from opd.sums import added_up
 from opd.traces.choose import watched
 from opd.train.batch import gather_samples, leave_one_out
 from opd.train.feed import Feed
@@ -28,7 +29,7 @@ from opd.train.ranks import Ranks, RanksSpec
 from opd.train.schedule import LearningRate
 from opd.train.totals import mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
 from opd.train.turns import first_turns
-from opd.types import DomainStats, PositionStats, Rollout, StepReport, TurnStats
+from opd.types import Rollout, StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,15 +216,7 @@ def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], lef
 
 
 def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
-    domains: dict[str, DomainStats] = {}
-    for name, stats in (item for result in results for item in result.domains.items()):
-        domains[name] = domains[name] + stats if name in domains else stats
-    positions: dict[int, PositionStats] = {}
-    for bits, part in (item for result in results for item in result.positions.items()):
-        positions[bits] = positions[bits] + part if bits in positions else part
-    turns: dict[tuple[str, int], TurnStats] = {}
-    for key, turn in (item for result in results for item in result.turns.items()):
-        turns[key] = turns[key] + turn if key in turns else turn
+    domains = added_up(result.domains for result in results)
     return StepReport(
         step=step,
         loss=sum(r.loss for r in results),
@@ -232,8 +225,8 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
         logprob_gap=mean_gap(domains),
         drift=mean_drift(domains),
         domains=dict(sorted(domains.items())),
-        positions=dict(sorted(positions.items())),
-        turns=dict(sorted(turns.items())),
+        positions=dict(sorted(added_up(result.positions for result in results).items())),
+        turns=dict(sorted(added_up(result.turns for result in results).items())),
         token_losses={i: losses for result in results for i, losses in result.token_losses.items()},
         policy=_policy_report([r.policy for r in results if r.policy is not None]),
     )
@@ -243,9 +236,7 @@ def _policy_report(results: Sequence[RankPolicy]) -> PolicyReport | None:
     """The policy gradient's numbers of all ranks; None without one."""
     if not results:
         return None
-    domains: dict[str, PolicyStats] = {}
-    for name, stats in (item for result in results for item in result.domains.items()):
-        domains[name] = domains[name] + stats if name in domains else stats
+    domains = added_up(result.domains for result in results)
     compared = [result.compared for result in results if result.compared is not None]
     weight = sum(result.weight for result in results)
     return PolicyReport(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opd.losses.chunked import RewardedStats
 from opd.reward.records import Compared, PolicyStats, RewardStep
+from opd.sums import add_to
 from opd.train.batch import MicroBatch
 from opd.train.totals import row_weights, token_weights
 from opd.types import Rollout
@@ -104,7 +105,7 @@ class PolicyTotals:
             tokens = int(rewarded.sum())
             if tokens:
                 row = PolicyStats(tokens=tokens, loss_sum=float(value.sum()), masked=int(masked.sum()))
-                self.domains[domain] = self.domains[domain] + row if domain in self.domains else row
+                add_to(self.domains, domain, row)
 
 
 class Comparison:

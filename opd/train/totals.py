@@ -16,6 +16,7 @@ from torch import Tensor
 
 from opd.errors import RunError
 from opd.losses.chunked import TokenStats
+from opd.sums import add_to
 from opd.train.batch import MicroBatch
 from opd.types import DomainStats, PositionStats, Rollout, TurnStats
 
@@ -166,7 +167,7 @@ class Totals:
             found: dict[str, Any] = {name: values[index] for name, values in sums.items()}
             found |= {name: round(found[name]) for name in ("taught_tokens", "stale_tokens")}
             row = DomainStats(tokens=tokens[index], samples=samples[index], **found)
-            self.domains[domain] = self.domains[domain] + row if domain in self.domains else row
+            add_to(self.domains, domain, row)
 
     def _add_positions(self, batch: MicroBatch, kl_N: Tensor) -> None:
         bits_N = torch.frexp(batch.place_N.double()).exponent  # of an integer: its number of bits
@@ -174,8 +175,7 @@ class Totals:
         sums = torch.bincount(bits_N, weights=kl_N.double()).tolist()
         for bits, (count, total) in enumerate(zip(tokens, sums, strict=True)):
             if count:
-                row = PositionStats(tokens=count, kl_sum=total)
-                self.positions[bits] = self.positions[bits] + row if bits in self.positions else row
+                add_to(self.positions, bits, PositionStats(tokens=count, kl_sum=total))
 
     def _add_turns(self, batch: MicroBatch, kl_N: Tensor, gap_N: Tensor, fresh_N: Tensor) -> None:
         names = list(dict.fromkeys(batch.domains))
@@ -190,4 +190,4 @@ class Totals:
             if count:
                 name = (names[key // most], key % most)
                 row = TurnStats(tokens=count, kl_sum=kls[key], gap_sum=gaps[key], stale_tokens=round(stale[key]))
-                self.turns[name] = self.turns[name] + row if name in self.turns else row
+                add_to(self.turns, name, row)

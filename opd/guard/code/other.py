@@ -20,7 +20,6 @@ _DECODES = re.compile(
 _WRITES = re.compile(
     r"\b(writeFile\w*|appendFile\w*|file_put_contents|unlink\w*|rename\w*|File\.write|fopen|rmSync|copyFile\w*)\b"
 )
-_PIPED = re.compile(r"\"((?:[^\"\\]|\\.)*)\"\s*\|\s*getline")
 BACKTICK_RUNS = frozenset({"perl", "ruby", "php"})
 
 

@@ -428,6 +428,7 @@ def test_what_a_teacher_could_not_score_is_not_trained_but_counted() -> None:
     }
     assert record["truncated"] == 2 and record["domains"]["a"]["samples"] == 1
     assert record["truncated_by_domain"] == {"a": 1}, "a share of the samples is never above 1"
+    assert record["token_ages"] == {"0": 3}, "of two responses one is trained"
 
 
 def test_a_step_that_trains_nothing_counts_no_truncated_response() -> None:
@@ -435,4 +436,5 @@ def test_a_step_that_trains_nothing_counts_no_truncated_response() -> None:
     run(events.parts(), plan(last_step=1))
     (record,) = events.records
     assert record["skipped"] and record["truncated"] == 1
-    assert record["domains"] == {} and record["truncated_by_domain"] == {}, "a share needs samples to be a share of"
+    assert record["domains"] == {} and record["token_ages"] == {}
+    assert record["truncated_by_domain"] == {}, "a share needs samples to be a share of"
