@@ -85,6 +85,24 @@ def test_what_changes_the_order_of_sums_is_allowed_and_said() -> None:
     assert notices[3].startswith("not bit for bit from here: objective.chunk, trainer.ranks changed")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rollout__kv_cache_gib": 2},
+        {"rollout__gpu_memory_utilization": 0.5},
+        {"teachers__engine": "vllm", "teachers__kv_cache_gib": 2},
+        {"teachers__engine": "vllm", "teachers__gpu_memory_utilization": 0.5},
+    ],
+    ids=lambda change: list(change)[-1],
+)
+def test_how_many_sequences_an_engine_has_room_for_decides_its_batches(change: dict[str, Any]) -> None:
+    """In bfloat16, 3 of 40 responses had other last bits when 8 blocks of the cache were there for 40 sequences."""
+    before = {"teachers__engine": "vllm"} if "teachers__engine" in change else {}
+    notices = accept_changes(config(**before), config(**change), MANIFEST)
+    key = list(change)[-1].replace("__", ".")
+    assert [notice.split(":")[0] for notice in notices] == [key, "not bit for bit from here"]
+
+
 def test_teachers_may_be_divided_otherwise() -> None:
     divided = {"device_map": "auto", "max_memory": {"cpu": 99}}
     notices = accept_changes(config(), config(teachers=divided), MANIFEST)
