@@ -8,6 +8,7 @@ tensor, splits tensors or renames them. This module uses transformers' own conve
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -59,33 +60,53 @@ def obeys_masks(lm: Any) -> bool:
 
 def config_of(model_dir: Path) -> Any:
     """transformers' config of a model directory; no code from it is run. Raises: ModelError for one that it does not know, or whose
-    numbers contradict each other."""
+    keys contradict each other."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
         return AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-    except ValueError as error:
-        raise _unknown(model_dir, str(error)) from None
-    except StrictDataclassError as error:
-        raise _contradictory(model_dir, error) from None
+    except (ValueError, StrictDataclassError) as error:
+        kind = json.loads((model_dir / "config.json").read_text(encoding="utf-8")).get("model_type")
+        raise (_unusable(model_dir, error) if kind in CONFIG_MAPPING else _unknown(model_dir, kind)) from None
 
 
-def _unknown(model_dir: Path, found: str) -> ModelError:
+def causal_lm_class(model_dir: Path) -> tuple[Any, Any]:
+    """The `config_of` a directory, and transformers' class of causal language models for it. Raises: ModelError if there is none."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(model_dir)
+    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if known is None:
+        raise _unknown(model_dir, config.model_type)
+    return config, known
+
+
+@contextmanager
+def making(model_dir: Path) -> Iterator[None]:
+    """Within, transformers makes a model of a directory's config. Raises: ModelError if it cannot."""
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        raise _unusable(model_dir, error) from None
+
+
+def _unknown(model_dir: Path, kind: object) -> ModelError:
     return ModelError.at(
         f"{model_dir / 'config.json'}: model_type",
-        found=found,
-        wanted="a causal language model that the installed transformers knows",
+        found=f"{kind!r}, which transformers has no causal language model for",
+        wanted="an architecture of AutoModelForCausalLM",
         fix="take another model, or the version of transformers that knows this one",
     )
 
 
-def _contradictory(model_dir: Path, error: Exception) -> ModelError:
+def _unusable(model_dir: Path, error: Exception) -> ModelError:
+    said = " ".join(str(error).split())
     return ModelError.at(
         model_dir / "config.json",
-        found=f"{type(error).__name__}: {' '.join(str(error).split())}",
+        found=f"{said}, which transformers does not know" if isinstance(error, KeyError) else said,
         wanted="a config of which transformers can make a model",
-        fix="copy the file from the original model, or save the model again with save_pretrained",
+        fix="correct the key, or copy the file from the original model",
     )
 
 
@@ -97,10 +118,8 @@ def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    config = config_of(model_dir)
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise _unknown(model_dir, f"{config.model_type}, which transformers has no causal language model for")
-    try:
+    config, _ = causal_lm_class(model_dir)
+    with making(model_dir):
         lm, found = AutoModelForCausalLM.from_pretrained(
             model_dir,
             dtype=dtype,
@@ -110,8 +129,6 @@ def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
-    except (KeyError, ValueError) as error:
-        raise _contradictory(model_dir, error) from None
     _refuse_made_up(model_dir, found)
     return lm
 

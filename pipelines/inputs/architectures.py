@@ -79,10 +79,11 @@ def _naming(path: Path, info: ModelInfo) -> Any:
     """The model's naming in transformers. Raises: ModelError unless its files fill all modules."""
     import torch
 
-    from opd.model_weights import Naming
+    from opd.model_weights import Naming, making
 
     config, known = _causal_model(path, info)
-    naming = Naming(config, torch.float32)
+    with making(path):
+        naming = Naming(config, torch.float32)
     shapes = {n: torch.empty(t.shape, dtype=torch.float32, device="meta") for n, t in weight_tensors(path).items()}
     _, problem = naming.from_files(shapes)
     if problem:
@@ -97,30 +98,12 @@ def _naming(path: Path, info: ModelInfo) -> Any:
 
 def _causal_model(path: Path, info: ModelInfo) -> tuple[Any, Any]:
     """transformers' config of a directory, and its class of causal language models for it. Raises: ModelError."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from opd.model_weights import causal_lm_class
 
-    file = path / "config.json"
-    known = None
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        known = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    except StrictDataclassError as error:
-        raise ModelError.at(
-            file, found=str(error), wanted=f"what transformers takes for {info.model_type}", fix="correct the key"
-        ) from None
-    except ValueError:  # transformers does not know the model type
-        pass
-    if known is None:
-        raise ModelError.at(
-            f"{file}: model_type",
-            found=f"{info.model_type!r}, which transformers has no causal language model for",
-            wanted="an architecture of AutoModelForCausalLM",
-            fix="take another model, or the version of transformers that knows this one",
-        )
+    config, known = causal_lm_class(path)
     if info.architecture != known.__name__ and not info.architecture.endswith(("ForCausalLM", "LMHeadModel")):
         raise ModelError.at(
-            f"{file}: architectures",
+            f"{path / 'config.json'}: architectures",
             found=info.architecture,
             wanted=f"a causal language model, for {info.model_type} {known.__name__}",
             fix="AutoModelForCausalLM.from_pretrained(dir).save_pretrained(out) writes the part that writes text",

@@ -68,6 +68,13 @@ def test_an_architecture_that_transformers_does_not_know(world: Any) -> None:
     assert "'llama9', which transformers has no causal language model for" in refused(world)
 
 
+@pytest.mark.parametrize("who", ["base", "rev"])
+def test_an_activation_that_transformers_does_not_know(world: Any, who: str) -> None:
+    file = world.root / who / "config.json"
+    edit(file, hidden_act="nope")
+    assert refused(world).startswith(f"{file}\n  found:  'nope', which transformers does not know\n")
+
+
 @pytest.mark.parametrize(
     ("model_type", "architecture", "found"),
     [
