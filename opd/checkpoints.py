@@ -33,6 +33,8 @@ MANIFEST = "checkpoint.json"
 FORMAT = 2
 FALL_BACK = "`--resume-from latest-valid` goes on from the newest checkpoint that is whole"
 LATEST, LATEST_VALID = "latest", "latest-valid"
+ASIDE = "superseded-"
+"""Before the name of a checkpoint that a resume went back behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +184,9 @@ class CheckpointStore:
         for step in steps[: -self._keep.keep]:
             if not every or step % every:
                 shutil.rmtree(self._root / step_name(step))
-        for path in self._root.glob("superseded-step-*"):
-            if int(path.name.rpartition("-")[2]) <= newest:
+        for path in self._root.glob(f"{ASIDE}step-*"):
+            step = step_of(path.name.removeprefix(ASIDE))
+            if step is not None and step <= newest:
                 shutil.rmtree(path)
 
 
@@ -287,7 +290,7 @@ def supersede(root: Path, step: int) -> list[str]:
     """
     newer = [step_name(s) for s in steps_of(root) if s > step]
     for name in newer:
-        aside = root / f"superseded-{name}"
+        aside = root / f"{ASIDE}{name}"
         shutil.rmtree(aside, ignore_errors=True)
         (root / name).rename(aside)
     return newer

@@ -303,8 +303,9 @@ def test_what_a_resume_goes_back_behind_is_kept_until_the_run_has_passed_it(tmp_
     assert names(tmp_path) == ["step-000005", "step-000010", "superseded-step-000015"]
     supersede(tmp_path, 5)  # a second time
     assert names(tmp_path) == ["step-000005", "superseded-step-000010", "superseded-step-000015"]
+    (tmp_path / "superseded-step-000010-mine").mkdir()  # a user's, who wants to keep it
     write(saver, 15)
-    assert names(tmp_path) == ["step-000005", "step-000015"]
+    assert names(tmp_path) == ["step-000005", "step-000015", "superseded-step-000010-mine"]
 
 
 class Other:
