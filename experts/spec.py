@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import Name, Strict
+from opd.config.strict import NUMPY_SEEDS, Name, Strict
 from opd.settings import apply_overrides, load_yaml, no_such_yaml, validate
 
 BASE = "base"
@@ -120,6 +120,11 @@ class FromBase(Strict):
     base: BaseSpec
     registry: Path | None = None
     """Registry to which each finished expert is added; without it no expert is registered."""
+
+    @property
+    def training_seed(self) -> int:
+        """The seed where numpy has to take it."""
+        return self.seed % NUMPY_SEEDS
 
     @property
     def base_dir(self) -> Path:

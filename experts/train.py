@@ -186,10 +186,10 @@ def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
         return
     from transformers import set_seed
 
-    set_seed(spec.seed)
+    set_seed(spec.training_seed)
     model, tokenizer, stored = _start_of(spec.base)
     if job.train:
-        _fit(model, tokenizer, job, job.train, spec.seed, progress)
+        _fit(model, tokenizer, job, job.train, spec.training_seed, progress)
     _save(model.to(stored), tokenizer, job)
 
 
@@ -220,12 +220,12 @@ def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Prog
     from transformers import set_seed
 
     assert job.train is not None
-    set_seed(spec.seed)
+    set_seed(spec.training_seed)
     model, tokenizer, stored = _given(base)
     if spec.method == "lora":
         model = _fit_adapter(spec, model, tokenizer, job, progress)
     else:
-        _fit(model, tokenizer, job, job.train, spec.seed, progress)
+        _fit(model, tokenizer, job, job.train, spec.training_seed, progress)
     _save(model.to(stored), tokenizer, job)
 
 
@@ -244,7 +244,7 @@ def _fit_adapter(
         adapted = get_peft_model(model, config)
     except (ValueError, re.error) as error:  # a text is a regular expression
         raise _no_modules(model, spec.lora.target_modules, str(error)) from None
-    _fit(adapted, tokenizer, job, job.train, spec.seed, progress)
+    _fit(adapted, tokenizer, job, job.train, spec.training_seed, progress)
     merged: PreTrainedModel = adapted.merge_and_unload()
     return merged
 

@@ -11,7 +11,7 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig, overlaps, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import RolloutConfig, TrainerConfig
-from opd.config.strict import NUMPY_SEEDS
+from opd.config.strict import NUMPY_SEEDS, TORCH_SEEDS
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec, WarmUp
 from opd.credit.gae import CUT, GaeSpec
@@ -202,7 +202,7 @@ def lora_options(config: PipelineConfig) -> LoraOptions | None:
     if lora is None:
         return None
     targets = lora.targets if isinstance(lora.targets, str) else tuple(lora.targets)
-    return LoraOptions(r=lora.r, alpha=lora.alpha, targets=targets, seed=config.seed)
+    return LoraOptions(r=lora.r, alpha=lora.alpha, targets=targets, seed=config.seed % TORCH_SEEDS)
 
 
 def start_teacher(config: PipelineConfig) -> StartTeacher | None:

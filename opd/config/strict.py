@@ -15,8 +15,8 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 DType = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 """Bytes of one value."""
-NUMPY_SEEDS = 1 << 32
-"""Number of seeds that numpy takes, which training on text and mergekit seed; a pipeline's may be larger."""
+NUMPY_SEEDS, TORCH_SEEDS = 1 << 32, 1 << 64
+"""Number of seeds that numpy takes, which training on text and mergekit seed, and that torch takes; a pipeline's may be larger."""
 
 
 class Strict(BaseModel):

@@ -53,6 +53,12 @@ def losses(lines: list[str], name: str) -> list[float]:
     return [float(line.split("loss ")[1].split(" ")[0]) for line in lines if line.startswith(f"{name}: step")]
 
 
+def test_a_seed_that_numpy_does_not_take_trains_all_the_same(raw: dict[str, Any]) -> None:
+    raw |= {"seed": (1 << 32) + 5, "train": TRAIN | {"max_steps": 2}}
+    directories, _ = run(raw)
+    assert [directory.name for directory in directories] == ["mask", "shift"]
+
+
 def test_a_base_and_its_experts_are_trained_saved_and_registered(raw: dict[str, Any], data: dict[str, str]):
     raw["base"] |= {"data": list(data.values()), "train": {"max_steps": 10}}
     directories, lines = run(raw)

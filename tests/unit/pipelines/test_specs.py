@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from experts.sft import ImitationSpec
 from opd.config import PipelineConfig
@@ -145,3 +146,12 @@ def test_a_lora_student_reaches_the_rank_with_the_runs_seed() -> None:
     assert spec.rank.lora == LoraOptions(r=2, alpha=3, targets=("q_proj", "v_proj"), seed=5)
     default = trainer_spec(config(student={"model": "base", "lora": {}}), 76).rank.lora
     assert default == LoraOptions(r=16, alpha=32, targets="all-linear", seed=0)
+
+
+def test_a_seed_that_torch_does_not_take_gives_adapters_all_the_same() -> None:
+    """It decides prompts and tokens whatever its size; only LoRA's first values come from torch."""
+    spec = trainer_spec(config(student={"model": "base", "lora": {}}, seed=(1 << 64) + 5), 76)
+    assert spec.rank.lora is not None
+    assert torch.Generator().manual_seed(spec.rank.lora.seed).initial_seed() == 5
+    largest = trainer_spec(config(student={"model": "base", "lora": {}}, seed=(1 << 64) - 1), 76)
+    assert largest.rank.lora is not None and largest.rank.lora.seed == (1 << 64) - 1, "as it was"
