@@ -185,8 +185,8 @@ class CheckpointStore:
             if not every or step % every:
                 shutil.rmtree(self._root / step_name(step))
         for path in self._root.glob(f"{ASIDE}step-*"):
-            step = step_of(path.name.removeprefix(ASIDE))
-            if step is not None and step <= newest:
+            passed = step_of(path.name.removeprefix(ASIDE))
+            if passed is not None and passed <= newest:
                 shutil.rmtree(path)
 
 
