@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from blake3 import blake3
 from pyarrow import flight
 
 from opd import cluster
@@ -22,6 +21,7 @@ from opd.payloads import answer_class
 from opd.stream.heads import HeadSource, head_key, head_tensor
 from opd.stream.rollouts import SCHEMA as ROLLOUTS
 from opd.stream.schema import VERSION as STREAM_VERSION
+from opd.stream.schema import StreamError, read_part_record
 from opd.stream.targets import Asked, TargetStream
 from opd.types import LayoutProof, Rollout
 from teachers.flight.access import read_roots, read_token
@@ -167,17 +167,26 @@ class FlightPool:
         return head_V_D
 
     def _parts(self, rollouts: Sequence[Rollout]) -> Iterator[np.ndarray]:
-        """Bytes of the parts as they come. After a break the question is asked again from the start: what had come
-        before is the same, byte for byte, and is left out."""
-        seen: set[bytes] = set()
+        """Bytes of the parts as they come. After a break the question is asked again from the start: parts that had come before
+        are left out by their numbers, because an engine's second scores may differ in the last bits."""
+        came: set[tuple[int, int]] = set()
         for attempt in self._attempts("score", self._timeout_s):
+            before = frozenset(came)
             with attempt as options:
                 for raw in self._exchange(rollouts, options):
-                    digest = blake3(raw.data).digest()
-                    if digest not in seen:
-                        seen.add(digest)
+                    place = self._place(raw)
+                    if place not in before:
+                        came.add(place)
                         yield raw
                 return
+
+    def _place(self, raw: np.ndarray) -> tuple[int, int]:
+        """Worker and number of a part. Raises: StreamError."""
+        try:
+            record = read_part_record(memoryview(raw))
+        except StreamError as error:
+            raise StreamError(f"{self}: {error}") from None
+        return record.worker, record.number
 
     def _exchange(self, rollouts: Sequence[Rollout], options: Any) -> Iterator[np.ndarray]:
         """One question. Raises: ProtocolError for an answer without its last record."""

@@ -65,10 +65,17 @@ def test_what_a_newer_release_adds_is_ignored_wherever_it_stands() -> None:
     assert StepRecord.from_json(newer) == record
 
 
-@pytest.mark.parametrize("part", ["domains", "positions", "episodes", "checkpoint"])
-def test_a_part_of_another_form_is_a_type_error(part: str) -> None:
+@pytest.mark.parametrize("part", ["domains", "positions", "episodes", "checkpoint", "reward"])
+@pytest.mark.parametrize("found", [["a"], "a"])
+def test_a_part_of_another_form_is_a_type_error(part: str, found: object) -> None:
     with pytest.raises(TypeError, match="was expected"):
-        StepRecord.from_json({"step": 1, part: ["a"]})
+        StepRecord.from_json({"step": 1, part: found})
+
+
+@pytest.mark.parametrize("found", [["a"], {"d": 3}])
+def test_rewards_of_another_form_are_a_type_error(found: object) -> None:
+    with pytest.raises(TypeError, match="was expected"):
+        StepRecord.from_json({"step": 1, "reward": {"domains": found}})
 
 
 def test_sub_agents_are_counted_where_there_are_any(tmp_path: Path) -> None:

@@ -684,6 +684,43 @@ def test_a_connection_that_breaks_is_tried_again(after: int, routes: Routes, pro
     assert proxy.connections >= before + 2
 
 
+class Wavering:
+    """A pool that breaks once after its first part, and whose log-probs differ in the last bits each time, as an engine's may."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.heads, self.head_of = pool.heads, pool.head_of
+        self.calls = 0
+
+    def score(self, rollouts: Any) -> Any:
+        self.calls += 1
+        self._targets, self._taken = self._pool.score(rollouts), 0
+        return self
+
+    def take(self) -> Any:
+        if self.calls == 1 and self._taken == 1:
+            raise flight.FlightUnavailableError("the line is dead")
+        part = self._targets.take()
+        if part is None:
+            return None
+        self._taken += 1
+        found = read_stream(bytes(cluster.fetch(part.handle)))
+        rows = [dataclasses.replace(row, answer=self._nudged(row.answer)) for row in found.rows]
+        raw = np.frombuffer(write_stream(rows, found.dtype, found.payload, found.part), dtype=np.uint8)
+        return dataclasses.replace(part, handle=cluster.put(raw))
+
+    def _nudged(self, answer: Any) -> Any:
+        return dataclasses.replace(answer, teacher_logprobs=[x - 1e-5 * self.calls for x in answer.teacher_logprobs])
+
+
+def test_what_came_before_a_break_is_left_out_although_the_second_scores_differ(routes: Routes, serve: Any) -> None:
+    payload = PAYLOADS["log-probs"]
+    pool = Wavering(local_pool(routes, **payload))
+    found = score(remote(serve(pool, routes, **payload).url, routes, **payload))
+    assert pool.calls == 2
+    assert len(found.parts) == 2 and len(rows_of(found)) == found.rows == 12
+
+
 def test_a_connection_that_breaks_in_the_middle_every_time(routes: Routes, proxied: tuple[Proxy, Served]) -> None:
     proxy, _ = proxied
     scoring = remote(proxy.url, routes)
