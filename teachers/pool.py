@@ -90,8 +90,10 @@ class Pool:
 
     def wait_ready(self) -> None:
         """Try every teacher once. Raises: RunError if one does not load or answer."""
-        worker = self._workers[0]
-        for teacher in {weight_key(a.teacher): a.teacher for part in self._routes.values() for a in part}.values():
+        worker, servers = self._workers[0], self._options.servers
+        teachers = [assigned.teacher for part in self._routes.values() for assigned in part]
+        # Teachers of equal weights are one, unless they have servers of their own: nobody knows what these hold.
+        for teacher in {(weight_key(t), servers.get(t.name)): t for t in teachers}.values():
             head = worker.submit(TeacherWorker.describe, teacher).result(timeout_s=self._start_timeout_s)
             self._described[weight_key(teacher)] = (teacher, head)
             proof = worker.submit(TeacherWorker.layout, teacher).result(timeout_s=self._start_timeout_s)
