@@ -145,6 +145,20 @@ class Pool:
             found.setdefault(head.key, replace(head, handle=handle))
         return found
 
+    def head(self, key: str) -> np.ndarray:
+        """The matrix of a head, as it travels. Raises: WorkerDied if the worker that reads it is dead."""
+        handle = self.heads()[key].handle
+        assert handle is not None
+        return handle.fetch()
+
+    def head_again(self, key: str) -> np.ndarray:
+        """The same while no step is under way: a worker that is dead is started again. Raises: WorkerDied if the new one dies."""
+        try:
+            return self.head(key)
+        except cluster.WorkerDied as error:
+            self.again(cluster.WorkerDied(str(error), self._workers[0]), [])
+            return self.head(key)
+
     def head_of(self, teacher: Teacher) -> HeadSource:
         """A teacher's head without a handle, once the pool is ready."""
         return self._described[weight_key(teacher)][1]

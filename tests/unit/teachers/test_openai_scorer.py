@@ -448,7 +448,8 @@ def test_the_pool_tries_the_servers_of_experts_that_have_one_directory(
             "engine": "openai",
             "payload": "sampled_logprobs",
             "servers": {
-                name: {"base_url": served.url, "model": "exprt" if name == wrong else "expert"} for name in ("rev", "up")
+                name: {"base_url": served.url, "model": "exprt" if name == wrong else "expert"}
+                for name in ("rev", "up")
             },
         },
     }

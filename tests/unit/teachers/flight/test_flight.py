@@ -37,6 +37,7 @@ from teachers.flight.client import FlightPool
 from teachers.flight.server import PoolServer, make_hello
 from teachers.pool import Pool
 from tests.rows import changed, make_rollout
+from tests.unit.teachers.test_pool import mortal
 
 VOCABULARY = 76
 TOKEN = "correct-horse"
@@ -226,6 +227,24 @@ def test_a_head_is_fetched_once(routes: Routes, serve: Any, monkeypatch: pytest.
     pool.wait_ready()
     score(pool)
     assert len(asked) == len(set(asked)) == 2
+
+
+def test_heads_are_there_although_the_worker_that_reads_them_died_between_steps(
+    routes: Routes, serve: Any, in_process: Any
+) -> None:
+    workers = mortal(in_process, {})
+    served = serve(local_pool(routes), routes)
+    wanted = score(remote(served.url, routes))
+    workers[0].dead = True
+    same_targets(score(remote(served.url, routes)), wanted)
+    assert len(workers) == 3, "one was started again"
+
+
+def test_a_head_whose_worker_dies_again_is_refused(routes: Routes, serve: Any, in_process: Any) -> None:
+    mortal(in_process, {0: "head", 2: "head"})
+    served = serve(local_pool(routes), routes)
+    with pytest.raises(RunError, match="`head` failed: died in head"):
+        remote(served.url, routes)
 
 
 def test_what_an_architecture_does_to_its_logits_comes_along(tmp_path: Path, serve: Any) -> None:
@@ -446,7 +465,7 @@ class Tampered:
         self, pool: Pool, change: Callable[[list[TargetRow]], list[TargetRow]], parts: Any = None, **record: Any
     ) -> None:
         self._pool, self._change, self._parts, self._record = pool, change, parts, record
-        self.heads, self.head_of = pool.heads, pool.head_of
+        self.heads, self.head, self.head_of = pool.heads, pool.head, pool.head_of
 
     def score(self, rollouts: Any) -> Any:
         rows = self._change(
@@ -689,7 +708,7 @@ class Wavering:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self.heads, self.head_of = pool.heads, pool.head_of
+        self.head_of = pool.head_of
         self.calls = 0
 
     def score(self, rollouts: Any) -> Any:
@@ -769,7 +788,7 @@ class Slow:
 
     def __init__(self, pool: Pool, seconds: float) -> None:
         self._pool, self._seconds = pool, seconds
-        self.heads, self.head_of = pool.heads, pool.head_of
+        self.heads, self.head, self.head_of = pool.heads, pool.head, pool.head_of
         self.inside = self.most = self.calls = 0
 
     def score(self, rollouts: Any) -> Any:
