@@ -97,8 +97,8 @@ class TopTokens(Answer):
     def differences(
         self, token_ids: Sequence[int], logprobs: Sequence[float], dtype: torch.dtype, head: Callable[[], Head]
     ) -> list[float]:
-        positions = self._positions(len(logprobs))
-        return [_difference(known, *given) for known, *given in zip(positions, token_ids, logprobs, strict=True)]
+        given = zip(self._positions(len(logprobs)), token_ids, logprobs, strict=True)
+        return [_difference(known, token, logprob) for known, token, logprob in given]
 
     def _positions(self, num: int) -> list[dict[int, float]]:
         """[N] token -> log-prob at each trained token."""

@@ -183,7 +183,7 @@ class FlightPool:
     def _place(self, raw: np.ndarray) -> tuple[int, int]:
         """Worker and number of a part. Raises: StreamError."""
         try:
-            record = read_part_record(memoryview(raw))
+            record = read_part_record(raw.data)
         except StreamError as error:
             raise StreamError(f"{self}: {error}") from None
         return record.worker, record.number
