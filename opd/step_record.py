@@ -21,7 +21,8 @@ if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainRecord:
-    """Means over one domain's trained tokens; None for a number that cannot be computed from the teachers' payload."""
+    """Means over one domain's trained tokens; None for a number that cannot be computed from the teachers' payload, and for all
+    of them where no token was trained."""
 
     loss: float | None = None
     """The objective's value, nats."""
@@ -56,7 +57,7 @@ class DomainRecord:
             "student_mass": stats.student_mass_sum,
             "teacher_mass": stats.teacher_mass_sum,
         }
-        means = {name: total / max(1, stats.tokens) for name, total in sums.items() if not isnan(total)}
+        means = {name: total / stats.tokens for name, total in sums.items() if stats.tokens and not isnan(total)}
         return cls(**means, tokens=stats.tokens, samples=stats.samples)
 
     def to_json(self) -> dict[str, float]:
