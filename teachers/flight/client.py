@@ -144,8 +144,10 @@ class FlightPool:
     # The questions
 
     def _hello(self, options: Any) -> Hello:
-        (result,) = self._client.do_action(flight.Action("hello", b""), options)
-        return parse(Hello, result.body.to_pybytes())
+        results = list(self._client.do_action(flight.Action("hello", b""), options))
+        if len(results) != 1:
+            raise ProtocolError(f"{len(results)} answers to hello, wanted one: is it an `opd teachers serve`?")
+        return parse(Hello, results[0].body.to_pybytes())
 
     def _head(self, key: str, rule: LogitRule, options: Any) -> np.ndarray:
         reader = self._client.do_get(flight.Ticket(key.encode()), options)

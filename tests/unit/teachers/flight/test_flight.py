@@ -621,6 +621,20 @@ def test_a_head_that_is_not_the_one_of_its_hash_stops_the_run(
         remote(served.url, routes)
 
 
+@pytest.mark.parametrize("answers", [[], [b"{}", b"{}"]])
+def test_a_server_that_is_not_ours_is_named(answers: list[bytes], routes: Routes) -> None:
+    class Foreign(flight.FlightServerBase):
+        def do_action(self, context: Any, action: Any) -> list[bytes]:
+            return answers
+
+    server = Foreign("grpc://127.0.0.1:0")
+    try:
+        with pytest.raises(RunError, match=f"teachers at .*: {len(answers)} answers to hello, wanted one"):
+            remote(f"grpc://127.0.0.1:{server.port}", routes)
+    finally:
+        server.shutdown()
+
+
 # A connection that breaks
 
 
