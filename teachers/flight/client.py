@@ -227,17 +227,19 @@ class FlightPool:
         """Call options of each attempt, within which to ask; it swallows that the server could not be reached, all but
         the last. All attempts share the deadline. Raises: RunError."""
         deadline = time.monotonic() + timeout_s
-        for wait_s in (*RETRY_WAITS_S, None):
-            yield self._attempt(what, timeout_s, deadline, wait_s)
+        for number, wait_s in enumerate((*RETRY_WAITS_S, None), start=1):
+            yield self._attempt(f"`{what}`", number, timeout_s, deadline, wait_s)
 
     @contextmanager
-    def _attempt(self, what: str, timeout_s: float, deadline: float, wait_s: float | None) -> Iterator[Any]:
+    def _attempt(
+        self, what: str, number: int, timeout_s: float, deadline: float, wait_s: float | None
+    ) -> Iterator[Any]:
         left_s = max(0.001, deadline - time.monotonic())
         try:
             yield flight.FlightCallOptions(timeout=left_s, headers=self._headers)
         except flight.FlightTimedOutError:
             raise RunError(
-                f"{self}: `{what}` took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
+                f"{self}: {what} took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
             ) from None
         except flight.FlightUnauthenticatedError as error:
             raise RunError(
@@ -245,12 +247,11 @@ class FlightPool:
             ) from None
         except (flight.FlightUnavailableError, flight.FlightCancelledError) as error:
             if wait_s is None or time.monotonic() + wait_s > deadline:
-                raise RunError(
-                    f"{self}: no answer to `{what}` in {len(RETRY_WAITS_S) + 1} attempts: {_words(error)}"
-                ) from None
+                attempts = f"{number} attempt{'s' if number > 1 else ''}"
+                raise RunError(f"{self}: no answer to {what} in {attempts}: {_words(error)}") from None
             time.sleep(wait_s)
         except (flight.FlightError, pa.ArrowException, OSError) as error:
-            raise RunError(f"{self}: `{what}` failed: {_words(error)}") from None
+            raise RunError(f"{self}: {what} failed: {_words(error)}") from None
         except ProtocolError as error:
             raise ProtocolError(f"{self}: {error}") from None
 
