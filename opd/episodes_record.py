@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from opd.guard.events import GuardRecord
+from opd.json_fields import known
 from opd.types import TurnStats
 
 if TYPE_CHECKING:
@@ -100,10 +101,3 @@ def _turn(stats: TurnStats | None) -> TurnRecord:
         return TurnRecord(tokens=0, loss=0.0, logprob_gap=0.0)
     gap = stats.gap_sum / max(1, stats.tokens - stats.stale_tokens)
     return TurnRecord(tokens=stats.tokens, loss=stats.kl_sum / stats.tokens, logprob_gap=gap)
-
-
-def known(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that the record class has. Raises: TypeError if `data` is not a JSON object."""
-    if not isinstance(data, Mapping):
-        raise TypeError(f"{data!r:.60} where {record.__name__} was expected")
-    return {f.name: data[f.name] for f in fields(record) if f.name in data}

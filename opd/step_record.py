@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
-from opd.episodes_record import EpisodesRecord, known
+from opd.episodes_record import EpisodesRecord
+from opd.json_fields import known, mapping_under
 from opd.monitors.tails import loops
 from opd.reward.records import RewardRecord
 from opd.staleness import ages
@@ -20,7 +21,8 @@ if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainRecord:
-    """Means over one domain's trained tokens; None for a number that cannot be computed from the teachers' payload."""
+    """Means over one domain's trained tokens; None for a number that cannot be computed from the teachers' payload, and for all
+    of them where no token was trained."""
 
     loss: float | None = None
     """The objective's value, nats."""
@@ -55,7 +57,7 @@ class DomainRecord:
             "student_mass": stats.student_mass_sum,
             "teacher_mass": stats.teacher_mass_sum,
         }
-        means = {name: total / max(1, stats.tokens) for name, total in sums.items() if not isnan(total)}
+        means = {name: total / stats.tokens for name, total in sums.items() if stats.tokens and not isnan(total)}
         return cls(**means, tokens=stats.tokens, samples=stats.samples)
 
     def to_json(self) -> dict[str, float]:
@@ -212,7 +214,7 @@ class StepRecord:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
         read = known(cls, data)
-        domains, positions, episodes = (_mapping(read, key) for key in ("domains", "positions", "episodes"))
+        domains, positions, episodes = (mapping_under(read, key) for key in ("domains", "positions", "episodes"))
         read["domains"] = {name: DomainRecord(**known(DomainRecord, found)) for name, found in domains.items()}
         read["positions"] = {name: PositionRecord(**known(PositionRecord, found)) for name, found in positions.items()}
         read["episodes"] = {name: EpisodesRecord.from_json(found) for name, found in episodes.items()}
@@ -224,14 +226,6 @@ class StepRecord:
         if "checkpoint" in read:
             read["checkpoint"] = SavedCheckpoint(**known(SavedCheckpoint, read["checkpoint"]))
         return cls(**read)
-
-
-def _mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The mapping under a key, empty if there is none. Raises: TypeError if something else is there."""
-    found = data.get(key, {})
-    if not isinstance(found, Mapping):
-        raise TypeError(f"{found!r:.60} under {key} where a mapping was expected")
-    return found
 
 
 def of_domain(records: Sequence[StepRecord], domain: str) -> list[DomainRecord]:

@@ -90,8 +90,10 @@ class Pool:
 
     def wait_ready(self) -> None:
         """Try every teacher once. Raises: RunError if one does not load or answer."""
-        worker = self._workers[0]
-        for teacher in {weight_key(a.teacher): a.teacher for part in self._routes.values() for a in part}.values():
+        worker, servers = self._workers[0], self._options.servers
+        teachers = [assigned.teacher for part in self._routes.values() for assigned in part]
+        # Teachers of equal weights are one, unless they have servers of their own: nobody knows what these hold.
+        for teacher in {(weight_key(t), servers.get(t.name)): t for t in teachers}.values():
             head = worker.submit(TeacherWorker.describe, teacher).result(timeout_s=self._start_timeout_s)
             self._described[weight_key(teacher)] = (teacher, head)
             proof = worker.submit(TeacherWorker.layout, teacher).result(timeout_s=self._start_timeout_s)
@@ -142,6 +144,20 @@ class Pool:
             handle = self._workers[0].on_demand(self.timeout_s, TeacherWorker.head, teacher)
             found.setdefault(head.key, replace(head, handle=handle))
         return found
+
+    def head(self, key: str) -> np.ndarray:
+        """The matrix of a head, as it travels. Raises: WorkerDied if the worker that reads it is dead."""
+        handle = self.heads()[key].handle
+        assert handle is not None
+        return handle.fetch()
+
+    def head_again(self, key: str) -> np.ndarray:
+        """The same while no step is under way: a worker that is dead is started again. Raises: WorkerDied if the new one dies."""
+        try:
+            return self.head(key)
+        except cluster.WorkerDied as error:
+            self.again(cluster.WorkerDied(str(error), self._workers[0]), [])
+            return self.head(key)
 
     def head_of(self, teacher: Teacher) -> HeadSource:
         """A teacher's head without a handle, once the pool is ready."""

@@ -103,12 +103,13 @@ class WeightCache:
         return missing
 
     def _make_room(self, missing: Collection[str], keep: Collection[str]) -> None:
-        """Drop what is not in `keep` until the missing parts fit into the budget."""
+        """Drop what is not in `keep`, what is on its way at last, until the missing parts fit into the budget."""
         excess = sum(self._sizes[key] for key in (*self._states, *self._coming, *missing)) - self._budget_bytes
-        for key in [key for key in self._states if key not in keep]:
+        for key in [key for key in (*self._states, *self._coming) if key not in keep]:
             if excess <= 0:
                 break
-            del self._states[key]
+            if self._states.pop(key, None) is None:
+                self._coming.pop(key).cancel()
             excess -= self._sizes[key]
 
     def _read_ahead(self, directory: Path) -> State:

@@ -74,8 +74,8 @@ class Teachers(Strict):
     """The type that teachers compute in, and in which hidden states and heads are sent. A server computes in its own."""
     queue: ByteSize = Field("256MiB", validate_default=True, gt=0)
     """Memory for scored rows that wait for the trainer while it overlaps with the teachers (`schedule.overlap`), over all
-    scoring workers; each worker may hold two more parts of about a mebibyte. Rows that the next micro-batch needs are
-    always let in."""
+    scoring workers; each worker may hold two more parts, of which each ends with the batch that brings it to 4 MiB. Rows
+    that the next micro-batch needs are always let in."""
     mask_tokens: dict[Name, list[str]] = {}
     """Expert's name -> tokens that the expert never writes, such as `<think>`. Where the student writes one in a domain of
     that expert, the token carries no loss: all that the expert could say about it is "never"."""

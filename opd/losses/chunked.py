@@ -331,7 +331,7 @@ def _elementwise(
         logits_C_V = raw_C_V  # only a cap's derivative looks at the logits again
     logp_C = logp_C_V.gather(1, token_C[:, None])[:, 0]
     sampling_C = _at_temperature(logp_C_V, logp_C, loss.temperature)
-    student = StudentChunk(logp_C_V, logp_C_V.exp(), token_C, logp_C, behaviour_C, weight_C)
+    student = StudentChunk(logp_C_V, logp_C_V.exp(), token_C, logp_C, behaviour_C)
     teacher = given.chunk(token_C, logp_C_V.dtype)
     slope = loss.objective(student, teacher)
     stats = _token_stats(student, sampling_C, teacher, slope)

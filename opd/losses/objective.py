@@ -24,7 +24,6 @@ class StudentChunk:
     """Log-prob of the sampled ids."""
     behaviour_C: Tensor
     """Log-prob of the sampled ids when they were sampled."""
-    weight_C: Tensor
 
 
 class TeacherChunk:

@@ -109,9 +109,9 @@ class Answer(ABC):
         """What the loss gets for the trained tokens of these samples, in order; each sample has a row from each of its
         teachers. `dtype` is the stream's, `baselines` maps sample ids to numbers."""
 
-    def gap(self, wanted: Answer, dtype: torch.dtype) -> float:
-        """How far this is from another engine's answer about the same tokens: for log-probs the mean difference in nats,
-        for states the difference relative to their norm."""
+    def gap(self, wanted: Answer, num: int, dtype: torch.dtype) -> float:
+        """How far this is from another engine's answer about the same `num` tokens: for log-probs the mean difference in
+        nats, for states the difference relative to their norm."""
         raise NotImplementedError(f"{type(self).__name__} of two engines cannot be compared")
 
     def differences(

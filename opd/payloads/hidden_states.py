@@ -52,7 +52,7 @@ class HiddenStates(Answer):
         return f"{len(self.hidden)} (hidden width {self.hidden_size})"
 
     def fits(self, num: int, itemsize: int) -> bool:
-        return len(self.hidden) == num * self.hidden_size * itemsize
+        return self.hidden_size > 0 and len(self.hidden) == num * self.hidden_size * itemsize
 
     def head_key(self) -> str:
         return self.head
@@ -74,12 +74,8 @@ class HiddenStates(Answer):
 
     def states(self, dtype: torch.dtype) -> Tensor:
         """[N, D]"""
-        import torch
-
-        if not self.hidden:  # torch makes no tensor of an empty buffer
-            return torch.zeros(0, self.hidden_size, dtype=dtype)
-        # bytearray copies: the stream's buffer is read-only shared memory, which torch does not accept silently.
-        return torch.frombuffer(bytearray(self.hidden), dtype=dtype).view(-1, self.hidden_size)
+        # A copy: the stream's buffer is read-only shared memory, which torch does not accept silently.
+        return _states(bytearray(self.hidden), self.hidden_size, dtype)
 
     def logprobs(self, token_ids: Sequence[int], dtype: torch.dtype, head: Head) -> Tensor:
         """[N] the teacher's log-prob of each trained token; `head` is cut to the vocabulary."""
@@ -109,7 +105,7 @@ class HiddenStates(Answer):
             for kind, columns in runs
         )
 
-    def gap(self, wanted: Answer, dtype: torch.dtype) -> float:
+    def gap(self, wanted: Answer, num: int, dtype: torch.dtype) -> float:
         assert isinstance(wanted, HiddenStates)
         ours, theirs = (answer.states(dtype).flatten().float() for answer in (self, wanted))
         return float((ours - theirs).norm() / theirs.norm())
@@ -123,8 +119,16 @@ class HiddenStates(Answer):
 
 def _joined(answers: Sequence[HiddenStates], dtype: torch.dtype) -> Tensor:
     """[N, D] the states of several responses, in one copy."""
-    hidden = b"".join(answer.hidden for answer in answers)
-    return HiddenStates(answers[0].head, answers[0].hidden_size, hidden).states(dtype)
+    return _states(bytearray().join(answer.hidden for answer in answers), answers[0].hidden_size, dtype)
+
+
+def _states(raw: bytearray, width: int, dtype: torch.dtype) -> Tensor:
+    """[N, D] the bytes as a tensor, which shares their memory."""
+    import torch
+
+    if not raw:  # torch makes no tensor of an empty buffer
+        return torch.zeros(0, width, dtype=dtype)
+    return torch.frombuffer(raw, dtype=dtype).view(-1, width)
 
 
 def _normalised(weights: Sequence[float]) -> tuple[float, ...]:

@@ -74,7 +74,7 @@ class SampledLogprobs(Answer):
         values = [baselines[s[0].rollout.sample_id] for s in samples for _ in range(s[0].rollout.num_trained)]
         return (SampledBlock(logprob_N, torch.tensor(values, dtype=torch.float32)),)
 
-    def gap(self, wanted: Answer, dtype: torch.dtype) -> float:
+    def gap(self, wanted: Answer, num: int, dtype: torch.dtype) -> float:
         assert isinstance(wanted, SampledLogprobs)
         pairs = zip(wanted.teacher_logprobs, self.teacher_logprobs, strict=True)
         gaps = [abs(a - b) for a, b in pairs]

@@ -88,22 +88,29 @@ class TopTokens(Answer):
         width = len(ids) // max(1, num)
         return (TopKBlock(ids.view(num, width), logprobs.view(num, width)),)
 
-    def gap(self, wanted: Answer, dtype: torch.dtype) -> float:
+    def gap(self, wanted: Answer, num: int, dtype: torch.dtype) -> float:
         assert isinstance(wanted, TopTokens)
-        gaps = [abs(a - b) for a, b in zip(wanted.topk_logprobs, self.topk_logprobs, strict=True)]
+        pairs = zip(self._positions(num), wanted._positions(num), strict=True)
+        gaps = [_difference(ours, token, value) for ours, theirs in pairs for token, value in theirs.items()]
         return sum(gaps) / len(gaps)
 
     def differences(
         self, token_ids: Sequence[int], logprobs: Sequence[float], dtype: torch.dtype, head: Callable[[], Head]
     ) -> list[float]:
-        """A token outside the likeliest is at most as likely as the last of them."""
-        k = len(self.topk_ids) // len(logprobs)
-        differences = []
-        for index, (token, was) in enumerate(zip(token_ids, logprobs, strict=True)):
-            part = slice(index * k, (index + 1) * k)
-            known = dict(zip(self.topk_ids[part], self.topk_logprobs[part], strict=True))
-            differences.append(abs(was - known[token]) if token in known else max(0.0, was - min(known.values())))
-        return differences
+        given = zip(self._positions(len(logprobs)), token_ids, logprobs, strict=True)
+        return [_difference(known, token, logprob) for known, token, logprob in given]
+
+    def _positions(self, num: int) -> list[dict[int, float]]:
+        """[N] token -> log-prob at each trained token."""
+        k = len(self.topk_ids) // num
+        parts = [slice(start, start + k) for start in range(0, num * k, k)]
+        return [dict(zip(self.topk_ids[part], self.topk_logprobs[part], strict=True)) for part in parts]
+
+
+def _difference(known: Position, token: int, logprob: float) -> float:
+    """How far a token's log-prob is from the known one, or the least that it can be: a token outside the likeliest is at most as
+    likely as the last of them."""
+    return abs(logprob - known[token]) if token in known else max(0.0, logprob - min(known.values()))
 
 
 @dataclass(frozen=True, slots=True)

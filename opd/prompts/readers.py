@@ -88,7 +88,7 @@ def _json_lines(file: Path, shown: str) -> Iterator[Row]:
         while line := opened.readline(MAX_LINE_BYTES + 2):
             number += 1
             place = Place(shown, number, line=True)
-            body = line.removesuffix(b"\n")
+            body = line.removesuffix(b"\n").removesuffix(b"\r")
             if len(body) > MAX_LINE_BYTES:
                 length = len(line) if line.endswith(b"\n") else len(line) + _rest(opened)
                 raise place.refusal(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from math import sqrt
 from typing import TYPE_CHECKING, Any, Self
 
+from opd.json_fields import known, mapping_under
 from opd.sums import Sums
 
 if TYPE_CHECKING:
@@ -108,11 +109,10 @@ class RewardRecord:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`; keys of a newer release are ignored."""
-        read = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
+        read = known(cls, data)
         domains = {
-            name: DomainReward(**{f.name: found[f.name] for f in fields(DomainReward) if f.name in found})
-            for name, found in read.get("domains", {}).items()
+            name: DomainReward(**known(DomainReward, found)) for name, found in mapping_under(read, "domains").items()
         }
         return cls(**read | {"domains": domains})
 

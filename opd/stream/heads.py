@@ -44,13 +44,15 @@ class HeadFile:
 
     def read(self) -> Tensor | None:
         """[V, D], memory-mapped if it has the wanted type already; None if this machine has no such file."""
+        found: dict[str, Path] = {}
         for path in sorted(self.model_dir.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
-                known = set(file.keys())
-                for name in self.names:
-                    if name in known:
-                        return file.get_tensor(name).to(getattr(torch, self.dtype))
-        return None
+                found |= dict.fromkeys(set(self.names).intersection(file.keys()), path)
+        name = next((name for name in self.names if name in found), None)
+        if name is None:
+            return None
+        with safe_open(found[name], framework="pt") as file:
+            return file.get_tensor(name).to(getattr(torch, self.dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,6 +209,16 @@ def read_stream(source: pa.Buffer | bytes | memoryview, vocab_size: int | None =
     return Stream(dtype, payload, rows, part)
 
 
+def read_part_record(source: pa.Buffer | bytes | memoryview) -> PartRecord:
+    """Which part a stream is; its rows are not decoded. Raises: StreamError as `read_stream`."""
+    try:
+        with pa.ipc.open_stream(source) as reader:
+            _check_schema(reader.schema)
+            return _read_batch(reader)[1]
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise StreamError(f"target stream: not a whole Arrow stream: {error}") from None
+
+
 def _check_schema(schema: pa.Schema) -> tuple[str, str]:
     metadata = {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
     version = metadata.get("opd.version")

@@ -97,6 +97,8 @@ class TargetStream:
         self._missing = {(r.sample_id, name) for r in asked.rollouts for name in asked.teachers[r.domain]}
         self._to_take = Counter(sample_id for sample_id, _ in self._missing)
         self._collected: deque[Part] = deque()
+        self._width: int | None = None
+        """What all answers have in common, such as the K of a top-k."""
         self._records: dict[int, list[PartRecord]] = {}
         self._came: dict[int, Counter[str]] = {}
         """Worker -> rows that came from it, by teacher."""
@@ -186,6 +188,10 @@ class TargetStream:
             raise StreamError(f"{who}: another weight or head")
         if not _same(row.rollout, rollout):
             raise StreamError(f"{who}: not the rollout that was sent")
+        width = row.answer.width(rollout.num_trained)
+        self._width = width if self._width is None else self._width
+        if width not in (None, self._width):
+            raise StreamError(f"{who}: an answer of width {width}, others have {self._width}")
         self._missing.remove((sample_id, row.teacher))
 
     def _keep(self, record: PartRecord, rows: Sequence[TargetRow]) -> None:

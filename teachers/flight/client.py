@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from blake3 import blake3
 from pyarrow import flight
 
 from opd import cluster
@@ -22,6 +21,7 @@ from opd.payloads import answer_class
 from opd.stream.heads import HeadSource, head_key, head_tensor
 from opd.stream.rollouts import SCHEMA as ROLLOUTS
 from opd.stream.schema import VERSION as STREAM_VERSION
+from opd.stream.schema import StreamError, read_part_record
 from opd.stream.targets import Asked, TargetStream
 from opd.types import LayoutProof, Rollout
 from teachers.flight.access import read_roots, read_token
@@ -144,8 +144,10 @@ class FlightPool:
     # The questions
 
     def _hello(self, options: Any) -> Hello:
-        (result,) = self._client.do_action(flight.Action("hello", b""), options)
-        return parse(Hello, result.body.to_pybytes())
+        results = list(self._client.do_action(flight.Action("hello", b""), options))
+        if len(results) != 1:
+            raise ProtocolError(f"{len(results)} answers to hello, wanted one: is it an `opd teachers serve`?")
+        return parse(Hello, results[0].body.to_pybytes())
 
     def _head(self, key: str, rule: LogitRule, options: Any) -> np.ndarray:
         reader = self._client.do_get(flight.Ticket(key.encode()), options)
@@ -167,17 +169,26 @@ class FlightPool:
         return head_V_D
 
     def _parts(self, rollouts: Sequence[Rollout]) -> Iterator[np.ndarray]:
-        """Bytes of the parts as they come. After a break the question is asked again from the start: what had come
-        before is the same, byte for byte, and is left out."""
-        seen: set[bytes] = set()
+        """Bytes of the parts as they come. After a break the question is asked again from the start: parts that had come before
+        are left out by their numbers, because an engine's second scores may differ in the last bits."""
+        came: set[tuple[int, int]] = set()
         for attempt in self._attempts("score", self._timeout_s):
+            before = frozenset(came)
             with attempt as options:
                 for raw in self._exchange(rollouts, options):
-                    digest = blake3(raw.data).digest()
-                    if digest not in seen:
-                        seen.add(digest)
+                    place = self._place(raw)
+                    if place not in before:
+                        came.add(place)
                         yield raw
                 return
+
+    def _place(self, raw: np.ndarray) -> tuple[int, int]:
+        """Worker and number of a part. Raises: StreamError."""
+        try:
+            record = read_part_record(raw.data)
+        except StreamError as error:
+            raise StreamError(f"{self}: {error}") from None
+        return record.worker, record.number
 
     def _exchange(self, rollouts: Sequence[Rollout], options: Any) -> Iterator[np.ndarray]:
         """One question. Raises: ProtocolError for an answer without its last record."""
@@ -216,17 +227,19 @@ class FlightPool:
         """Call options of each attempt, within which to ask; it swallows that the server could not be reached, all but
         the last. All attempts share the deadline. Raises: RunError."""
         deadline = time.monotonic() + timeout_s
-        for wait_s in (*RETRY_WAITS_S, None):
-            yield self._attempt(what, timeout_s, deadline, wait_s)
+        for number, wait_s in enumerate((*RETRY_WAITS_S, None), start=1):
+            yield self._attempt(f"`{what}`", number, timeout_s, deadline, wait_s)
 
     @contextmanager
-    def _attempt(self, what: str, timeout_s: float, deadline: float, wait_s: float | None) -> Iterator[Any]:
+    def _attempt(
+        self, what: str, number: int, timeout_s: float, deadline: float, wait_s: float | None
+    ) -> Iterator[Any]:
         left_s = max(0.001, deadline - time.monotonic())
         try:
             yield flight.FlightCallOptions(timeout=left_s, headers=self._headers)
         except flight.FlightTimedOutError:
             raise RunError(
-                f"{self}: `{what}` took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
+                f"{self}: {what} took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
             ) from None
         except flight.FlightUnauthenticatedError as error:
             raise RunError(
@@ -234,12 +247,11 @@ class FlightPool:
             ) from None
         except (flight.FlightUnavailableError, flight.FlightCancelledError) as error:
             if wait_s is None or time.monotonic() + wait_s > deadline:
-                raise RunError(
-                    f"{self}: no answer to `{what}` in {len(RETRY_WAITS_S) + 1} attempts: {_words(error)}"
-                ) from None
+                attempts = f"{number} attempt{'s' if number > 1 else ''}"
+                raise RunError(f"{self}: no answer to {what} in {attempts}: {_words(error)}") from None
             time.sleep(wait_s)
         except (flight.FlightError, pa.ArrowException, OSError) as error:
-            raise RunError(f"{self}: `{what}` failed: {_words(error)}") from None
+            raise RunError(f"{self}: {what} failed: {_words(error)}") from None
         except ProtocolError as error:
             raise ProtocolError(f"{self}: {error}") from None
 

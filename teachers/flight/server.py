@@ -92,13 +92,18 @@ class PoolServer(flight.FlightServerBase):
             key = ticket.ticket.decode(errors="replace")
             if key not in self._hello.heads:
                 raise ProtocolError(f"no head {key[:64]!r}")
-            handle = self._pool.heads()[key].handle
-            assert handle is not None
-            head_V_D = handle.fetch()
+            head_V_D = self._head(key, context)
         # int16 holds the bits of a bfloat16, which numpy lacks.
         meta = {"opd.dtype": str(head_V_D.dtype), "opd.shape": "x".join(map(str, head_V_D.shape))}
         schema = SLICES.with_metadata(meta)
         return flight.GeneratorStream(schema, slices(np.ascontiguousarray(head_V_D).data.cast("B")))
+
+    def _head(self, key: str, context: Any) -> np.ndarray:
+        try:
+            return self._pool.head(key)
+        except cluster.WorkerDied:
+            with self._my_turn(context):  # a step starts workers again, too
+                return self._pool.head_again(key)
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """A step's rollouts in, its targets out, part by part."""

@@ -126,20 +126,31 @@ class TransformersScorer:
     @torch.no_grad()
     def _check_head(self, teacher: Teacher, head_V_D: Tensor) -> None:
         """Some architectures add a bias to their logits, or scale them in a way of their own; all of this is cheap."""
-        if not bool(torch.isfinite(head_V_D[: self._vocab_size]).all()):
+        known = self._vocab_size  # what padding rows give is nobody's concern
+        if not bool(torch.isfinite(head_V_D[:known]).all()):
             raise RunError(f"teacher {teacher.name}: output head is not finite")
-        ids_B_T = torch.arange(min(8, self._vocab_size), device=self._device)[None]
-        wanted_T_V = self._model(input_ids=ids_B_T, use_cache=False).logits[0].float()
+        ids_B_T = torch.arange(min(8, known), device=self._device)[None]
+        wanted_T_V = self._model(input_ids=ids_B_T, use_cache=False).logits[0, :, :known].float()
         hidden_T_D = self._model.base_model(input_ids=ids_B_T, use_cache=False).last_hidden_state[0]
-        head_V_D = self._head()
+        head_V_D = self._head()[:known]
         found_T_V = logit_rule(self._model.config).apply(hidden_T_D.to(head_V_D.device) @ head_V_D.T).float()
         found_T_V = found_T_V.to(wanted_T_V.device)
         worst, size = (found_T_V - wanted_T_V).abs().max(), wanted_T_V.abs().max()
-        if bool(worst > 0.02 * size):  # NaN is not: hidden states that are not finite are judged row by row
+        # NaN is not: hidden states that are not finite are judged row by row
+        if bool(worst > 0.02 * size) or self._has_bias():
             raise RunError(
                 f"teacher {teacher.name}: {type(self._model).__name__} computes its logits otherwise than by head, "
                 "factor and soft-cap; such a teacher is not supported"
             )
+
+    def _has_bias(self) -> bool:
+        """Whether the head in place adds something to the logits, which may be less than rounding would explain."""
+        from accelerate.utils import align_module_device
+
+        head = self._model.get_output_embeddings()
+        with align_module_device(head):
+            bias = getattr(head, "bias", None)
+            return bias is not None and bool((bias[: self._vocab_size] != 0).any())
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
         """Target rows in batches, shortest rows first. The teacher is loaded when this returns.

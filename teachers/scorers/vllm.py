@@ -204,7 +204,7 @@ class VLLMScorer:
             self._load(teacher)
             (answer,) = self._answers([probe], head.key)
             if wanted and answer is not None:  # states that are not finite are judged row by row
-                gap = answer.gap(wanted[0].answer, self._dtype)
+                gap = answer.gap(wanted[0].answer, len(probe.response_ids), self._dtype)
                 if gap > TOLERANCE[self._options.dtype]:
                     raise RunError(
                         f"teacher {teacher.name}: vLLM is {gap:.3g} away from transformers on "

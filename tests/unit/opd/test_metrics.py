@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from opd.episodes_record import EpisodesRecord, TurnRecord
 from opd.metrics import MetricsFile, PhaseClock, steps_and_tokens
 from opd.step_record import DomainRecord, PositionRecord, StepRecord, _prompts
-from opd.types import Quarantined, Rollout, RolloutBatch, SavedCheckpoint
+from opd.types import DomainStats, Quarantined, Rollout, RolloutBatch, SavedCheckpoint
 
 
 def test_what_an_environment_answers_is_not_trained_on() -> None:
@@ -71,10 +72,24 @@ def test_what_a_newer_release_adds_is_ignored_wherever_it_stands() -> None:
     assert StepRecord.from_json(newer) == record
 
 
-@pytest.mark.parametrize("part", ["domains", "positions", "episodes", "checkpoint"])
-def test_a_part_of_another_form_is_a_type_error(part: str) -> None:
+def test_means_over_no_token_are_not_known() -> None:
+    zeros = {field.name: 0.0 for field in fields(DomainStats)} | {"tokens": 0, "samples": 0}
+    assert DomainRecord.of(DomainStats(**zeros)) == DomainRecord()
+    one = DomainStats(**zeros | {"tokens": 1, "samples": 1, "teacher_entropy_sum": math.nan})
+    assert (DomainRecord.of(one).loss, DomainRecord.of(one).teacher_entropy) == (0.0, None)
+
+
+@pytest.mark.parametrize("part", ["domains", "positions", "episodes", "checkpoint", "reward"])
+@pytest.mark.parametrize("found", [["a"], "a"])
+def test_a_part_of_another_form_is_a_type_error(part: str, found: object) -> None:
     with pytest.raises(TypeError, match="was expected"):
-        StepRecord.from_json({"step": 1, part: ["a"]})
+        StepRecord.from_json({"step": 1, part: found})
+
+
+@pytest.mark.parametrize("found", [["a"], {"d": 3}])
+def test_rewards_of_another_form_are_a_type_error(found: object) -> None:
+    with pytest.raises(TypeError, match="was expected"):
+        StepRecord.from_json({"step": 1, "reward": {"domains": found}})
 
 
 def test_sub_agents_are_counted_where_there_are_any(tmp_path: Path) -> None:

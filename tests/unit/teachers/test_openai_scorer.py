@@ -430,3 +430,31 @@ def test_the_pool_tries_every_server_before_the_first_step(
     targets = pool.score([rollout(0), rollout(1)])
     assert (targets.rows, dict(targets.heads)) == (2, {})
     assert len(rows_of(targets)) == 2
+
+
+@pytest.mark.parametrize("wrong", ["rev", "up"])
+def test_the_pool_tries_the_servers_of_experts_that_have_one_directory(
+    wrong: str, served: Served, teacher: Teacher, in_process: Any
+) -> None:
+    """Their weights are not read, so one directory may stand for all of them."""
+    config = {
+        "name": "n",
+        "student": {"model": "base"},
+        "experts": {"rev": {"model": "m", "domain": "reverse"}, "up": {"model": "m", "domain": "upper"}},
+        "domains": {"reverse": {}, "upper": {}},
+        "objective": {"kind": "sampled"},
+        "trainer": {"steps": 1, "samples_per_step": 2},
+        "teachers": {
+            "engine": "openai",
+            "payload": "sampled_logprobs",
+            "servers": {
+                name: {"base_url": served.url, "model": "exprt" if name == wrong else "expert"}
+                for name in ("rev", "up")
+            },
+        },
+    }
+    up = dataclasses.replace(teacher, name="up")
+    routes = {d: (WeightedTeacher(teacher=t, weight=1.0),) for d, t in (("reverse", teacher), ("upper", up))}
+    pool = Pool(pool_spec(PipelineConfig.model_validate(config), VOCABULARY), routes)
+    with pytest.raises(RunError, match=f"teacher {wrong}: .*no model 'exprt'"):
+        pool.wait_ready()

@@ -254,21 +254,41 @@ def test_equal_heads_under_other_rules_have_two_keys(tmp_path: Path) -> None:
     assert len(keys) == 2
 
 
-@pytest.mark.parametrize(
-    ("architecture", "changes"),
-    [("HyperCLOVAX", {"logits_scaling": 0.25}), ("Phi", {})],
-    ids=["a factor where others divide", "a head with a bias"],
-)
-def test_an_architecture_whose_logits_we_cannot_rebuild_stops_the_run(
-    architecture: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
-    teacher = built(architecture, tmp_path / "odd", **changes)
-    if architecture == "Phi":
-        state = load_file(teacher.model_dir / "model.safetensors")
-        state["lm_head.bias"] += torch.randn(76, generator=torch.Generator().manual_seed(0))
-        save_file(state, teacher.model_dir / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RunError, match=f"teacher odd: {architecture}ForCausalLM computes its logits"):
+def with_a_bias(path: Path, size: float) -> Teacher:
+    """A head that adds something to its logits."""
+    teacher = built("Phi", path)
+    state = load_file(teacher.model_dir / "model.safetensors")
+    state["lm_head.bias"] += size * torch.randn(76, generator=torch.Generator().manual_seed(0))
+    save_file(state, teacher.model_dir / "model.safetensors", {"format": "pt"})
+    return teacher
+
+
+def test_a_factor_where_others_divide_stops_the_run(tmp_path: Path) -> None:
+    teacher = built("HyperCLOVAX", tmp_path / "odd", logits_scaling=0.25)
+    with pytest.raises(RunError, match="teacher odd: HyperCLOVAXForCausalLM computes its logits otherwise"):
         scorer().head_key(teacher)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1.0, 0.01])
+def test_a_head_with_a_bias_stops_the_run_however_small_it_is(size: float, dtype: str, tmp_path: Path) -> None:
+    teacher = with_a_bias(tmp_path / "odd", size)
+    with pytest.raises(RunError, match="teacher odd: PhiForCausalLM computes its logits otherwise"):
+        scorer(dtype).head_key(teacher)
+
+
+def test_a_bias_of_zeros_is_none(tmp_path: Path) -> None:
+    assert scorer().head_key(with_a_bias(tmp_path / "plain", 0.0))
+
+
+@pytest.mark.parametrize("padding", [torch.nan, torch.inf])
+def test_padding_rows_that_are_not_finite_hide_no_other_logits(padding: float, tmp_path: Path) -> None:
+    teacher = built("HyperCLOVAX", tmp_path / "odd", logits_scaling=0.25)
+    state = load_file(teacher.model_dir / "model.safetensors")
+    state["lm_head.weight"][60:] = padding
+    save_file(state, teacher.model_dir / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunError, match="teacher odd: HyperCLOVAXForCausalLM computes its logits otherwise"):
+        scorer(vocab_size=60).head_key(teacher)
 
 
 @pytest.mark.parametrize("damage", ["missing", "unexpected"])

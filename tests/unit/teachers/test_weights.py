@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from threading import Event
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -245,3 +246,21 @@ def test_what_reading_ahead_ran_into_is_raised_where_it_is_wanted(disk: Disk) ->
     broken.clear()
     assert list(held.get(full("base"))[0]) == ["base"]
     assert held.nbytes == 200
+
+
+def test_what_was_read_ahead_makes_room_if_another_question_comes_between(disk: Disk) -> None:
+    alive = WeakSet[torch.Tensor]()
+
+    def read(directory: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        state = disk(directory, dtype)
+        alive.update(state.values())
+        return state
+
+    held = WeightCache(torch.uint8, 150, read, measured)
+    held.get(full("a"))
+    held.prefetch(full("other"))
+    settled(held)
+    held.get(full("third"))  # such as for its head
+    assert sum(tensor.nbytes for tensor in alive) == 100
+    held.get(full("other"))
+    assert (disk.read, held.nbytes) == (["a", "other", "third", "other"], 100)

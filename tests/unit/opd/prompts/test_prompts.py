@@ -71,6 +71,13 @@ def test_a_broken_line_is_named_by_file_and_number(line: str, word: str, tmp_pat
     assert all(f"\n  {part}" in message for part in ("found:  ", "wanted: ", "fix:    "))
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_the_longest_line_is_read_whatever_ends_it(end: str, tmp_path: Path) -> None:
+    text = "a" * ((8 << 20) - len('{"prompt":""}'))
+    (line,) = read_prompt_lines(write(tmp_path, f'{{"prompt":"{text}"}}{end}'))
+    assert line.prompt == text
+
+
 @pytest.mark.parametrize("content", ["", "\n \n", b"\xef\xbb\xbf"])
 def test_an_empty_file_is_refused(content: str | bytes, tmp_path: Path) -> None:
     path = write(tmp_path, content)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from opd.losses.rule import IDENTITY, LogitRule
-from opd.stream.heads import head_array, head_key, head_tensor, logit_rule
+from opd.stream.heads import HeadFile, head_array, head_key, head_tensor, logit_rule
 
 
 def test_a_plain_model_has_plain_logits() -> None:
@@ -42,3 +45,14 @@ def test_a_heads_key_is_that_of_its_content() -> None:
         head_key(head_V_D, LogitRule(softcap=2.0)),
     ]
     assert len({key, *others}) == 6
+
+
+def test_of_a_heads_names_the_first_counts_in_whatever_file_it_is(tmp_path: Path) -> None:
+    save_file({"lm_head.weight": torch.zeros(3, 2)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"model.embed_tokens.weight": torch.ones(3, 2)}, tmp_path / "model-00002-of-00002.safetensors")
+    tied = HeadFile(tmp_path, ("model.embed_tokens.weight", "lm_head.weight"), "float32").read()
+    own = HeadFile(tmp_path, ("lm_head.weight",), "float32").read()
+    assert tied is not None and own is not None
+    assert (float(tied.sum()), float(own.sum())) == (6, 0)
+    assert HeadFile(tmp_path, ("output.weight",), "float32").read() is None
+    assert HeadFile(tmp_path / "elsewhere", ("lm_head.weight",), "float32").read() is None

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from opd.errors import RunError
+from opd.payloads.top_k import TopTokens
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
 from opd.stream.targets import Asked, Expected, TargetStream
 from opd.types import Rollout
@@ -88,6 +89,31 @@ def test_parts_pass_as_they_come(in_process: Any) -> None:
     assert stream.take() is None and stream.take() is None
     assert stream.arrived
     assert (stream.num_parts, stream.nbytes, stream.rows) == (3, sum(p.nbytes for p in asked), 6)
+
+
+def test_answers_of_two_widths_in_two_parts_are_refused(in_process: Any) -> None:
+    """The trainer lays the rows of a micro-batch side by side, whatever parts they came in."""
+
+    def part_of(number: int, k: int) -> np.ndarray:
+        rows = [
+            TargetRow(rollout=r, teacher="x", answer=TopTokens([1, 2, 3][:k], [-1.0, -2.0, -3.0][:k]))
+            for r in (A0, A1)[number : number + 1]
+        ]
+        record = PartRecord(number=number, teachers={"x": 2} if number else None)
+        return np.frombuffer(write_stream(rows, "float32", "top_k", record), np.uint8)
+
+    def stream(second: int) -> TargetStream:
+        asked = Asked(
+            rollouts=(A0, A1),
+            teachers={"a": {"x": Expected(weight=1.0, head="")}},
+            kind=("float32", "top_k"),
+            max_quarantined=0,
+        )
+        return TargetStream(iter([part_of(0, 2), part_of(1, second)]), asked, heads={})
+
+    stream(2).collect()
+    with pytest.raises(StreamError, match="teachers: row a/1 of teacher x: an answer of width 3, others have 2"):
+        stream(3).collect()
 
 
 def test_what_is_collected_is_taken_afterwards(in_process: Any) -> None:

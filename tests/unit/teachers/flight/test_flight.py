@@ -37,6 +37,7 @@ from teachers.flight.client import FlightPool
 from teachers.flight.server import PoolServer, make_hello
 from teachers.pool import Pool
 from tests.rows import changed, make_rollout
+from tests.unit.teachers.test_pool import mortal
 
 VOCABULARY = 76
 TOKEN = "correct-horse"
@@ -226,6 +227,24 @@ def test_a_head_is_fetched_once(routes: Routes, serve: Any, monkeypatch: pytest.
     pool.wait_ready()
     score(pool)
     assert len(asked) == len(set(asked)) == 2
+
+
+def test_heads_are_there_although_the_worker_that_reads_them_died_between_steps(
+    routes: Routes, serve: Any, in_process: Any
+) -> None:
+    workers = mortal(in_process, {})
+    served = serve(local_pool(routes), routes)
+    wanted = score(remote(served.url, routes))
+    workers[0].dead = True
+    same_targets(score(remote(served.url, routes)), wanted)
+    assert len(workers) == 3, "one was started again"
+
+
+def test_a_head_whose_worker_dies_again_is_refused(routes: Routes, serve: Any, in_process: Any) -> None:
+    mortal(in_process, {0: "head", 2: "head"})
+    served = serve(local_pool(routes), routes)
+    with pytest.raises(RunError, match="`head` failed: died in head"):
+        remote(served.url, routes)
 
 
 def test_what_an_architecture_does_to_its_logits_comes_along(tmp_path: Path, serve: Any) -> None:
@@ -446,7 +465,7 @@ class Tampered:
         self, pool: Pool, change: Callable[[list[TargetRow]], list[TargetRow]], parts: Any = None, **record: Any
     ) -> None:
         self._pool, self._change, self._parts, self._record = pool, change, parts, record
-        self.heads, self.head_of = pool.heads, pool.head_of
+        self.heads, self.head, self.head_of = pool.heads, pool.head, pool.head_of
 
     def score(self, rollouts: Any) -> Any:
         rows = self._change(
@@ -602,6 +621,20 @@ def test_a_head_that_is_not_the_one_of_its_hash_stops_the_run(
         remote(served.url, routes)
 
 
+@pytest.mark.parametrize("answers", [[], [b"{}", b"{}"]])
+def test_a_server_that_is_not_ours_is_named(answers: list[bytes], routes: Routes) -> None:
+    class Foreign(flight.FlightServerBase):
+        def do_action(self, context: Any, action: Any) -> list[bytes]:
+            return answers
+
+    server = Foreign("grpc://127.0.0.1:0")
+    try:
+        with pytest.raises(RunError, match=f"teachers at .*: {len(answers)} answers to hello, wanted one"):
+            remote(f"grpc://127.0.0.1:{server.port}", routes)
+    finally:
+        server.shutdown()
+
+
 # A connection that breaks
 
 
@@ -684,6 +717,43 @@ def test_a_connection_that_breaks_is_tried_again(after: int, routes: Routes, pro
     assert proxy.connections >= before + 2
 
 
+class Wavering:
+    """A pool that breaks once after its first part, and whose log-probs differ in the last bits each time, as an engine's may."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.head_of = pool.head_of
+        self.calls = 0
+
+    def score(self, rollouts: Any) -> Any:
+        self.calls += 1
+        self._targets, self._taken = self._pool.score(rollouts), 0
+        return self
+
+    def take(self) -> Any:
+        if self.calls == 1 and self._taken == 1:
+            raise flight.FlightUnavailableError("the line is dead")
+        part = self._targets.take()
+        if part is None:
+            return None
+        self._taken += 1
+        found = read_stream(bytes(cluster.fetch(part.handle)))
+        rows = [dataclasses.replace(row, answer=self._nudged(row.answer)) for row in found.rows]
+        raw = np.frombuffer(write_stream(rows, found.dtype, found.payload, found.part), dtype=np.uint8)
+        return dataclasses.replace(part, handle=cluster.put(raw))
+
+    def _nudged(self, answer: Any) -> Any:
+        return dataclasses.replace(answer, teacher_logprobs=[x - 1e-5 * self.calls for x in answer.teacher_logprobs])
+
+
+def test_what_came_before_a_break_is_left_out_although_the_second_scores_differ(routes: Routes, serve: Any) -> None:
+    payload = PAYLOADS["log-probs"]
+    pool = Wavering(local_pool(routes, **payload))
+    found = score(remote(serve(pool, routes, **payload).url, routes, **payload))
+    assert pool.calls == 2
+    assert len(found.parts) == 2 and len(rows_of(found)) == found.rows == 12
+
+
 def test_a_connection_that_breaks_in_the_middle_every_time(routes: Routes, proxied: tuple[Proxy, Served]) -> None:
     proxy, _ = proxied
     scoring = remote(proxy.url, routes)
@@ -719,7 +789,7 @@ def test_retries_share_the_deadline(routes: Routes, serve: Any, monkeypatch: pyt
     served.server.shutdown()
     monkeypatch.setattr(flight_client, "RETRY_WAITS_S", (0.1, 1000.0))
     began = time.monotonic()
-    with pytest.raises(RunError, match="no answer to `score`"):
+    with pytest.raises(RunError, match="no answer to `score` in 2 attempts"):
         score(scoring)
     assert time.monotonic() - began < 20
 
@@ -732,7 +802,7 @@ class Slow:
 
     def __init__(self, pool: Pool, seconds: float) -> None:
         self._pool, self._seconds = pool, seconds
-        self.heads, self.head_of = pool.heads, pool.head_of
+        self.heads, self.head, self.head_of = pool.heads, pool.head, pool.head_of
         self.inside = self.most = self.calls = 0
 
     def score(self, rollouts: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +34,11 @@ def test_rollouts_travel_in_batches_of_few_tokens(batch_tokens: int, monkeypatch
     assert len(batches) == {1: 10, 20: 5, 1 << 16: 1}[batch_tokens]
     assert decode(batches, 76) == given
     assert list(rollout_batches([])) == [] and decode([], 76) == []
+
+
+def test_the_page_about_the_protocol_is_about_this_version() -> None:
+    page = Path(__file__).parents[4] / "docs" / "flight.md"
+    assert f"Version {protocol.PROTOCOL}. JSON and Arrow only" in page.read_text(encoding="utf-8")
 
 
 def test_records() -> None:
