@@ -318,7 +318,7 @@ class _Step:
         self.policy_totals = PolicyTotals()
         self.comparison = Comparison()
         self.rewarded: list[tuple[Rollout, ...]] = []
-        """Of each micro-batch that was trained, the rollouts that have an advantage."""
+        """The rollouts that have an advantage, by micro-batch, of those that were trained."""
         self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
         self.dtype = torch.float32
