@@ -34,6 +34,8 @@ from typing import Any
 
 from machine import machine, score, trim
 
+from opd.text import or_dash
+
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 KINDS = ("full", "lora")
@@ -483,14 +485,14 @@ def show(rows: Sequence[Row], title: str, console: Any) -> None:
             f"{case.experts} {case.kind}",
             budget(case),
             f"{1000 * row.median(lambda s: s.wall_s) / row.scored:.4f}",
-            _ratio(row.time_ratio),
-            _ratio(row.cpu_ratio),
+            or_dash(row.time_ratio, ".2f"),
+            or_dash(row.cpu_ratio, ".2f"),
             f"{row.median(lambda s: s.peak_bytes) / MIB:.0f}",
             f"{row.median(lambda s: s.file_bytes) / MIB:.0f}",
             f"{row.median(lambda s: s.anon_bytes) / MIB:.0f}",
             f"{row.median(lambda s: s.stream_bytes) / MIB:.0f}",
             f"{row.ready.alone.peak_bytes / MIB:.0f}",
-            _ratio(row.memory_ratio),
+            or_dash(row.memory_ratio, ".2f"),
             "-" if row.swap_s is None else f"{1000 * row.swap_s:.1f}",
             f"{row.median(lambda s: s.loads):g}",
             f"{row.median(lambda s: s.stream_bytes) / (case.experts * case.rows * case.response):,.1f}",
@@ -499,10 +501,6 @@ def show(rows: Sequence[Row], title: str, console: Any) -> None:
             end_section=ends,
         )
     console.print(table)
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def parse_args() -> argparse.Namespace:

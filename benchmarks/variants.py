@@ -24,8 +24,10 @@ import yaml
 from benchmarks.asked import claim
 from benchmarks.machine import machine
 from opd.evaluation.scores import DomainScore, Evaluation
-from opd.report.intervals import Estimate, difference
+from opd.report.intervals import difference
+from opd.report.summary import estimate_of
 from opd.run_dir import EXAMS, RunPaths
+from opd.text import or_dash
 from pipelines.baselines.comparison import mean_headroom
 from pipelines.catalog import find
 from pipelines.merging.results import trained
@@ -123,7 +125,7 @@ def compare(args: argparse.Namespace, variants: Sequence[Variant], title: str) -
 
 def tell(outcome: Outcome) -> None:
     """One line about it."""
-    headroom = _shown(outcome.mean_headroom)
+    headroom = or_dash(outcome.mean_headroom, ".3f")
     print(f"{outcome.variant}, seed {outcome.seed}: mean headroom {headroom}", file=sys.stderr, flush=True)
 
 
@@ -226,14 +228,10 @@ def measured(
         accuracy=accuracy,
         intervals={exam: {d: (score.low, score.high) for d, score in found.items()} for exam, found in exams.items()},
         mean_headroom=mean_headroom(accuracy["before"], accuracy["after"], accuracy["expert"]),
-        above=[d for d in after if d in expert and difference(_estimate(after[d]), _estimate(expert[d])).low > 0],
+        above=[d for d in after if d in expert and difference(estimate_of(after[d]), estimate_of(expert[d])).low > 0],
         tokens=tokens,
         wall_s=wall_s,
     )
-
-
-def _estimate(score: DomainScore) -> Estimate:
-    return Estimate(score.accuracy, score.low, score.high)
 
 
 def opd(log: Path, cwd: Path, *command: str) -> None:
@@ -269,14 +267,10 @@ def _show(outcomes: Sequence[Outcome], title: str) -> None:
         known = [one.mean_headroom for one in mine if one.mean_headroom is not None]
         above = f"{fmean(len(one.above) for one in mine):.1f} of {len(domains)}"
         cells = _cells([one.accuracy["after"] for one in mine], domains)
-        table.add_row(variant, *cells, _shown(fmean(known) if known else None), above)
+        table.add_row(variant, *cells, or_dash(fmean(known) if known else None, ".3f"), above)
     Console(width=None if sys.stdout.isatty() else 60 + 10 * len(domains)).print(table)
 
 
 def _cells(accuracies: Sequence[dict[str, float]], domains: Sequence[str]) -> list[str]:
     means = [fmean(one[domain] for one in accuracies) for domain in domains]
-    return [_shown(value) for value in (*means, fmean(means))]
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    return [or_dash(value, ".3f") for value in (*means, fmean(means))]

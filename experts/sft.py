@@ -23,6 +23,7 @@ from experts.episodes.rows import EpisodeRow
 from experts.spec import TrainSettings
 from opd.errors import ModelError, PromptError
 from opd.prompts import PromptLine, encode_prompt
+from opd.prompts.encode import refused_row
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.schedule import LearningRate
 
@@ -53,13 +54,7 @@ def encode_line(tokenizer: PreTrainedTokenizerBase, line: PromptLine, ends: Sequ
     except PromptError:
         raise
     except (TemplateError, ValueError, TypeError) as error:
-        # No chat template, one that refuses the messages, or text that is not Unicode.
-        raise PromptError.at(
-            f"prompt {line.prompt!r:.80}",
-            found=str(error),
-            wanted="a prompt and a completion that the base's tokenizer and chat template take",
-            fix="correct or delete this row, give text instead of messages, or choose a base with a chat template",
-        ) from None
+        raise refused_row(f"prompt {line.prompt!r:.80}", "base", error) from None
     completion = _until_end(completion, tokenizer.eos_token_id, ends)
     return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
 

@@ -21,7 +21,7 @@ from experts.episodes.rows import EpisodeRow, has_episodes, read_episodes
 from experts.model_dir import inspect_model
 from experts.registry import RECORD, Registry, training_record
 from experts.spec import BASE, BaseSpec, ExpertsSpec, FromBase, FromScratch, TrainSettings
-from opd.errors import ConfigError, PromptError, RegistryError
+from opd.errors import ConfigError, ModelError, PromptError, RegistryError
 from opd.files import atomic_write_text, replace_dir
 from opd.processor import slow_bf16
 from opd.prompts import PromptLine, find_source, read_prompt_lines
@@ -64,7 +64,7 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
     """Train the models that are not finished yet; returns the experts' directories in the order of the spec.
 
     `progress` gets one line per tenth of a run: name, step, loss, elapsed time.
-    Raises, before any training: PromptError (data), ModelError (base), RegistryError (a name taken by another model),
+    Raises, before any training: PromptError (data, every row of it), ModelError (base), RegistryError (a name taken by another model),
     ConfigError (a directory made by another spec).
     """
     base_job = base_of(spec)
@@ -72,6 +72,7 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
     registry = Registry(spec.registry) if spec.registry else None
     for job in [base_job, *jobs]:
         check_unclaimed(job, registry)
+    _check_rows(spec, [base_job, *jobs])
     for line in _slow_types([base_job, *jobs]):
         progress(f"warning: {line}")
     make_base(spec, base_job, progress)
@@ -168,6 +169,32 @@ def check_unclaimed(job: TrainingJob, registry: Registry | None) -> None:
             wanted=f"a name that is free, or that of {job.directory}",
             fix=f"`opd experts remove {job.name}`, or rename the expert in the spec",
         )
+
+
+def _check_rows(spec: ExpertsSpec, jobs: Sequence[TrainingJob]) -> None:
+    """Make the tokens of all rows that are still to be learned, once, and forget them: what cannot be learned is refused before
+    any model is trained. Raises: PromptError, ModelError."""
+    todo = [(job.name, job.lines, job.train) for job in jobs if job.train and not job.finished]
+    if todo:
+        from experts.sft import encode_lines
+
+        tokenizer, ends = _reader_of(spec.base)
+        for name, lines, train in todo:
+            try:
+                encode_lines(tokenizer, lines, train.max_length, ends)
+            except (PromptError, ModelError) as error:
+                raise type(error)(f"{name}: {error}") from None
+
+
+def _reader_of(base: BaseSpec) -> tuple[PreTrainedTokenizerBase, Sequence[int]]:
+    """The tokenizer of the base and its experts, and the ids that end a response."""
+    from transformers import AutoTokenizer
+
+    from experts.suites.letters import build_tokenizer
+
+    if base.model is None:
+        return build_tokenizer(), ()
+    return AutoTokenizer.from_pretrained(base.model), inspect_model(base.model, hash_weights=False).eos_token_ids
 
 
 def made_by(directory: Path) -> TrainingRecord | None:

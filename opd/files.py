@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from blake3 import blake3
 
@@ -125,6 +126,11 @@ def cache_dir() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "opd-merge"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opd-merge"
+
+
+def blake3_json(data: Any) -> str:
+    """Hash of what can be JSON, as 64 hexadecimal digits; the order of keys does not matter."""
+    return blake3(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def blake3_file(path: Path, threads: int = blake3.AUTO) -> str:

@@ -33,6 +33,11 @@ def readable(text: str) -> str:
     return "".join(c for c in text if not is_control(c))
 
 
+def or_dash(value: float | None, form: str) -> str:
+    """A number in this format; `-` where there is none."""
+    return "-" if value is None else format(value, form)
+
+
 def as_typed(path: object) -> str:
     """A path in a command that a user is to copy into a shell."""
     return shlex.quote(str(path))

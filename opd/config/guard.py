@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from opd.config.kinds import kind_of
 from opd.config.strict import Strict
 from opd.named import is_place
 from opd.settings import moved
@@ -76,14 +77,10 @@ class LocalJudge(Strict):
         return self
 
 
-def _kind(value: Any) -> str:
-    return f"~{value.get('kind') if isinstance(value, Mapping) else getattr(value, 'kind', '')}"
-
-
 JudgeConfig = Annotated[
     Annotated[EndpointJudge, Tag("~endpoint")] | Annotated[LocalJudge, Tag("~local")],
     Discriminator(
-        _kind, custom_error_type="judge", custom_error_message="a mapping with `kind: endpoint` or `kind: local`"
+        kind_of, custom_error_type="judge", custom_error_message="a mapping with `kind: endpoint` or `kind: local`"
     ),
 ]
 

@@ -51,9 +51,10 @@ class NameOrMapping:
 def by_kind(error: str) -> Discriminator:
     """Tells the classes of a section apart; the tag of a class is its `kind` after a tilde."""
     return Discriminator(
-        _kind, custom_error_type=error, custom_error_message="a kind, or a mapping with `kind` and options"
+        kind_of, custom_error_type=error, custom_error_message="a kind, or a mapping with `kind` and options"
     )
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """The tag of a section: its `kind` after a tilde."""
     return f"~{value.get('kind') if isinstance(value, Mapping) else getattr(value, 'kind', '')}"

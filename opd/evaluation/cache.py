@@ -15,10 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from opd.evaluation.scores import FORMAT, Evaluation
-from opd.files import atomic_write_text, cache_dir
+from opd.files import atomic_write_text, blake3_json, cache_dir
 
 VARIABLE, OFF = "OPD_EXAM_CACHE", "off"
 """The environment variable that moves the directory, and its value for none at all."""
@@ -45,7 +43,7 @@ class ExamCache:
         file = self._file(facts)
         try:
             entry = json.loads(file.read_bytes())
-            if entry.pop("blake3") != _digest(entry):
+            if entry.pop("blake3") != blake3_json(entry):
                 raise ValueError("its content is not what was written")
         except FileNotFoundError:
             return None
@@ -71,13 +69,9 @@ class ExamCache:
         }
         try:
             self._root.mkdir(parents=True, exist_ok=True)
-            atomic_write_text(file, json.dumps(entry | {"blake3": _digest(entry)}, indent=1))
+            atomic_write_text(file, json.dumps(entry | {"blake3": blake3_json(entry)}, indent=1))
         except OSError as error:
             self._tell(f"warning: {file}: {error.strerror}; the result is not kept for other runs")
 
     def _file(self, facts: Mapping[str, Any]) -> Path:
-        return self._root / f"{_digest({'format': FORMAT, 'facts': facts})}.json"
-
-
-def _digest(data: Mapping[str, Any]) -> str:
-    return blake3(json.dumps(data, sort_keys=True).encode()).hexdigest()
+        return self._root / f"{blake3_json({'format': FORMAT, 'facts': facts})}.json"

@@ -93,7 +93,8 @@ def _refuse_unknown(names: list[str]) -> None:
 
 
 def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
-    """Run the tasks on a full model directory. Raises: RunError if the harness fails or is not done in time."""
+    """Run the tasks on a full model directory. Raises: RunError if the harness fails, is not done in time, or writes
+    no results."""
     with TemporaryDirectory(prefix="opd-lm-eval-") as scratch:
         settings, results, log = (Path(scratch) / name for name in ("config.yaml", "results", "log"))
         settings.write_text(yaml.safe_dump(_settings(config, model_dir, dtype, results)), encoding="utf-8")
@@ -115,13 +116,15 @@ def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
                     f"lm-evaluation-harness was not done with {model_dir} after {config.timeout_s:g} s; "
                     "raise evaluate.lm_eval.timeout_s or set evaluate.lm_eval.limit"
                 ) from None
+        last = "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-SHOWN_LINES:])
         if done.returncode != 0:
-            last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-SHOWN_LINES:]
-            raise RunError(
-                f"lm-evaluation-harness ended with code {done.returncode} on {model_dir}:\n" + "\n".join(last)
-            )
-        (file,) = results.rglob("results_*.json")
-        return read_results(json.loads(file.read_text(encoding="utf-8")))
+            raise RunError(f"lm-evaluation-harness ended with code {done.returncode} on {model_dir}:\n{last}")
+        scores: TaskScores = {}
+        for file in results.rglob("results_*.json"):
+            scores |= read_results(json.loads(file.read_text(encoding="utf-8")))
+        if not scores:
+            raise RunError(f"lm-evaluation-harness ended without results on {model_dir}:\n{last}")
+        return scores
 
 
 def _settings(config: LMEvalConfig, model_dir: Path, dtype: str, results: Path) -> dict[str, Any]:
@@ -140,7 +143,7 @@ def read_results(data: Mapping[str, Any]) -> TaskScores:
     """The numbers of a results file of the harness; names and aliases, and what it could not compute, are left out."""
     return {
         task: {key: float(value) for key, value in entry.items() if isinstance(value, int | float) and isfinite(value)}
-        for task, entry in data["results"].items()
+        for task, entry in data.get("results", {}).items()
     }
 
 

@@ -46,6 +46,11 @@ Displays = Callable[[Beginning], AbstractContextManager[Display]]
 """Makes the display of a merge."""
 
 
+def _print(console: Console, line: str) -> None:
+    """Write a sentence on one line, however long it is."""
+    console.print(escape(printable(line)), highlight=False, soft_wrap=True)
+
+
 class Lines:
     """A line for every sentence and every step."""
 
@@ -54,7 +59,7 @@ class Lines:
         self._course = Course(begun.steps, begun.domains, begun.records)
 
     def say(self, line: str) -> None:
-        self._console.print(escape(printable(line)), highlight=False, soft_wrap=True)
+        _print(self._console, line)
 
     def doing(self, what: str) -> None: ...
 
@@ -125,7 +130,7 @@ class Screen:
         self._scroll(0)
         if self._course.recent:
             last = self._course.recent[-1]
-            self._above(f"step {last.step}/{self._course.steps}  " + "  ".join(step_facts(last)))
+            _print(self._console, f"step {last.step}/{self._course.steps}  " + "  ".join(step_facts(last)))
 
     def say(self, line: str) -> None:
         """Nothing is written here: a signal's handler says things too, in the middle of whatever the program writes."""
@@ -150,10 +155,7 @@ class Screen:
         gone = self._notes[: len(self._notes) - kept] if len(self._notes) > kept else ()
         self._notes = self._notes[len(gone) :]
         for line in gone:
-            self._above(line)
-
-    def _above(self, line: str) -> None:
-        self._console.print(escape(printable(line)), highlight=False, soft_wrap=True)
+            _print(self._console, line)
 
     def _drawn(self) -> Text:
         """The screen at this moment."""

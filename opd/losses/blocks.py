@@ -45,6 +45,8 @@ class Block(ABC):
 
     __slots__ = ()
 
+    says_something: ClassVar[bool] = True
+    """False if no teacher has seen its tokens, so that no divergence can be computed."""
     is_mixture: ClassVar[bool] = False
     """True if only objectives that mix teachers (`Objective.mixes`) can use it."""
 

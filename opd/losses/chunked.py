@@ -18,7 +18,7 @@ import functools
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from opd.interfaces import Objective
 from opd.losses.blocks import Block, Given
 from opd.losses.logits import pad, token_logprobs, upcast
+from opd.losses.none import NoDivergence
 from opd.losses.objective import Slope, StudentChunk, TeacherChunk
 from opd.losses.policy_gradient import PolicyGradient
 from opd.losses.rule import IDENTITY, LogitRule
@@ -144,10 +145,10 @@ class LossHead(nn.Module):
         states and head; and `TokenStats`.
 
         `teachers` cover the N tokens in order, `heads` are those that they still need, but for the student's own. Ids in place of
-        `Tokens`: their log-probs [N] instead. Computes in float32, in float64 if the student's hidden states are float64.
+        `Tokens`: their log-probs [N] instead. If no block says anything, the divergence is 0. Computes in float32, in float64 if the student's hidden states are float64.
         Raises: ValueError if hidden states and head differ in width.
         """
-        loss, head_v_D = self._loss, self._cut()
+        loss, head_v_D = self._loss_of(teachers), self._cut()
         if isinstance(tokens, Tensor):
             return token_logprobs(hidden_N_D, head_v_D, tokens, loss.rule)
         teachers = self._with_heads(teachers, heads or {})
@@ -173,6 +174,11 @@ class LossHead(nn.Module):
                 del raw_C_V  # before the next chunk's are made
             value = _total(stats, tokens)
         return _WithGradients.apply(hidden_N_D, self.weight, value, gradients), known(*stats)
+
+    def _loss_of(self, teachers: Sequence[Block]) -> Loss:
+        """The loss, without its divergence where no teacher says anything."""
+        told = any(block.says_something for block in teachers)
+        return self._loss if told else replace(self._loss, objective=NoDivergence())
 
     def _cut(self) -> Tensor:
         """[v, D] the rows of the head that have a probability; those beyond are padding."""

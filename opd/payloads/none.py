@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from opd.interfaces import ScoredRow
 from opd.losses.blocks import Block, Given
@@ -54,6 +54,7 @@ class UnscoredBlock(Block, Given):
     """So many consecutive trained tokens that no teacher has seen."""
 
     tokens: int
+    says_something: ClassVar[bool] = False
 
     def __len__(self) -> int:
         return self.tokens

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import date, datetime, time
 from typing import Any
 
+from opd.errors import PromptError
 from opd.interfaces import Tokenizer
 from opd.prompts.line import Messages
 
@@ -52,6 +53,17 @@ def encode_prompts(
         if any(token not in special for token in ids):
             found[index] = ids
     return found
+
+
+def refused_row(where: str, whose: str, error: Exception) -> PromptError:
+    """The refusal of a row that cannot be encoded. `error` says why: no chat template, one that refuses the messages, or text that
+    is not Unicode. `whose` is the model that would read it: student or base."""
+    return PromptError.at(
+        where,
+        found=str(error),
+        wanted=f"text or messages that the {whose}'s tokenizer and chat template take",
+        fix=f"correct or delete this row, give text instead of messages, or choose a {whose} with a chat template",
+    )
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:

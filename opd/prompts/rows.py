@@ -5,7 +5,6 @@ source_rows ─ filter ─→ read_row ─→ canonical JSON in Arrow ─ shuffl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
-from blake3 import blake3
 
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import PromptError
+from opd.files import blake3_json
 from opd.prompts.arrow import IN_MEMORY_BYTES, Batches, in_batches, stored
 from opd.prompts.line import MAX_LINE_BYTES, BrokenRow, Messages, PromptLine, as_chat, parsed, read_row
 from opd.prompts.mix import shuffled
@@ -191,4 +190,4 @@ def _key(source: Source, config: PromptsConfig) -> str:
 
 
 def _with(key: str, more: object) -> str:
-    return blake3(json.dumps([key, more], sort_keys=True).encode()).hexdigest()
+    return blake3_json([key, more])

@@ -22,10 +22,9 @@ import pyarrow as pa
 from blake3 import blake3
 
 from opd.config.prompts import PromptsConfig
-from opd.errors import PromptError
 from opd.interfaces import Tokenizer
 from opd.prompts.arrow import Batches, in_batches, stored
-from opd.prompts.encode import encode_prompts
+from opd.prompts.encode import encode_prompts, refused_row
 from opd.prompts.line import Messages
 from opd.prompts.rows import Rows, open_rows
 from opd.types import Prompt
@@ -164,15 +163,9 @@ def _ids(
     try:
         return encode_prompts(tokenizer, prompts, day)
     except (TemplateError, ValueError, TypeError) as error:
-        # No chat template, roles that the template refuses, or text that is not Unicode.
         if len(prompts) > 1:  # find out which one
             return [_ids(rows, start + i, [p], domain, tokenizer, day)[0] for i, p in enumerate(prompts)]
-        raise PromptError.at(
-            f"{rows.label}: prompt {domain}/{rows.number(start)}",
-            found=str(error),
-            wanted="a prompt that the student's tokenizer and chat template take",
-            fix="correct this prompt, give text instead of messages, or choose a student with a chat template",
-        ) from None
+        raise refused_row(f"{rows.label}: prompt {domain}/{rows.number(start)}", "student", error) from None
 
 
 def _digest(token_ids: Sequence[int]) -> int:

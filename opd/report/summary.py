@@ -214,7 +214,7 @@ def _add_regressions(report: dict[str, Any]) -> None:
         values["regression"] = values["before"] - values["after"]
 
 
-def _estimate(score: DomainScore) -> Estimate:
+def estimate_of(score: DomainScore) -> Estimate:
     return Estimate(score.accuracy, score.low, score.high)
 
 
@@ -226,8 +226,8 @@ def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluatio
     """95 % intervals [low, high] beside each number; null for a headroom too small to be told from none."""
     shares = []
     for domain, values in report["domains"].items():
-        b, a = (_estimate(x.scores[domain]) for x in (before, after))
-        e = _estimate(expert.scores[domain]) if expert else None
+        b, a = (estimate_of(x.scores[domain]) for x in (before, after))
+        e = estimate_of(expert.scores[domain]) if expert else None
         share = headroom_interval(b, a, e) if e else None
         values |= {
             "before_interval": _pair(b),
@@ -338,7 +338,7 @@ def mean_interval(run: RunFiles, scores: Mapping[str, DomainScore]) -> Estimate 
 
 def _mean_interval(before: Evaluation, expert: Evaluation, scores: Mapping[str, DomainScore]) -> Estimate | None:
     shares = [
-        headroom_interval(_estimate(before.scores[d]), _estimate(score), _estimate(expert.scores[d]))
+        headroom_interval(estimate_of(before.scores[d]), estimate_of(score), estimate_of(expert.scores[d]))
         for d, score in scores.items()
         if d in before.scores and d in expert.scores and expert.scores[d].accuracy > before.scores[d].accuracy
     ]

@@ -69,7 +69,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         """Take one optimiser step over all rows; skip it, and report that, if no token is trained.
 
         Weights are those of all rollouts, so training can begin before we know which are quarantined. These give no
-        gradient; the optimiser divides by the share that was scored. Raises: RunError if a rank fails or the step is broken.
+        gradient; the optimiser divides by the share that was scored, of the divergence and of the policy gradient each its own.
+        Raises: RunError if a rank fails or the step is broken.
         """
         whole = self._work(step, rollouts, stale, reward)
         skipped = StepReport(
@@ -90,6 +91,10 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         if not trains:
             return skipped
         share = self._turns_share() if self._spec.weighs_turns else scored_share(targets.quarantined)
+        if whole.policy is not None and targets.quarantined:
+            self._rescale_policy(
+                len(plan[0]), share, _scored_share(rollouts, whole.policy.weights, targets.quarantined)
+            )
         report = _report(step, whole.lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
         return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
@@ -121,6 +126,13 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         while finish_oldest():
             pass
         return True
+
+    def _rescale_policy(self, rounds: int, share: float, own_share: float) -> None:
+        """Let the policy gradient, too, become a mean over what was scored: the optimiser divides all gradients by `share`, that
+        of the divergence. Raises: RunError if a rank fails."""
+        more = share / own_share - 1 if own_share else 0.0
+        for index in range(rounds):
+            self._call(TrainerRank.rescale_policy, index, more)
 
     def _work(
         self, step: int, rollouts: Sequence[Rollout], stale: frozenset[str], reward: RewardStep | None
@@ -211,7 +223,7 @@ def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], lef
     """Share of the trained tokens' weight that lies on scored tokens, 0..1; exactly 1 if nothing was left out."""
     if not left_out:
         return 1.0
-    each = {r.sample_id: weights[r.sample_id] * r.num_trained for r in rollouts}
+    each = {r.sample_id: weights[r.sample_id] * r.num_trained for r in rollouts if r.sample_id in weights}
     return sum(weight for i, weight in each.items() if i not in left_out) / sum(each.values())
 
 

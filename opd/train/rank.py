@@ -19,9 +19,10 @@ from opd.devices import to_device
 from opd.errors import RunError
 from opd.lora import tensor_name
 from opd.losses.policy_gradient import PolicyGradient
+from opd.payloads.none import Unscored
 from opd.stream.heads import OWN_HEAD, Head, HeadSource
 from opd.stream.schema import TargetRow, read_stream
-from opd.train.batch import MicroBatch, gather_samples, micro_batch
+from opd.train.batch import MicroBatch, Scored, gather_samples, micro_batch
 from opd.train.export import Sending, gathered
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
@@ -125,7 +126,7 @@ class TrainerRank(ZeroEngine):
 
         `parts` are streams of this rank's rows that came since the last call; arguments of their own, because that is what
         Ray hands over as views into shared memory. `left_out` could not be scored by one of their teachers: what the others
-        sent does not count. Raises: RunError if rows are missing.
+        sent does not count. With a reward, `rescale_policy` follows if it is not empty. Raises: RunError if rows are missing.
         """
         step = self._step
         step.receive(parts)
@@ -142,7 +143,8 @@ class TrainerRank(ZeroEngine):
             weight_N = weight_N * self._turn_factors(batch, heads)
         scaled_N = (weight_N * self._options.world_size).to(self._device)
         inputs = (to_device(batch, self._device), heads, scaled_N)
-        work, last = step.work.policy, index == len(step.work.micro_batches) - 1
+        work = step.work.policy
+        last = index == len(step.work.micro_batches) - 1 and not (work and left_out)
         rewarded = work.tokens(batch, ids) if work else ()
         if work and work.compare:
             inputs = self._divergence_alone(*inputs)
@@ -156,6 +158,25 @@ class TrainerRank(ZeroEngine):
         step.totals.keep(batch, stats, {place: i for place, i in enumerate(ids) if i in step.work.watched})
         if rewarded:
             step.policy_totals.add(batch, rewarded[1], stats)
+
+    def rescale_policy(self, index: int, more: float) -> None:
+        """Add the policy gradient of the step's micro-batch `index` once more, times `more`; all ranks do at the same time, for
+        every micro-batch."""
+        step = self._step
+        work = step.work.policy
+        assert work is not None
+        rollouts = step.rewarded[index]
+        batch = micro_batch([_unscored(rollout) for rollout in rollouts], step.dtype, layout=self._layout)
+        advantage_N, weight_N = work.tokens(batch, [rollout.sample_id for rollout in rollouts])
+        nothing_N = torch.zeros(len(weight_N), device=self._device)
+        if work.compare:
+            step.comparison.begin(self.local_gradients())
+        loss, _ = self.model(
+            to_device(batch, self._device), {}, nothing_N, *self._scaled((advantage_N, weight_N * more))
+        )
+        self.add_gradients(loss, last=index == len(step.work.micro_batches) - 1)
+        if work.compare:
+            step.comparison.end(self.local_gradients())
 
     def _ask_start(self, ids: Sequence[str]) -> None:
         """Add what the student as the merge begins says of these samples to what other teachers sent."""
@@ -276,6 +297,11 @@ def _load_student(options: RankOptions) -> Student:
     return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **known)
 
 
+def _unscored(rollout: Rollout) -> Scored:
+    """The sample as if no teacher had been asked."""
+    return (TargetRow(rollout=rollout, teacher="", answer=Unscored()),)
+
+
 class _Step:
     """A step under way: its work, and the rows that came and were not yet trained."""
 
@@ -291,6 +317,8 @@ class _Step:
         self.totals = Totals()
         self.policy_totals = PolicyTotals()
         self.comparison = Comparison()
+        self.rewarded: list[tuple[Rollout, ...]] = []
+        """The rollouts that have an advantage, by micro-batch, of those that were trained."""
         self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
         self.dtype = torch.float32
@@ -322,6 +350,8 @@ class _Step:
         self._refuse_missing(ids)
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
         work = self.work
+        if work.policy is not None:
+            self.rewarded.append(tuple(samples[i][0].rollout for i in ids if i in work.policy.advantages))
         return micro_batch([samples[i] for i in ids], self.dtype, work.baselines, layout, work.first_turns)
 
     def _refuse_missing(self, ids: Sequence[str]) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from experts.bound_files import model_digest
 from experts.weight_files import weight_hashes
 from opd.evaluation.baselines import BaselineResult
+from opd.files import blake3_json
 from opd.report.stale import other_budget
 from opd.run_dir import RunPaths
 from pipelines.baselines.jobs import BaselineJob
@@ -83,4 +81,4 @@ def _digest(job: BaselineJob, manifest: Mapping[str, Any]) -> str:
         "prompts": {domain: list(files.values()) for domain, files in manifest["prompts"].items()},
         "steps": None if job.share is None else manifest["config"]["trainer"]["steps"],
     }
-    return blake3(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return blake3_json(facts)

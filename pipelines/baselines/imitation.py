@@ -4,7 +4,7 @@
                                                      off_policy: the domain's expert
                                                      mixed_sft: the prompts file itself
 
-Steps, learning rates and optimiser are the merge's. The number of samples in a step is chosen so that all steps together have
+Steps, learning rates and optimiser are the merge's, and so is the number of responses to each prompt. The number of samples in a step is chosen so that all steps together have
 as many response tokens as the merge trained on. Without a merge, a step has the pipeline's number of samples.
 """
 
@@ -74,10 +74,10 @@ def train_off_policy(
     with author as write:
         weights, samples = config.domain_weights, config.trainer.samples_per_step
         if budget is not None:
-            wanted = _samples_of(config, by_domain, write, budget)
-            samples = max(len(by_domain), round(sum(wanted.values())))
-            # Weights deal out what is left when each domain has one sample.
-            weights = {name: max(count - 1, 1e-6) for name, count in wanted.items()}
+            wanted, n = _samples_of(config, by_domain, write, budget), config.rollout.n
+            samples = max(n * len(by_domain), round(sum(wanted.values())))
+            # Weights deal out what is left when each domain has one prompt.
+            weights = {name: max(count / n - 1, 1e-6) for name, count in wanted.items()}
         shape = _shape(config, samples)
         prompts = [p for step in _steps(config, by_domain, shape.samples, weights) for p in step]
         tell(f"{len(prompts)} responses: {config.trainer.steps} steps of {shape.samples}")
@@ -198,8 +198,9 @@ def _with_room(prompts: PromptTable, config: PipelineConfig) -> PromptTable:
 def _steps(
     config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], samples: int, weights: Mapping[str, float]
 ) -> Iterator[list[Prompt]]:
-    """The prompts of each step; every step has all domains."""
-    mixed = MixedPrompts(by_domain, split_samples(samples, weights), config.seed)
+    """The prompts of each step, each once for every response to it; every step has all domains."""
+    n = config.rollout.n
+    mixed = MixedPrompts(by_domain, split_samples(samples // n, weights), config.seed, n)
     for step in range(1, config.trainer.steps + 1):
         yield mixed.take(step)
 
@@ -225,10 +226,13 @@ def _samples_of(
 
 
 def _shape(config: PipelineConfig, samples: int) -> StepShape:
-    """Micro-batches of `trainer.micro_batch_tokens` padded tokens; `samples` are rounded up to whole ones."""
+    """Micro-batches of `trainer.micro_batch_tokens` padded tokens; `samples` are rounded up to whole ones, and to whole prompts."""
     fitting = max(1, config.trainer.micro_batch_tokens // config.rollout.max_model_len)
-    accumulate = -(-samples // fitting)
-    return StepShape(micro_batch=-(-samples // accumulate), accumulate=accumulate)
+    n = config.rollout.n
+    whole = -(-samples // n) * n
+    while whole % (accumulate := -(-whole // fitting)):
+        whole += n
+    return StepShape(micro_batch=whole // accumulate, accumulate=accumulate)
 
 
 def _fit(

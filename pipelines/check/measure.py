@@ -21,6 +21,7 @@ from opd.config import PipelineConfig
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
+from opd.text import or_dash
 from opd.types import Prompt, Rollout, Teacher
 from pipelines.build import start_rollouts
 from pipelines.check.comparison import Comparer, Comparison
@@ -103,19 +104,15 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
 
 def teacher_rows(report: CheckReport) -> list[tuple[str, ...]]:
     """Domain, expert, both accuracies, overlap, KL, share of a guess's NLL, verdict; `-` where nothing was measured."""
-
-    def shown(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
     return [
         (
             one.domain,
             one.expert,
-            shown(one.student_accuracy, ".2f"),
-            shown(one.expert_accuracy, ".2f"),
-            shown(one.compared.overlap, ".0%"),
-            shown(one.compared.kl, ".3f"),
-            shown(one.compared.guessing(report.vocab_size), ".2f"),
+            or_dash(one.student_accuracy, ".2f"),
+            or_dash(one.expert_accuracy, ".2f"),
+            or_dash(one.compared.overlap, ".0%"),
+            or_dash(one.compared.kl, ".3f"),
+            or_dash(one.compared.guessing(report.vocab_size), ".2f"),
             report.verdict(one.domain),
         )
         for one in report.measured

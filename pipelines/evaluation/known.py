@@ -18,18 +18,21 @@ from blake3 import blake3
 
 import opd
 from experts.bound_files import TOKENIZER_FILES, file_hashes
-from opd.cluster import worker_env
+from opd.cluster import LOCAL, nodes, worker_env
 from opd.config import PipelineConfig
 from opd.evaluation.cache import ExamCache, exam_cache_dir
 from opd.evaluation.scores import Evaluation
 from opd.files import blake3_file
 from opd.named import is_place
 from pipelines.cores import roles_at_once
+from pipelines.inputs.gpus import gpus_here
 from pipelines.inputs.read import Inputs
 from pipelines.merging.manifest import versions
 
 Measure = Callable[[Sequence[str]], Evaluation]
 """Takes the exams of the named domains."""
+GPU_KIND = "accelerator_type:"
+"""How Ray begins the name of a resource that says which GPUs a node has."""
 ANSWERS_ALIKE = {"n", "temperature", "max_new_tokens"}
 """Keys of `rollout` that are about training; exams have their own."""
 
@@ -40,12 +43,13 @@ class KnownExams:
     def __init__(self, config: PipelineConfig, inputs: Inputs, run: Path, tell: Callable[[str], None]) -> None:
         root = exam_cache_dir() if config.evaluate.cache else None
         self._cache = None if root is None or is_place(config.rollout.engine) else ExamCache(root, tell)
+        self._device = _device(config) if self._cache else None
         self._config, self._inputs, self._run = config, inputs, run
         self._common: dict[str, Any] | None = None
 
     def measured(self, model: str, domains: Sequence[str], measure: Measure) -> Evaluation:
         """The exams of a model, named by its digest, on these domains, which it takes in one batch: known or taken now."""
-        if self._cache is None or not domains or not all(map(self._is_kept, domains)):
+        if self._cache is None or self._device is None or not domains or not all(map(self._is_kept, domains)):
             return measure(domains)
         facts = {"model": model, "domains": [self._domain(name) for name in domains], **self._shared()}
         found = self._cache.find(facts)
@@ -85,11 +89,22 @@ class KnownExams:
                 "answers": exam.model_dump(mode="json", include={"n", "temperature", "pass_at"})
                 | {"max_new_tokens": exam.max_new_tokens or config.rollout.max_new_tokens}
                 | {"seed": config.seed if exam.temperature else None},
-                "machine": platform.machine(),
+                "device": self._device,
                 "versions": versions() | _version("reasoning-gym"),
                 "source": source_digest(),
             }
         return self._common
+
+
+def _device(config: PipelineConfig) -> str | None:
+    """What kind of device computes the answers; None if that cannot be told: others round differently."""
+    if not config.cluster.rollout_gpus:
+        return platform.machine()
+    if config.cluster.address == LOCAL:
+        kinds = {gpu.name for gpu in gpus_here()}
+    else:
+        kinds = {name for node in nodes() for name in node.has if name.startswith(GPU_KIND)}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def _version(package: str) -> dict[str, str]:

@@ -24,7 +24,7 @@ from opd.near import did_you_mean
 from opd.prompts import is_here, is_hub_name
 from opd.types import Teacher
 from pipelines.build import rollout_engine
-from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, room_warnings
+from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, registered_prompts, room_warnings
 from pipelines.inputs.read import as_teacher, inspect_student, load_tokenizer
 from pipelines.inputs.template_date import dated
 from pipelines.placement import place_rollouts
@@ -97,8 +97,13 @@ def check_models(
 
 
 def with_all_domains(config: PipelineConfig) -> PipelineConfig:
-    """The pipeline with the domains of all its rounds, each with the exam of the last round that has it."""
-    domains = {name: domain for one in rounds_of(config) for name, domain in one.domains.items()}
+    """The pipeline with the domains of all its rounds, each as in the last round that has it; prompts that its expert was
+    registered with there stand in it like its own. Raises: RegistryError."""
+    domains = {}
+    for one in rounds_of(config):
+        for name, domain in one.domains.items():
+            prompts = domain.prompts or registered_prompts(one, name, only_here=True)
+            domains[name] = domain.model_copy(update={"prompts": prompts})
     return config.model_copy(update={"domains": domains})
 
 

@@ -11,9 +11,6 @@ fraction goes to the GPU with the least room that suffices.
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +22,7 @@ from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.payloads import answer_class
+from pipelines.inputs.gpus import gpus_here
 from pipelines.inputs.memory import (
     critic_state_bytes,
     gathered_bytes,
@@ -257,33 +255,8 @@ def _fix(together: Sequence[Role], worst: Phase, size: int) -> str:
 
 
 def gpu_sizes() -> list[int]:
-    """Bytes of every NVIDIA GPU that this process may use, from `nvidia-smi`; empty if there is no such tool."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    command = [tool, "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except subprocess.TimeoutExpired:
-        return []
-    rows = [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
-    gpus = [(row[0], int(row[1]) << 20) for row in rows if len(row) == 2 and row[1].isdigit()]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [size for _, size in gpus] if visible is None else _visible(gpus, visible.split(","))
-
-
-def _visible(gpus: Sequence[tuple[str, int]], named: Sequence[str]) -> list[int]:
-    """The sizes of GPUs that are named by their numbers, or by the beginning of their UUIDs; like CUDA, up to the first name that
-    none has."""
-    found: list[int] = []
-    for name in map(str.strip, named):
-        sizes = [
-            size for number, (uuid, size) in enumerate(gpus) if name == str(number) or (name and uuid.startswith(name))
-        ]
-        if not sizes:
-            break
-        found.append(sizes[0])
-    return found
+    """Bytes of every GPU that this process may use."""
+    return [gpu.nbytes for gpu in gpus_here()]
 
 
 def _gib(nbytes: float) -> str:

@@ -96,8 +96,11 @@ def prompts_of(name: str, domain: DomainConfig, registered: Path | None) -> Path
     return source
 
 
-def registered_prompts(config: PipelineConfig, domain: str) -> Path | None:
-    """The prompts that the domain's expert was registered with; `routes.py` decides for a merge which expert that is."""
+def registered_prompts(config: PipelineConfig, domain: str, *, only_here: bool = False) -> Path | None:
+    """The prompts that the domain's expert was registered with; `routes.py` decides for a merge which expert that is.
+
+    `only_here` passes over experts that are not in this machine's registry. Raises: RegistryError.
+    """
     if not isinstance(config.experts, RegisteredExperts):
         return None
     registry = Registry(config.registry or default_root())
@@ -107,7 +110,7 @@ def registered_prompts(config: PipelineConfig, domain: str) -> Path | None:
         names = [named]
     elif named is not None:
         names = [max(sorted(named), key=lambda name: named[name])]
-    experts = [registry.get(name) for name in names]
+    experts = [registry.get(name) for name in names if not only_here or name in registry.names()]
     mine = [e.prompts for e in experts if named is not None or e.domain == domain]
     return Path(mine[0]) if mine and mine[0] else None
 

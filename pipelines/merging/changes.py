@@ -6,19 +6,17 @@ computed. The two lists below are all the keys that may be changed between two s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
-
-from blake3 import blake3
 
 from opd.checkpoints import Checkpoint
 from opd.config import PipelineConfig
 from opd.config.balance import SamplesBalance
 from opd.config.prompts import as_prompts_config
 from opd.errors import RunDirError
+from opd.files import blake3_json
 from opd.metrics import MetricsFile
 from opd.run_dir import RunPaths
 from opd.settings import validate
@@ -151,9 +149,9 @@ def identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
     free = (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING, STEPS)
     bound = {dotted(key): value for key, value in _flat(manifest["config"]).items() if not among(key, free)}
     return {
-        "config": _digest(bound),
-        "student": _digest(manifest["student"]),
-        "experts": {name: _digest(facts) for name, facts in manifest["experts"].items()},
+        "config": blake3_json(bound),
+        "student": blake3_json(manifest["student"]),
+        "experts": {name: blake3_json(facts) for name, facts in manifest["experts"].items()},
     }
 
 
@@ -290,10 +288,6 @@ def _with_mappings(pipeline: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_mapping(prompts: Any) -> Any:
     return as_prompts_config(Path(prompts)).model_dump(mode="json") if isinstance(prompts, str) else prompts
-
-
-def _digest(data: Any) -> str:
-    return blake3(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def _shown(value: Any) -> str:

@@ -161,6 +161,7 @@ def test_the_stock_clients_drive_a_merge_to_its_end(tmp_path: Path, pipeline: di
     assert {trace.domain for trace in traces} == {"left-domain", "right-domain"}
     for trace in traces:
         wrote = [piece for segment in trace.segments for piece in segment.pieces if piece.origin == "policy"]
+        assert wrote, "the policy wrote something"
         assert all(len(piece.losses) == len(piece.texts) == piece.length for piece in wrote), "a loss for each token"
         assert (len(trace.segments) == 2) == (trace.domain == "left-domain"), "a history that was rewritten is a fork"
     tree = opd("traces", run, "--step", "last", cwd=tmp_path)

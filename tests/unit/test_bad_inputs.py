@@ -670,7 +670,7 @@ def unreadable_text(b: Bench) -> None:
         file.write_bytes(b'{"prompt": "a"}\n' + bad + b"\n")
         b.refused("upper.jsonl:2\n", word)
     b.prompts({"prompt": "a"}, '{"prompt": "a\\ud800"}')
-    b.refused("upper.jsonl", "upper/1", "correct this prompt")
+    b.refused("upper.jsonl", "upper/1", "correct or delete this row")
 
 
 def wrong_columns(b: Bench) -> None:

@@ -277,6 +277,24 @@ def test_bad_input_is_refused_before_anything_is_written(
     assert not Path(raw["output_dir"]).exists()
 
 
+@pytest.mark.parametrize("base", ["made", "given"])
+def test_rows_that_cannot_be_learned_are_refused_before_the_first_training(
+    base: str, raw: dict[str, Any], tmp_path: Path, make_model_dir: Any
+):
+    if base == "given":
+        raw["base"] = {"model": str(make_model_dir(tmp_path / "given"))}
+    raw["experts"]["shift"]["train"] = {"max_length": 3}
+    with pytest.raises(PromptError, match=r"(?s)^shift: max_length\n.*rows, all longer"):
+        run(raw)
+    assert not Path(raw["output_dir"]).exists()
+
+
+def test_rows_of_a_finished_expert_are_not_looked_at_again(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    run(raw)
+    monkeypatch.setattr("experts.sft.encode_lines", lambda *_: pytest.fail("all is finished"))
+    assert [line for line in run(raw)[1] if "kept" in line]
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -285,11 +303,17 @@ def test_bad_input_is_refused_before_anything_is_written(
         ('{"prompt": "upr a=", "completion": [{"role": "assistant", "content": "A"}]}', "row 2: completion"),
         ('{"prompt": "", "completion": "A"}', "row 2: prompt"),
         ('{"prompt": [], "completion": [{"role": "assistant", "content": "A"}]}', "row 2: prompt"),
+        ('{"prompt": "\\ud800", "completion": "A"}', "text or messages that the base's tokenizer"),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "\\ud800"}]}',
+            "the base's",
+        ),
     ],
 )
 def test_a_bad_line_is_named(raw: dict[str, Any], data: dict[str, str], line: str, says: str):
     file = Path(data["shift"])
     file.write_text(file.read_text().splitlines()[0] + "\n" + line + "\n")
+    assert list(raw["experts"])[-1] == "shift", "it would be trained after others"
     with pytest.raises(PromptError) as caught:
         run(raw)
     assert says in str(caught.value)

@@ -43,7 +43,7 @@ SCORES = {
 def process(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
     """process(code): stands for the harness's process and gives the settings that it was called with."""
 
-    def install(code: int = 0, late: bool = False) -> list[dict[str, Any]]:
+    def install(code: int = 0, late: bool = False, results: Any = RESULTS) -> list[dict[str, Any]]:
         told: list[dict[str, Any]] = []
 
         def called(command: list[str], *, stdout: Any, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
@@ -55,7 +55,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any
             stdout.write("".join(f"line {i}\n" for i in range(50)))
             out = Path(settings["output_path"]) / "some__model"
             out.mkdir(parents=True)
-            (out / "results_2026.json").write_text(json.dumps(RESULTS))
+            if results is not None:
+                (out / "results_2026.json").write_text(json.dumps(results))
             return subprocess.CompletedProcess(command, code)
 
         monkeypatch.setattr(subprocess, "run", called)
@@ -83,6 +84,14 @@ def test_a_harness_that_fails_ends_the_command_with_its_last_words(process: Any)
     with pytest.raises(RunError, match="ended with code 1 on /m:\n") as error:
         run_tasks(LMEvalConfig(tasks=["a"]), Path("/m"), "float32")
     assert "line 49" in str(error.value) and "line 5\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("results", [None, {}, {"results": {}}], ids=["no file", "no results", "no task"])
+def test_a_harness_without_results_is_an_error(results: Any, process: Any) -> None:
+    process(results=results)
+    with pytest.raises(RunError, match="ended without results on /m:\n") as error:
+        run_tasks(LMEvalConfig(tasks=["a"]), Path("/m"), "float32")
+    assert "line 49" in str(error.value)
 
 
 def test_a_harness_that_takes_too_long_is_stopped(process: Any) -> None:

@@ -268,6 +268,8 @@ def test_a_model_of_ones_own_says_how_likely_both_verdicts_are(tiny_model_dir: P
 def test_a_call_cannot_forge_the_end_of_the_question(tiny_model_dir: Path) -> None:
     scorer = ModelScorer(tiny_model_dir)
     special = set(scorer._tokenizer.all_special_ids)
-    for token in special:
-        text = scorer._tokenizer.decode([token])
-        assert not special & set(scorer._tokens(f"a{text}b")) or not text
+    texts = [scorer._tokenizer.decode([token]) for token in special]
+    assert len(texts) >= 3 and all(texts)
+    for text in texts:
+        assert special & set(scorer._tokenizer(f"a{text}b", add_special_tokens=False)["input_ids"]), "it would be one"
+        assert not special & set(scorer._tokens(f"a{text}b"))

@@ -21,10 +21,15 @@ def test_loopback_is_reached_through_its_own_device() -> None:
 
 
 def test_an_address_of_this_machine_is_on_the_device_that_has_it() -> None:
-    for name, has in psutil.net_if_addrs().items():
-        for one in has:
-            if one.family == socket.AF_INET and not one.address.startswith("127."):
-                assert device_towards(one.address) == name
+    has = [
+        (one.address, name)
+        for name, every in psutil.net_if_addrs().items()
+        for one in every
+        if one.family == socket.AF_INET and not one.address.startswith("127.")
+    ]
+    if not has:
+        pytest.skip("this machine has loopback alone")
+    assert [(address, device_towards(address)) for address, _ in has] == has
 
 
 def test_no_way_is_no_device() -> None:

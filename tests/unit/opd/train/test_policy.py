@@ -16,7 +16,7 @@ from opd.reward.records import Compared, PolicyReport, PolicyStats, RewardStep
 from opd.stream.schema import write_stream
 from opd.train import rank
 from opd.train.batch import micro_batch
-from opd.train.deepspeed import _policy_report
+from opd.train.deepspeed import _policy_report, _scored_share
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.policy import Comparison, PolicyTotals, PolicyWork, RankPolicy, policy_work
 from opd.train.rank import RankWork
@@ -234,3 +234,52 @@ def test_a_step_that_compares_ends_with_the_same_gradient(compare: bool, student
     assert sums.compared is not None
     assert sums.compared.divergence_sq**0.5 == pytest.approx(float(divergence.norm()), rel=1e-4)
     assert sums.compared.policy_sq**0.5 == pytest.approx(float((want - divergence).norm()), rel=1e-4)
+
+
+# What teachers could not score
+
+
+@pytest.mark.parametrize("compare", [False, True])
+@pytest.mark.parametrize("lost", ["e", "a", "cf"])
+def test_each_stream_is_a_mean_over_what_was_scored_of_its_own(lost: str, compare: bool, tiny_model_dir: Any) -> None:
+    """As if the responses that no teacher could score had not been in the step, in float64."""
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float64, attn_implementation="sdpa")
+    student = Student(lm, ReverseKL(), chunk=5, vocab_size=76, policy=PolicyGradient(low=0.99, high=1e4))
+    cuts, left_out = (tuple("ab"), tuple("fe"), tuple("dc")), frozenset(lost)
+    left = [r for r in STEP if r.sample_id not in left_out]
+
+    one = Rank(student)
+    weights = row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
+    asks = work(compare=compare)
+    one.begin_step(RankWork(step=1, lr=0.1, micro_batches=cuts, weights=weights, policy=asks), heads())  # type: ignore[arg-type]
+    rows = [row for i, row in ROWS.items() if i not in left_out]
+    one.accumulate(0, left_out, np.frombuffer(write_stream(rows, "float32"), dtype=np.uint8))
+    for index in (1, 2):
+        one.accumulate(index, left_out)
+    share, own_share = (_scored_share(STEP, of, left_out) for of in (weights, asks.weights))
+    assert share != pytest.approx(own_share, rel=0.01)
+    for index in range(3):
+        one.rescale_policy(index, share / own_share - 1)
+    assert one.lasts == [False] * (len(one.lasts) - 1) + [True], "the optimiser steps once, after all of it"
+    (summed,) = one.local_gradients()
+
+    student.zero_grad()
+    own = policy_work(asked(), left, DOMAIN_WEIGHTS)
+    assert own is not None
+    batch = micro_batch([(ROWS[r.sample_id],) for r in left], torch.float32)
+    ids = [r.sample_id for r in left]
+    advantage, weight = own.tokens(batch, ids)
+    divergence = token_weights(batch, [row_weights(left, "token_mean", DOMAIN_WEIGHTS)[i] for i in ids])
+    loss, _ = student(batch, heads(), divergence, advantage, weight * own.weight)
+    loss.backward()
+    (want,) = one.local_gradients()
+    torch.testing.assert_close(summed / share, want, rtol=1e-5, atol=1e-8)
+    if compare:
+        sums = one._policy_result(share)
+        student.zero_grad()
+        student(batch, heads(), 0 * divergence, advantage, weight * own.weight)[0].backward()
+        (alone,) = one.local_gradients()
+        assert sums is not None and sums.compared is not None
+        assert sums.compared.policy_sq**0.5 == pytest.approx(float(alone.norm()), rel=1e-4)

@@ -20,6 +20,14 @@ from tests.unit.opd.train.test_rank import FakeRank, Targets, config, rollout
 class PolicyRank(FakeRank):
     """Says something of the policy gradient where it was asked for one."""
 
+    def __init__(self, options: Any, index: int) -> None:
+        super().__init__(options, index)
+        self.rescaled: list[tuple[int, float]] = []
+
+    def rescale_policy(self, index: int, more: float) -> None:
+        assert len(self.rounds) == len(self.works[-1][0].micro_batches), "after the last micro-batch"
+        self.rescaled.append((index, more))
+
     def finish_step(self, share: float) -> RankResult:
         work, _ = self.works[-1]
         found = super().finish_step(share)
@@ -58,6 +66,39 @@ def test_weights_are_the_whole_steps_whatever_the_ranks(ranks: int, in_process: 
     assert report.policy is not None and report.policy.loss == pytest.approx(0.5)
     assert report.policy.compared is not None and report.policy.compared.dot == 0.5 * ranks
     assert report.loss == 0.5 * ranks, "the divergence alone"
+
+
+@pytest.mark.parametrize(
+    ("broken", "more"),
+    [
+        ("c", (2 / 3) / 1 - 1),  # it has no reward: the policy gradient lost nothing
+        ("a", (2 / 3) / (1 / 2) - 1),
+        ("ab", 0.0),  # nothing is left of the policy gradient
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_policy_gradient_is_divided_by_its_own_share(broken: str, more: float, ranks: int, in_process: Any) -> None:
+    in_process.replace = PolicyRank
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(ranks=ranks, micro_batch_tokens=16), 9))
+    targets: Any = Targets(*"abc", broken=tuple(broken))
+    rollouts = [dataclasses.replace(rollout(i), prompt_ids=(1,) * 8) for i in "abc"]
+    report = trainer.train_step(1, rollouts, targets, frozenset(), reward(*"ab"))
+    share = 1 - len(broken) / 3
+    for fake in in_process.workers:
+        assert fake.share == pytest.approx(share)
+        assert len(fake.rounds) == 2
+        assert [index for index, _ in fake.rescaled] == list(range(len(fake.rounds)))
+        assert [found for _, found in fake.rescaled] == pytest.approx([more] * len(fake.rounds))
+    assert not report.skipped
+
+
+def test_where_all_was_scored_no_policy_gradient_is_added_twice(in_process: Any) -> None:
+    in_process.replace = PolicyRank
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(), 9))
+    trainer.train_step(1, [rollout(i) for i in "abc"], Targets(*"abc"), frozenset(), reward(*"ab"))  # type: ignore[arg-type]
+    targets: Any = Targets(*"abc", broken=("c",))
+    trainer.train_step(2, [rollout(i) for i in "abc"], targets)
+    assert [fake.rescaled for fake in in_process.workers] == [[], []]
 
 
 def test_without_a_reward_ranks_hear_of_none(in_process: Any) -> None:

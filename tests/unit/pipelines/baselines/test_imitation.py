@@ -221,6 +221,53 @@ def test_a_domain_gets_the_tokens_that_the_merge_gave_it_whatever_its_weight_say
     assert Counter(name.split("/")[0] for name in asked[-1]) == {"reverse": 3 * 2, "upper": 3 * 8}
 
 
+def test_each_prompt_gets_as_many_responses_as_in_the_merge(
+    learning: tuple[PipelineConfig, Inputs], tmp_path: Path
+) -> None:
+    config, inputs = learning
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"n": 3})})
+    tokens, asked, _ = train((config, inputs), None, tmp_path / "out")
+    merge = MixedPrompts(inputs.prompts, {"reverse": 1, "upper": 1}, config.seed, 3)
+    assert asked == [[p.id for step in (1, 2, 3) for p in merge.take(step)]]
+    assert len(set(asked[0])) == 3 * 2 and tokens == 3 * 6 * 4
+
+
+@pytest.mark.parametrize(
+    ("budget", "prompts"),
+    [
+        (
+            {"reverse": 72.0, "upper": 36.0},
+            {"reverse": 2, "upper": 1},
+        ),  # nine samples of four tokens in each of three steps
+        ({"reverse": 60.0, "upper": 36.0}, {"reverse": 2, "upper": 1}),  # eight: rounded up to whole prompts
+        ({"reverse": 1.0, "upper": 0.0}, {"reverse": 1, "upper": 1}),
+    ],
+)
+def test_a_budget_is_spent_on_whole_prompts(
+    budget: dict[str, float], prompts: dict[str, int], learning: tuple[PipelineConfig, Inputs], tmp_path: Path
+) -> None:
+    config, inputs = learning
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"n": 3})})
+    _, asked, _ = train((config, inputs), budget, tmp_path / "out")
+    merge = MixedPrompts(inputs.prompts, prompts, config.seed, 3)
+    assert asked[-1] == [p.id for step in (1, 2, 3) for p in merge.take(step)]
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize("samples", [1, 7, 24, 193, 256])
+def test_a_step_is_whole_prompts_and_whole_micro_batches(
+    n: int, samples: int, learning: tuple[PipelineConfig, Inputs]
+) -> None:
+    config, _ = learning
+    room = config.rollout.max_model_len
+    trainer = config.trainer.model_copy(update={"micro_batch_tokens": 10 * room})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"n": n}), "trainer": trainer})
+    shape = imitation._shape(config, samples)
+    assert shape.samples % n == 0 and shape.micro_batch <= 10
+    fewest = -(-samples // n)
+    assert fewest * n <= shape.samples <= fewest * n + n * shape.accumulate
+
+
 def test_every_domain_is_in_a_step_however_small_the_budget(
     learning: tuple[PipelineConfig, Inputs], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from opd.cluster import Node
 from opd.config import load_pipeline
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.live.displays import Silence
@@ -19,6 +20,7 @@ from opd.report.page import _cached
 from opd.report.run import read_run
 from opd.run_dir import RunPaths
 from pipelines.evaluation import known
+from pipelines.inputs.gpus import GPU
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.exams import StartingExams
 
@@ -195,6 +197,45 @@ def test_code_of_the_users_is_run_every_time(runs: Runs) -> None:
     runs.world.data["domains"]["upper"]["eval"]["verifier"] = {"kind": "python", "function": "mine_of_known:right"}
     assert runs.begin() == ALL
     assert runs.begin() == ["student before", *EXPERT_UP]
+
+
+H100, H200 = (GPU(uuid=f"GPU-{name}", nbytes=80 << 30, name=f"NVIDIA {name}") for name in ("H100", "H200"))
+
+
+def test_another_gpu_is_asked_again(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.world.data["cluster"] = {"rollout_gpus": 1}
+    monkeypatch.setattr(known, "gpus_here", lambda: [H100, H100])
+    assert runs.begin() == ALL
+    assert runs.begin() == NONE
+    monkeypatch.setattr(known, "gpus_here", lambda: [H200])
+    assert runs.begin() == ALL
+    assert runs.begin() == NONE
+
+
+@pytest.mark.parametrize("gpus", [[H100, H200], []], ids=["several", "unknown"])
+def test_without_one_kind_of_gpu_nothing_is_kept(gpus: list[GPU], runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.world.data["cluster"] = {"rollout_gpus": 1}
+    monkeypatch.setattr(known, "gpus_here", lambda: gpus)
+    assert runs.begin() == ALL
+    assert runs.begin() == ALL
+
+
+def test_of_a_cluster_the_nodes_tell_which_gpus_it_has(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def has(*resources: str) -> Any:
+        node = Node(id="n", address="a", here=True, has=dict.fromkeys(("CPU", *resources), 1.0), labels={})
+        return lambda: [node]
+
+    runs.world.data["cluster"] = {"rollout_gpus": 1, "address": "10.0.0.1:6379"}
+    monkeypatch.setattr(known, "gpus_here", lambda: pytest.fail("they are other machines'"))
+    for resources, asked in (
+        (("accelerator_type:H100", "GPU"), ALL),
+        (("accelerator_type:H100", "GPU"), NONE),
+        (("accelerator_type:H200", "GPU"), ALL),
+        (("accelerator_type:H100", "accelerator_type:H200"), ALL),
+        (("accelerator_type:H200",), NONE),
+    ):
+        monkeypatch.setattr(known, "nodes", has(*resources))
+        assert runs.begin() == asked
 
 
 @pytest.mark.parametrize("off", ["setting", "variable"])

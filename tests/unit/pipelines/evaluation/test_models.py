@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 import pipelines.evaluation.models
 from cli import app
+from experts.registry import Registry
 from opd.evaluation.scores import Evaluation
 from opd.rollouts.worker import Generated, GenerateRequest
 
@@ -294,6 +295,30 @@ def test_a_shorter_context_is_refused(world: Any) -> None:
 def test_a_leak_is_refused_here_too(world: Any) -> None:
     (world.root / "upper-eval.jsonl").write_text((world.root / "upper.jsonl").read_text())
     refused(opd("up", "--pipeline", "pipeline.yaml"), "6 of the 6 questions of upper")
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_leak_into_prompts_that_an_expert_was_registered_with_is_refused(rounds: int, world: Any) -> None:
+    registry = Registry(world.root / "registry")
+    for name, domain in (("rev", "reverse"), ("up", "upper")):
+        registry.add(name, world.root / name, domain, world.root / f"{domain}.jsonl")
+    domains, use = world.data["domains"], {"use": ["rev", "up"]}
+    del domains["upper"]["prompts"]
+    if rounds == 1:
+        world.data["experts"] = use
+    else:  # the domain and its expert come in the second round
+        world.data["rounds"] = [{}, {"domains": domains, "experts": use}]
+        world.data |= {"domains": {"reverse": domains["reverse"]}, "experts": {"use": ["rev"]}}
+    world.write()
+    (world.root / "upper-eval.jsonl").write_text((world.root / "upper.jsonl").read_text())
+    refused(opd("up", "--pipeline", "pipeline.yaml"), "6 of the 6 questions of upper")
+
+
+def test_experts_that_are_registered_elsewhere_are_not_needed(world: Any, engine: Any) -> None:
+    world.data["experts"] = {"use": ["rev", "up"]}
+    del world.data["domains"]["upper"]["prompts"]
+    world.write()
+    assert data(opd("up", "--pipeline", "pipeline.yaml", "--json"))["accuracy"]["upper"] == pytest.approx(5 / 6)
 
 
 def test_a_pipeline_without_exams(world: Any) -> None:

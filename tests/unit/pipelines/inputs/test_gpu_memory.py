@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -270,9 +271,9 @@ def test_sizes_are_the_drivers(
     visible: str | None, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nprintf 'GPU-aa11, 143771\\nGPU-bb22, 40960\\n'\n")
+    tool.write_text("#!/bin/sh\nprintf 'GPU-aa11, 143771, NVIDIA H200\\nGPU-bb22, 40960, NVIDIA A100\\n'\n")
     tool.chmod(0o755)
-    monkeypatch.setattr(gpu_memory.shutil, "which", lambda name: str(tool))
+    monkeypatch.setattr(shutil, "which", lambda name: str(tool))
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -281,7 +282,7 @@ def test_sizes_are_the_drivers(
     tool.write_text("#!/bin/sh\necho 'no driver'\nexit 9\n")
     assert gpu_sizes() == []
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("there is no such tool"))
-    monkeypatch.setattr(gpu_memory.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     assert gpu_sizes() == []
 
 

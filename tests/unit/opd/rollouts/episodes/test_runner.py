@@ -335,6 +335,7 @@ def test_an_engine_that_fails_ends_the_run_and_environments_are_closed() -> None
 
     with pytest.raises(RunError, match="the engine is gone"):
         play(request(0), request(1), policy=fails)
+    assert Counting.made
     deadline = time.monotonic() + 20
     while any(environment.calls[-1:] != [("close",)] for environment in Counting.made):
         assert time.monotonic() < deadline
