@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 RESTARTED = {"gpt_oss"}
@@ -59,12 +58,3 @@ def rotate_every_head(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
             module._forward_method = repaired(module, module._forward_method)
-
-
-def is_recurrent(model_dir: Path) -> bool:
-    """True if the model carries a state from token to token besides the keys and values of its attention."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    args = EngineArgs(model=str(model_dir), skip_tokenizer_init=True, trust_remote_code=False)
-    model = args.create_model_config()
-    return bool(model.is_hybrid or model.is_attention_free)

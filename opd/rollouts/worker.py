@@ -27,16 +27,12 @@ from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
 from opd.rollouts.inside import EXTENSION
+from opd.rollouts.on_cpu import cpu_settings
 from opd.rollouts.own_files import own_files
 from opd.rollouts.processes import bind_processes, explained
-from opd.rollouts.repairs import RESTARTED, is_recurrent
+from opd.rollouts.repairs import RESTARTED
 from opd.rollouts.swap import Incoming, StreamedSwap, reset_prefix_cache, swap_weights
 from opd.types import TurnStop
-
-SMALL_BLOCK = 32
-"""Tokens of a cache block of a CPU engine whose requests begin alike: the least that its kernels take. Only full blocks are
-found again, and vLLM's default is 128. With 43 tokens of prompt, 64 of response and four responses a prompt the small ones
-were 1.2 times as fast; with 150 and 8, where both find 128 tokens, 0.9 times. Episodes of ten short turns read half as much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,11 +334,13 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    settings = _settings(options) | (_cpu_settings(options) if current_platform.is_cpu() else {}) | more
+    is_cpu = current_platform.is_cpu()
+    on_cpu = cpu_settings(options.model_dir, shares_prompts=options.share_prompts) if is_cpu else {}
+    settings = _settings(options) | on_cpu | more
     with leftovers.owned(), own_files(), explained(options.tensor_parallel_size):
         llm = LLM(**{**options.engine_args, **settings})
     bind_processes(llm)
-    if current_platform.is_cpu():
+    if is_cpu:
         llm.collective_rpc("opd_rotate_every_head")
     if more.get("runner") != "pooling":  # that one has no head
         cut_vocabulary(llm, options.vocab_size)
@@ -377,17 +375,6 @@ def stop_engine(llm: Any | None) -> None:
     """End an engine, if there is one, with its processes."""
     if llm is not None:
         llm.llm_engine.engine_core.shutdown()
-
-
-def _cpu_settings(options: EngineOptions) -> dict[str, Any]:
-    # After a part of a prompt vLLM winds the request's own random stream back, which a CPU's generator cannot do.
-    # On a GPU, captured graphs go on with new weights: a reload copies into the tensors that they read.
-    settings: dict[str, Any] = {"enable_chunked_prefill": False, "enforce_eager": True}
-    if is_recurrent(options.model_dir):
-        settings["enable_prefix_caching"] = False  # vLLM cuts recurrent states at cached blocks by prompts in parts
-    elif options.share_prompts:
-        settings["block_size"] = SMALL_BLOCK
-    return settings
 
 
 def _generated(output: Any) -> Generated:

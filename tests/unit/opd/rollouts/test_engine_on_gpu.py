@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from opd.rollouts import worker
+from opd.rollouts import on_cpu, worker
+from opd.rollouts.on_cpu import Kind
 from opd.rollouts.worker import EngineOptions, GenerateRequest, VLLMWorker
 
 OPTIONS = EngineOptions(
@@ -75,7 +76,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.llm", fake)
     monkeypatch.setattr(worker, "model_shape", lambda model_dir: {"model_type": "llama"})
     monkeypatch.setattr(worker, "own_files", nullcontext)
-    monkeypatch.setattr(worker, "is_recurrent", lambda model_dir: False)
+    monkeypatch.setattr(on_cpu, "kind_of_model", lambda model_dir: Kind(recurrent=False, latent=False))
     monkeypatch.setattr(worker, "cut_vocabulary", lambda llm, vocab_size: None)
     monkeypatch.setattr(worker, "swap_weights", lambda llm, model_dir, whole=True: llm.said.append("load"))
     return found
@@ -85,6 +86,18 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_graphs_are_captured_on_a_gpu_alone(platform: SimpleNamespace, cpu: bool) -> None:
     platform.cpu = cpu
     assert worker.start_engine(OPTIONS).settings.get("enforce_eager", False) is cpu
+
+
+@pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("latent", [True, False])
+def test_latent_attention_does_not_depend_on_the_cores(
+    platform: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, cpu: bool, latent: bool
+) -> None:
+    """What vLLM takes on cores with AMX knows no float32."""
+    platform.cpu = cpu
+    monkeypatch.setattr(on_cpu, "kind_of_model", lambda model_dir: Kind(recurrent=False, latent=latent))
+    wanted = "CPU_MLA" if cpu and latent else None
+    assert worker.start_engine(OPTIONS).settings.get("attention_backend") == wanted
 
 
 def test_only_an_engine_that_will_sleep_is_told_so(platform: SimpleNamespace) -> None:
