@@ -36,11 +36,9 @@ def attention(config: Any) -> str:
 
     Gemma 2 bounds attention scores. torch's kernel cannot do that, and transformers would silently leave the bound out.
     """
-    from transformers import AutoModelForCausalLM
-
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
         return "eager"
-    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    known = class_of(config)
     return "sdpa" if known is None or known._supports_sdpa else "eager"
 
 
@@ -71,12 +69,17 @@ def config_of(model_dir: Path) -> Any:
         raise (_unusable(model_dir, error) if kind in CONFIG_MAPPING else _unknown(model_dir, kind)) from None
 
 
-def causal_lm_class(model_dir: Path) -> tuple[Any, Any]:
-    """The `config_of` a directory, and transformers' class of causal language models for it. Raises: ModelError if there is none."""
+def class_of(config: Any) -> Any:
+    """transformers' class of causal language models for a config; None if there is none."""
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+
+
+def causal_lm_class(model_dir: Path) -> tuple[Any, Any]:
+    """The `config_of` a directory, and transformers' class of causal language models for it. Raises: ModelError if there is none."""
     config = config_of(model_dir)
-    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    known = class_of(config)
     if known is None:
         raise _unknown(model_dir, config.model_type)
     return config, known

@@ -145,8 +145,8 @@ class LossHead(nn.Module):
         states and head; and `TokenStats`.
 
         `teachers` cover the N tokens in order, `heads` are those that they still need, but for the student's own. Ids in place of
-        `Tokens`: their log-probs [N] instead. If no block says anything, the divergence is 0. Computes in float32, in float64 if the student's hidden states are float64.
-        Raises: ValueError if hidden states and head differ in width.
+        `Tokens`: their log-probs [N] instead. If no block says anything, the divergence is 0. Computes in float32, in float64 if
+        the student's hidden states are float64. Raises: ValueError if hidden states and head differ in width.
         """
         loss, head_v_D = self._loss_of(teachers), self._cut()
         if isinstance(tokens, Tensor):

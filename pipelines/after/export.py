@@ -103,11 +103,9 @@ def _kept_in_float32(source: Path, dtype: str) -> re.Pattern[str] | None:
     Raises: ModelError for an architecture that transformers does not know.
     """
     import_lightly(TRANSFORMERS)
-    from transformers import AutoModelForCausalLM
+    from opd.model_weights import class_of, config_of
 
-    from opd.model_weights import config_of
-
-    made = AutoModelForCausalLM._model_mapping.get(type(config_of(source)), None)
+    made = class_of(config_of(source))
     names = set(made._keep_in_fp32_modules_strict or ()) if made else set()
     if made and dtype == "float16":
         names |= set(made._keep_in_fp32_modules or ())

@@ -25,6 +25,7 @@ from opd.files import atomic_file, atomic_write_text
 from opd.report import headroom
 from opd.run_dir import EXAMS, ComparisonPaths, RunPaths
 from opd.settings import validate
+from opd.text import or_dash
 from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan, refuse_rounds
 from pipelines.baselines.run import check_methods, compute
 from pipelines.baselines.weights import WEIGHT_METHODS
@@ -241,8 +242,8 @@ def cells(row: ComparisonRow) -> tuple[str, ...]:
     """The cells of a row, in the order of `COLUMNS`."""
     return (
         row.label,
-        "-" if row.share is None else f"{row.share:g}",
-        "-" if row.tokens is None else f"{row.tokens:,.0f}",
+        or_dash(row.share, "g"),
+        or_dash(row.tokens, ",.0f"),
         str(row.accuracy),
         "-" if row.headroom is None else str(row.headroom),
         row.verdict or "-",

@@ -4,8 +4,9 @@
                                                      off_policy: the domain's expert
                                                      mixed_sft: the prompts file itself
 
-Steps, learning rates and optimiser are the merge's, and so is the number of responses to each prompt. The number of samples in a step is chosen so that all steps together have
-as many response tokens as the merge trained on. Without a merge, a step has the pipeline's number of samples.
+Steps, learning rates and optimiser are the merge's, and so is the number of responses to each prompt. The number of samples in a
+step is chosen so that all steps together have as many response tokens as the merge trained on. Without a merge, a step has the
+pipeline's number of samples.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opd.run_dir import ComparisonPaths, RunPaths
+from opd.text import or_dash
 from pipelines.commands import completion
 from pipelines.commands.shell import (
     PipelineArgument,
@@ -93,8 +94,8 @@ def _beside(target: str, run_dir: Path | None, overrides: list[str] | None) -> t
 
 def _cells(result: BaselineResult) -> tuple[str, ...]:
     """The cells of `RESULT_COLUMNS`."""
-    share = "-" if result.token_share is None else f"{result.token_share:g}"
-    return result.label, share, "-" if result.tokens is None else f"{result.tokens:,}", f"{result.accuracy:.3f}"
+    share, tokens = or_dash(result.token_share, "g"), or_dash(result.tokens, ",")
+    return result.label, share, tokens, f"{result.accuracy:.3f}"
 
 
 @app.command(

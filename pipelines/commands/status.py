@@ -60,6 +60,7 @@ def runs(
     from opd.errors import RunDirError
     from opd.live.shapes import size
     from opd.live.status import runs_in
+    from opd.report.tables import share_text
 
     if not directory.is_dir():
         raise RunDirError.at(
@@ -73,7 +74,7 @@ def runs(
             str(row.root),
             row.state,
             f"{row.done}/{row.steps}",
-            "-" if row.headroom is None else f"{100 * row.headroom:.0f} %",
+            share_text(row.headroom),
             f"{row.written:%Y-%m-%d %H:%M}",
             size(row.size),
         )

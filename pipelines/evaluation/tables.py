@@ -8,6 +8,7 @@ from statistics import fmean
 from opd.evaluation.evaluator import BEFORE
 from opd.evaluation.lengths import beside
 from opd.evaluation.scores import Evaluation
+from opd.text import or_dash
 from pipelines.evaluation.matrix import Matrix
 
 
@@ -24,7 +25,7 @@ def score_rows(found: Evaluation) -> list[tuple[str, ...]]:
             f"{s.mean_tokens:.1f}",
             f"{s.truncated:.0%}",
             str(s.failed),
-            *(("-" if s.turns is None else f"{s.turns:.1f}", str(s.invalid_calls)) if _has_episodes(found) else ()),
+            *((or_dash(s.turns, ".1f"), str(s.invalid_calls)) if _has_episodes(found) else ()),
         )
         for domain, s in found.scores.items()
     ]

@@ -14,6 +14,7 @@ from opd.config.teachers import ENGINES
 from pipelines import build
 from pipelines.build import POOLS, ROLLOUT_ENGINES, SCHEDULES, SYNCS, num_workers
 from teachers.scorers import SCORERS
+from tests.unit.sleeping import sleeping_pipeline
 
 
 def test_every_engine_has_a_pool() -> None:
@@ -88,16 +89,7 @@ def test_an_engine_that_shares_its_gpu_is_up_before_others_take_of_it(
 
 @pytest.mark.parametrize("sleep", [True, False])
 def test_a_schedule_knows_whether_its_engine_sleeps(sleep: bool) -> None:
-    data: dict[str, Any] = {
-        "name": "n",
-        "student": {"model": "base"},
-        "experts": {"e": {"model": "m", "domain": "d"}},
-        "domains": {"d": {}},
-        "rollout": {"sleep": sleep},
-        "trainer": {"steps": 1, "samples_per_step": 2, "ranks": 1},
-        "cluster": {"rollout_gpus": 0.4},
-    }
     engine = MagicMock()
-    schedule = build._schedule(PipelineConfig.model_validate(data), MagicMock(), engine, MagicMock())
+    schedule = build._schedule(sleeping_pipeline(sleep=sleep), MagicMock(), engine, MagicMock())
     schedule.rest()
     assert engine.answer.call_count == sleep

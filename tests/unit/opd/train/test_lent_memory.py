@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from opd.config import PipelineConfig
 from opd.train import rank
 from opd.train.rank import RankWork
 from opd.train.totals import Totals
 from pipelines.specs import rank_options, scorer_options
-
-
-def config(*, sleep: bool, **gpus: float) -> PipelineConfig:
-    data: dict[str, Any] = {
-        "name": "n",
-        "student": {"model": "base"},
-        "experts": {"e": {"model": "m", "domain": "d"}},
-        "domains": {"d": {}},
-        "rollout": {"sleep": sleep},
-        "trainer": {"steps": 4, "samples_per_step": 2, "ranks": 1},
-        "cluster": {"rollout_gpus": 0.4, **gpus},
-    }
-    return PipelineConfig.model_validate(data)
+from tests.unit.sleeping import sleeping_pipeline
 
 
 def options(*, sleep: bool, trainer_gpus: float) -> rank.RankOptions:
-    return rank_options(config(sleep=sleep, trainer_gpus=trainer_gpus), 76)
+    return rank_options(sleeping_pipeline(sleep=sleep, trainer_gpus=trainer_gpus), 76)
 
 
 def test_it_is_asked_of_ranks_on_gpus_beside_engines_that_sleep() -> None:
@@ -41,9 +27,9 @@ def test_it_is_asked_of_ranks_on_gpus_beside_engines_that_sleep() -> None:
 
 def test_it_is_asked_of_scoring_workers_there_too() -> None:
     """Their passes are over when the engine wakes, and the sum of what a GPU holds has none of them then."""
-    assert scorer_options(config(sleep=True, teacher_gpus=0.4), 76).lends_memory
-    assert not scorer_options(config(sleep=False, teacher_gpus=0.4), 76).lends_memory
-    assert not scorer_options(config(sleep=True), 76).lends_memory
+    assert scorer_options(sleeping_pipeline(sleep=True, teacher_gpus=0.4), 76).lends_memory
+    assert not scorer_options(sleeping_pipeline(sleep=False, teacher_gpus=0.4), 76).lends_memory
+    assert not scorer_options(sleeping_pipeline(sleep=True), 76).lends_memory
 
 
 @pytest.mark.parametrize("sleep", [True, False])
