@@ -30,6 +30,7 @@ from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.model_weights import obeys_masks, whole_shape
 from opd.train.exchange import gather_weights_in_place, sum_nothing_at_one_rank
 from opd.train.export import FileTensors, write_model
+from opd.train.gathered import gathered_together
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
 from opd.train.network import listening, meet
 from opd.train.optimizer import AdamWOptions, adamw
@@ -306,7 +307,7 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     _without_chance(module, options.gradient_checkpointing)
     # Each step sets its own rate.
     optimizer = adamw(module, options.adamw, lr=0.0)
-    together = gathered_together(module.lm)
+    together = gathered_together(module.lm, options.world_size)
     if together:
         set_z3_leaf_modules(module.lm, together)
         if not all(param.requires_grad for param in module.lm.parameters()):
@@ -328,25 +329,6 @@ def _same_sums_every_time() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def gathered_together(lm: nn.Module) -> list[type[nn.Module]]:
-    """Classes of layers whose weights must all be gathered while any part of the layer runs.
-
-    Under ZeRO-3 a weight is whole only while the module that owns it runs, and all ranks must gather the same weights in the
-    same order. Two kinds of modules break this. Mamba, gated delta and LFM2 mixers read the weight of their short
-    convolution without running it. A list of experts runs only the experts that a rank's tokens are routed to.
-    The whole decoder layer is returned, not the mixer inside: DeepSpeed releases a module's weights as soon as the gradient
-    of its input is there, when a mixer still needs some of them.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    def odd(module: nn.Module) -> bool:
-        children = module.named_children()
-        return any(isinstance(c, nn.Conv1d) or (n == "experts" and isinstance(c, nn.ModuleList)) for n, c in children)
-
-    layers = [m for m in lm.modules() if isinstance(m, GradientCheckpointingLayer)]
-    return list({type(layer): None for layer in layers if any(odd(module) for module in layer.modules())})
-
-
 def _without_chance(module: Any, gradient_checkpointing: bool) -> None:
     """Switch dropout and router noise off: the engine that wrote the tokens has neither, and the loss is about its policy.
 
@@ -366,12 +348,15 @@ def _without_chance(module: Any, gradient_checkpointing: bool) -> None:
 _DEEPSPEED_NAME = {"float32": "fp32", "bfloat16": "bf16"}
 
 
-def _at_once(options: ZeroOptions, trained: int) -> dict[str, int]:
+def _at_once(options: ZeroOptions, trained: int) -> dict[str, int | bool]:
     """How many weights a rank gathers, and how many of the `trained` gradients it keeps for the next sum over ranks."""
-    summed = {"reduce_bucket_size": min(trained, options.bucket or SUMMED_AT_ONCE)}  # all of it is allocated
+    at_most = min(trained, options.bucket or SUMMED_AT_ONCE)  # all of it is allocated
+    summed: dict[str, int | bool] = {"reduce_bucket_size": at_most}
     if options.world_size == 1:
-        # Every weight is at hand. DeepSpeed would spend seconds on finding out which ones to gather ahead and to keep.
-        return summed | {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+        # Every weight is at hand. DeepSpeed would spend seconds on finding out which ones to gather ahead and to keep, and its own
+        # linear layer, which lets go of gathered weights, is slower than torch's.
+        at_hand = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "memory_efficient_linear": False}
+        return summed | at_hand
     if options.bucket is None:
         return summed
     # A weight that is kept for its next use would come on top of the bucket.

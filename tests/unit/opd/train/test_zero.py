@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from opd.errors import RunError
+from opd.train.gathered import gathered_together
 from opd.train.optimizer import AdamWOptions
-from opd.train.zero import ZeroEngine, ZeroOptions, gathered_together
+from opd.train.zero import ZeroEngine, ZeroOptions
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -37,7 +38,7 @@ def test_a_layer_whose_mixer_reads_its_convolutions_weight_is_gathered_as_one(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | more))
-    assert [found.__name__ for found in gathered_together(model)] == wanted
+    assert [found.__name__ for found in gathered_together(model, world_size=2)] == wanted
 
 
 def test_a_layer_with_a_list_of_experts_is_gathered_as_one() -> None:
@@ -53,7 +54,17 @@ def test_a_layer_with_a_list_of_experts_is_gathered_as_one() -> None:
             super().__init__()
             self.mlp = Mixture()
 
-    assert gathered_together(nn.Sequential(Layer(), nn.Linear(4, 4), Layer())) == [Layer]
+    assert gathered_together(nn.Sequential(Layer(), nn.Linear(4, 4), Layer()), world_size=2) == [Layer]
+
+
+def test_at_one_rank_every_layer_is_gathered_as_one() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE))
+    assert [found.__name__ for found in gathered_together(model, world_size=1)] == ["LlamaDecoderLayer"]
+    for param in model.model.layers[0].parameters():
+        param.requires_grad_(requires_grad=False)
+    assert gathered_together(model, world_size=1) == []
 
 
 # A loss that knows of no teacher

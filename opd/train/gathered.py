@@ -1,0 +1,44 @@
+"""Which layers DeepSpeed gathers as one, with hooks around the layer alone instead of around every module inside."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def gathered_together(lm: nn.Module, world_size: int) -> list[type[nn.Module]]:
+    """Classes of layers whose weights are all gathered while any part of the layer runs.
+
+    With one rank all layers that are trained: its weights are at hand, and hooks around every module inside cost a small model as
+    much time as the model. With more ranks only layers that must be, since their weights are whole at one time.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    # A frozen layer below the first adapter needs no backward pass, and as one it would be given one (`opd.train.zero`).
+    if world_size == 1 and all(_is_trained(layer) for layer in layers):
+        return _classes(layers)
+    return _classes([layer for layer in layers if _must_be_whole(layer)])
+
+
+def _is_trained(layer: nn.Module) -> bool:
+    return any(param.requires_grad for param in layer.parameters())
+
+
+def _must_be_whole(layer: nn.Module) -> bool:
+    """Whether hooks around the modules inside would not do.
+
+    Under ZeRO-3 a weight is whole only while the module that owns it runs, and all ranks must gather the same weights in the
+    same order. Two kinds of modules break this. Mamba, gated delta and LFM2 mixers read the weight of their short
+    convolution without running it. A list of experts runs only the experts that a rank's tokens are routed to.
+    It is the whole decoder layer, not the mixer inside: DeepSpeed releases a module's weights as soon as the gradient of its
+    input is there, when a mixer still needs some of them.
+    """
+    return any(
+        isinstance(child, nn.Conv1d) or (name == "experts" and isinstance(child, nn.ModuleList))
+        for module in layer.modules()
+        for name, child in module.named_children()
+    )
+
+
+def _classes(layers: list[nn.Module]) -> list[type[nn.Module]]:
+    return list({type(layer): None for layer in layers})
