@@ -65,7 +65,7 @@ PARTS = 10
 """An exam ends each of them."""
 BEGINS, TRAINING, EXAM = "/bin/echo", "training", "exam"
 """The first command of each sandbox, and what it says: so the log tells an episode from the next, and training from exams."""
-QUICK = {"steps": 4, "samples": 8, "base_steps": 5, "seeds": 1, "tasks": 64, "exam": 8}
+QUICK = {"steps": 4, "samples": 8, "base_steps": 5, "tasks": 64, "exam": 8}
 
 
 class Patch:
@@ -277,13 +277,13 @@ def _named(arm: str) -> str:
     return arm.replace(" ", "-")
 
 
-def show(found: Sequence[Mapping[str, Any]]) -> None:
+def show(found: Mapping[int, Mapping[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=140)
     table = Table("seed", "arm", "steps", "cheated", "reward", "honest", "turns", "blocked turns an episode")
-    for seed, arms in enumerate(found):
+    for seed, arms in found.items():
         for arm, one in arms.items():
             for row in parts(one):
                 table.add_row(str(seed), arm, *row)
@@ -305,7 +305,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tasks", type=int, default=2000)
     add("--exam", type=int, default=200, help="tasks of an exam")
     add("--on-hit", choices=("keep", "mask", "negative"), default="keep")
-    add("--seeds", type=int, default=1)
+    add("--seeds", type=int, nargs="+", default=[0], help="of base, tasks and training (default 0)")
     add("--root", type=Path, help="directory that keeps everything; default: a temporary one")
     add("--json", type=Path)
     add("--quick", action="store_true", help="four steps and few tasks: does everything run?")
@@ -317,12 +317,12 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parsed()
-    found = []
-    for seed in range(args.seeds):
+    found: dict[int, dict[str, Any]] = {}
+    for seed in args.seeds:
         with tempfile.TemporaryDirectory() as name:
             root = (args.root / str(seed) if args.root else Path(name)).absolute()
             root.mkdir(parents=True, exist_ok=True)
-            found.append(measure(root, args, seed))
+            found[seed] = measure(root, args, seed)
     show(found)
     if args.json:
         args.json.write_text(json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "seeds": found}))
