@@ -272,6 +272,7 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
     if isinstance(teachers, TransformersTeachers):
         own = {
             "memory_bytes": teachers.memory,
+            "gpu_memory_bytes": teachers.gpu_memory,
             "device_map": teachers.device_map,
             "max_memory": dict(teachers.max_memory),
         }

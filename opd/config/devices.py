@@ -37,7 +37,15 @@ def devices_problem(
         divided = _divided("teacher", cluster.teacher_gpus, teachers.tensor_parallel_size)
     if divided is None and isinstance(teachers, TransformersTeachers) and teachers.device_map is not None:
         divided = _map_problem(cluster.teacher_gpus, teachers)
-    return divided or _engine_problem(cluster, rollout, schedule)
+    return divided or _kept_problem(cluster, teachers) or _engine_problem(cluster, rollout, schedule)
+
+
+def _kept_problem(cluster: ClusterConfig, teachers: Teachers) -> PydanticCustomError | None:
+    """Why no teacher can be kept on a GPU."""
+    if not isinstance(teachers, TransformersTeachers) or not teachers.gpu_memory or cluster.teacher_gpus:
+        return None
+    wanted = "0: on a CPU teachers.memory keeps weights where they are used; set cluster.teacher_gpus if the workers have GPUs"
+    return _problem("teachers.gpu_memory", f"{teachers.gpu_memory} bytes with cluster.teacher_gpus 0", wanted)
 
 
 def _divided(role: str, gpus: float, size: int) -> PydanticCustomError | None:

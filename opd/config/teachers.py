@@ -109,6 +109,9 @@ class TransformersTeachers(_WithWorkers):
     memory: ByteSize = Field("8GiB", validate_default=True, gt=0)
     """Memory for teachers' weights in each scoring worker, the teacher that is read ahead included. The least recently used
     is dropped first; the one in use always stays."""
+    gpu_memory: ByteSize = Field(ByteSize(0), ge=0)
+    """Memory for teachers' weights on the GPU of each scoring worker, so that a teacher that comes again need not be copied. The
+    least recently used goes first; the one in use always stays. Default: that one alone. An adapter's weights are not counted."""
     device_map: Literal["auto"] | None = None
     """`auto`: a teacher's layers are divided among the devices of a scoring worker, as accelerate's map of that name does: first
     its GPUs (`cluster.teacher_gpus`), equally, then what `max_memory` names beside them. Default: all on one device."""
@@ -123,6 +126,10 @@ class TransformersTeachers(_WithWorkers):
             found = ", ".join(map(str, self.max_memory))
             raise _teachers_error(
                 "max_memory", f"{found}, without teachers.device_map", "nothing, or teachers.device_map auto"
+            )
+        if self.gpu_memory and self.device_map is not None:
+            raise _teachers_error(
+                "gpu_memory", "a size, with teachers.device_map", "0: a divided teacher is brought anew"
             )
         return self
 

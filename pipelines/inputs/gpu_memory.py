@@ -24,6 +24,7 @@ from opd.errors import ConfigError
 from opd.payloads import answer_class
 from pipelines.inputs.gpus import gpus_here
 from pipelines.inputs.memory import (
+    all_teachers_bytes,
     critic_state_bytes,
     gathered_bytes,
     heads_bytes,
@@ -170,11 +171,13 @@ def _teacher(config: PipelineConfig, inputs: Inputs) -> Role:
 
 
 def scoring_gpu_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
-    """(weights of the largest teacher, activations of one pass) on the fullest GPU of a scoring worker of engine `transformers`."""
+    """(weights of teachers, activations of one pass) on the fullest GPU of a scoring worker of engine `transformers`."""
     weights, passing = scoring_bytes(config, inputs)
     teachers, gpus = config.teachers, config.cluster.teacher_gpus
-    if not isinstance(teachers, TransformersTeachers) or teachers.device_map is None:
+    if not isinstance(teachers, TransformersTeachers):
         return weights, passing
+    if teachers.device_map is None:
+        return max(weights, min(teachers.gpu_memory, all_teachers_bytes(config, inputs))), passing
     largest = max((expert.info for expert in inputs.scorers.values()), key=lambda info: info.parameters)
     body = inputs.body(largest)
     # Layers are not cut: accelerate lets a GPU have a quarter more than the largest layer beyond its equal share.

@@ -323,6 +323,13 @@ def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
     return (largest.parameters + adapter) * width, activations
 
 
+def all_teachers_bytes(config: PipelineConfig, inputs: Inputs) -> int:
+    """Weights of all teachers, a base that several have once."""
+    models = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in inputs.scorers.values()}
+    adapters = sum(expert.adapter.parameters for expert in inputs.scorers.values() if expert.adapter)
+    return (sum(info.parameters for info in models.values()) + adapters) * DTYPE_BYTES[config.teachers.dtype]
+
+
 def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     responses = most_samples(config) * max(_written(config, domain) for domain in config.domains.values())
     per_token = answer_class(config.teachers.payload).token_bytes(

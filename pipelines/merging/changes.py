@@ -34,6 +34,7 @@ SAME_WEIGHTS = (
     "teachers.queue",
     "rollout.sleep",
     "teachers.memory",
+    "teachers.gpu_memory",
     "teachers.max_quarantined",
     "teachers.address",
     "teachers.tls_root_certs",

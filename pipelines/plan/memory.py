@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.strict import DTYPE_BYTES
-from opd.config.teachers import VLLMTeachers
+from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.payloads import answer_class
 from pipelines.inputs.gpu_memory import CONTEXT, Phase, phases, roles, scoring_gpu_bytes
 from pipelines.inputs.memory import (
@@ -71,7 +71,9 @@ def held(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float
         engine_divides = isinstance(config.teachers, VLLMTeachers) or not on_gpus
         weights, passing = (scoring_bytes if engine_divides else scoring_gpu_bytes)(config, inputs)
         devices = max(1.0, teacher_devices(config.cluster, config.teachers)) if engine_divides else 1.0
-        found.append(Held(role="scoring worker", part="weights of one teacher", nbytes=weights / devices))
+        kept = isinstance(config.teachers, TransformersTeachers) and config.teachers.gpu_memory and on_gpus
+        part = "weights of the teachers that stay there" if kept else "weights of one teacher"
+        found.append(Held(role="scoring worker", part=part, nbytes=weights / devices))
         found.append(Held(role="scoring worker", part="activations of one pass", nbytes=passing / devices))
     return found
 

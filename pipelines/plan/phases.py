@@ -140,14 +140,19 @@ class Work:
         )
 
     def _loaded(self, name: str) -> float:
-        """Seconds until a teacher's weights are where it computes. On CPUs, weights within `teachers.memory` stay there."""
+        """Seconds until a teacher's weights are where it computes. Weights within `teachers.memory` stay there on CPUs, those
+        within `teachers.gpu_memory` on GPUs."""
         place, spec, teachers = self.places.teachers, self.spec, self.config.teachers
         sizes = teacher_bytes(self.config, self.models)
         share, every = spec.factors.link.share, sum(sizes.values())
         read = sizes[name] / (spec.links.disk * max(1.0, place.machines / place.workers) * share)
+        budget = 0
+        if isinstance(teachers, TransformersTeachers):
+            budget = teachers.gpu_memory if spec.machine.gpus else teachers.memory
+        if every <= budget:
+            return 0.0
         if not spec.machine.gpus:
-            budget = teachers.memory if isinstance(teachers, TransformersTeachers) else 0
-            return 0.0 if every <= budget else read
+            return read
         copied = sizes[name] / (spec.links.load * place.at_work * share)
         # Files that machines have read stay in half of their memory.
         return copied if every / place.machines <= spec.machine.memory / 2 else max(copied, read)

@@ -38,7 +38,9 @@ class ScorerOptions:
     share_prompts: bool = False
     """Compute what rows have in common once, where that is right for a teacher; engine `transformers`."""
     memory_bytes: int = 8 << 30
-    """Budget of the teachers kept in memory; engine `transformers`, like the next two."""
+    """Budget of the teachers kept in memory; engine `transformers`, like the next three."""
+    gpu_memory_bytes: int = 0
+    """Budget of the teachers kept on the GPU; the one in use stays in any case."""
     device_map: str | None = None
     """`auto`: a teacher's layers are divided among the worker's devices; None: all are on one."""
     max_memory: Mapping[int | str, int] = field(default_factory=dict)

@@ -29,6 +29,7 @@ from opd.payloads.answer import Answer, Said
 from opd.stream.heads import HeadFile, head_key, logit_rule
 from opd.stream.schema import TargetRow
 from opd.types import LayoutProof, Rollout, Teacher
+from teachers.near import NearCache
 from teachers.scorers import ScorerOptions
 from teachers.scorers.division import Division, Place, free_memory, undivided
 from teachers.scorers.rows import batches
@@ -52,6 +53,7 @@ class TransformersScorer:
         self._lends_memory = options.lends_memory
         self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, self._measure)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._near = NearCache(self._device, options.gpu_memory_bytes)
         self._divides = options.device_map is not None
         self._max_memory: dict[Place, int] = dict(options.max_memory)
         self._architectures: dict[str, _Architecture] = {}
@@ -66,7 +68,8 @@ class TransformersScorer:
     def prefetch(self, teacher: Teacher) -> None:
         """Begin to map and read the teacher's weights."""
         self._architecture(teacher.model_dir)  # the thread that reads cannot make it
-        self._weights.prefetch(teacher)
+        if teacher.adapter_dir or self._near.find(base_key(teacher)) is None:
+            self._weights.prefetch(teacher)
 
     def head(self, teacher: Teacher) -> Tensor:
         """[V, D] the teacher's output head, on the CPU."""
@@ -226,10 +229,7 @@ class TransformersScorer:
             if self._model is not None and not follows:
                 undivided(self._model)
                 to_meta(self._model)  # its teacher would stay in memory beyond the budget while the next one is read
-        try:
-            base, *adapters = self._weights.get(teacher)
-        except RunError as error:
-            raise RunError(f"teacher {teacher.name}: {error}") from None
+        base, *adapters = self._tensors(teacher)
         if not self._base:
             self._model = architecture.skeleton
             self._assign(teacher, base)
@@ -237,8 +237,26 @@ class TransformersScorer:
             self._attach(teacher, adapter)
         self._loaded = weight_key(teacher)
 
+    def _tensors(self, teacher: Teacher) -> list[State]:
+        """Tensors of the (base) model, then those of the adapter if it has one. Raises: RunError."""
+        if teacher.adapter_dir is None and (near := self._near.find(base_key(teacher))):
+            return [near]
+        try:
+            return self._weights.get(teacher)
+        except RunError as error:
+            raise RunError(f"teacher {teacher.name}: {error}") from None
+
+    def _brought(self, teacher: Teacher, state: State) -> State:
+        """The tensors where they are computed with, if that is one device."""
+        key = base_key(teacher)
+        if self._near.find(key) is None and not self._near.fits(state):
+            to_meta(self._model)  # the teacher before would stay on the GPU beyond the budget
+        return self._near.bring(key, state)
+
     def _assign(self, teacher: Teacher, state: State) -> None:
         architecture = self._architecture(teacher.model_dir)
+        if architecture.division is None:
+            state = self._brought(teacher, state)
         if architecture.put(state):
             self._base = base_key(teacher)
             return
@@ -252,9 +270,8 @@ class TransformersScorer:
                 f"teacher {teacher.name}: weights do not fit its config: missing {missing[:3]}, unexpected {unexpected[:3]}"
             )
         if division is None:
-            self._model.to(self._device)
-            if self._device.type == "cpu":
-                architecture.remember(state)
+            self._model.to(self._device)  # buffers that no file has
+            architecture.remember(state)
         else:
             try:
                 division.put(self._model, teacher.model_dir, self._dtype)
@@ -340,7 +357,7 @@ class _Architecture:
     """Its layout, once it was proven with a teacher whose states are finite."""
     places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
     """Name of a tensor -> the module that has it, and its name there, once a teacher was put into the skeleton whose every
-    tensor is a parameter. Empty where a teacher's way is longer, as to a GPU."""
+    tensor is a parameter. Empty where a teacher's way is longer."""
 
     def remember(self, state: State) -> None:
         """Note where the tensors of the teacher in place are."""

@@ -47,6 +47,18 @@ def test_a_cpu_engine_does_not_sleep() -> None:
     assert validate(PipelineConfig, data, "p.yaml").rollout.sleep
 
 
+def test_teachers_stay_on_a_gpu_that_is_there_and_undivided() -> None:
+    message = refusal(teachers={"gpu_memory": "4GiB"})
+    assert (
+        message.startswith("p.yaml: teachers.gpu_memory\n")
+        and "4294967296 bytes with cluster.teacher_gpus 0" in message
+    )
+    message = refusal(teachers={"gpu_memory": 1, "device_map": "auto"}, cluster={"teacher_gpus": 2})
+    assert message.startswith("p.yaml: teachers.gpu_memory\n") and "with teachers.device_map" in message
+    data = VALID | {"teachers": {"gpu_memory": "4GiB"}, "cluster": {"teacher_gpus": 0.5}}
+    validate(PipelineConfig, data, "p.yaml")
+
+
 @pytest.mark.parametrize("gpus", [0.5, 2])
 def test_processes_of_an_engine_have_a_gpu_each(gpus: float) -> None:
     message = refusal(rollout={"tensor_parallel_size": 2}, cluster={"rollout_gpus": gpus})

@@ -116,6 +116,17 @@ def test_teachers_elsewhere_take_nothing_and_an_engine_its_share(inputs: Any) ->
     assert [(r.what, r.share) for r in roles(engine, found)][1] == ("scoring engine", 0.2)
 
 
+def test_teachers_that_stay_are_counted(inputs: Any) -> None:
+    config, found = inputs
+    one, _ = memory.scoring_bytes(config, found)
+
+    def kept(gpu_memory: int) -> int:
+        (role,) = roles(changed(config, teachers={"gpu_memory": gpu_memory}, cluster={"teacher_gpus": 1}), found)
+        return role.kept
+
+    assert [kept(n) for n in (0, 1, one, one + 1, 2 * one, 3 * one)] == [one, one, one, one + 1, 2 * one, 2 * one]
+
+
 def test_a_divided_teacher_has_its_share_on_each_gpu_and_the_rest_in_memory(inputs: Any) -> None:
     config, found = inputs
     weights, passing = memory.scoring_bytes(config, found)

@@ -1,0 +1,69 @@
+"""Teachers' weights on the device that computes: copied there once, and kept within a byte budget.
+
+Weights come to a GPU from mapped files. The copy of a small model takes as long as some thousand tokens of scoring, that of a
+large one seconds. On a CPU weights are where they are needed as soon as they are mapped, and nothing is copied or kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from teachers.weights import State
+
+
+class NearCache:
+    """Drops the least recently used teachers before all of them exceed the budget; the one in use always stays."""
+
+    def __init__(self, device: torch.device, budget_bytes: int) -> None:
+        self._device = device
+        self._copies = device.type != "cpu"
+        self._budget_bytes = budget_bytes
+        self._states: OrderedDict[str, State] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+
+    def find(self, key: str) -> State | None:
+        """The tensors of the teacher `key`; None if they are not here."""
+        return self._states.get(key)
+
+    def fits(self, state: State) -> bool:
+        """Whether there is room for a teacher's tensors beside those of the one in use, which was brought last."""
+        if not self._copies or not self._states:
+            return True
+        return self._sizes[next(reversed(self._states))] + _nbytes(state) <= self._budget_bytes
+
+    def bring(self, key: str, state: State) -> State:
+        """Copies of the tensors of `state`, the teacher `key`, on the device. One tensor under two names stays one.
+
+        What is dropped for it is free once no model has it either: see `fits`.
+        """
+        if not self._copies:
+            return state
+        if (found := self.find(key)) is not None:
+            self._states.move_to_end(key)
+            return found
+        self._drop(self._budget_bytes - _nbytes(state))
+        copies: dict[object, Tensor] = {}
+        for tensor in state.values():
+            if _place(tensor) not in copies:
+                copies[_place(tensor)] = tensor.to(self._device, copy=True)
+        self._states[key] = {name: copies[_place(tensor)] for name, tensor in state.items()}
+        self._sizes[key] = _nbytes(state)
+        return self._states[key]
+
+    def _drop(self, most: int) -> None:
+        """Keep at most so many bytes."""
+        while self._states and sum(self._sizes.values()) > most:
+            key, _ = self._states.popitem(last=False)
+            del self._sizes[key]
+
+
+def _place(tensor: Tensor) -> object:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _nbytes(state: State) -> int:
+    """Bytes of all tensors; a tensor under two names counts once."""
+    return sum({_place(tensor): tensor.nbytes for tensor in state.values()}.values())

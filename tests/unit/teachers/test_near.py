@@ -1,0 +1,118 @@
+"""Teachers that stay on a GPU; the CPU stands for it, with copies of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opd.types import Teacher
+from teachers.near import NearCache
+from teachers.scorers import ScorerOptions
+from teachers.scorers.transformers import TransformersScorer
+from tests.unit.teachers.conftest import rollout
+
+
+def state(size: int = 4) -> dict[str, torch.Tensor]:
+    """Three names of two tensors, with 4 bytes for each of `size` numbers."""
+    one, two = torch.rand(size // 2), torch.rand(size // 2)
+    return {"one": one, "two": two, "tied": one}
+
+
+def cache(budget_bytes: int) -> NearCache:
+    made = NearCache(torch.device("cpu"), budget_bytes)
+    made._copies = True
+    return made
+
+
+def test_copies_are_kept_and_a_tensor_under_two_names_is_one() -> None:
+    near, given = cache(16), state()
+    brought = near.bring("a", given)
+    assert all(torch.equal(brought[name], given[name]) for name in given)
+    assert brought["one"] is brought["tied"] and brought["one"].data_ptr() != given["one"].data_ptr()
+    assert near.bring("a", {}) is brought and near.find("a") is brought and near.find("b") is None
+
+
+def test_the_least_recently_used_goes_first_and_the_one_in_use_stays() -> None:
+    near = cache(32)  # two of them
+    for key in ("a", "b", "a", "c"):
+        near.bring(key, state())
+    assert [key for key in "abc" if near.find(key)] == ["a", "c"]
+    near.bring("large", state(400))
+    assert [key for key in ("a", "c", "large") if near.find(key)] == ["large"]
+
+
+def test_whether_the_next_one_fits_beside_the_one_in_use() -> None:
+    assert cache(0).fits(state(400)), "nothing is there yet"
+    near = cache(32)
+    near.bring("a", state())
+    near.bring("b", state())
+    assert near.fits(state()), "in the place of `a`"
+    assert not near.fits(state(8)), "nor with `a` gone"
+
+
+def test_a_cpu_has_its_weights_where_they_are() -> None:
+    near, given = NearCache(torch.device("cpu"), 1 << 30), state()
+    assert near.bring("a", given) is given and near.find("a") is None and near.fits(state(1 << 20))
+
+
+@pytest.fixture(scope="module")
+def teachers(make_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[Teacher]:
+    root = tmp_path_factory.mktemp("near")
+    found = [Teacher(name=f"e{seed}", model_dir=make_model_dir(root / f"e{seed}", seed=seed)) for seed in range(3)]
+    other = make_model_dir(root / "other", seed=3, layers=1)
+    return [*found, Teacher(name="other", model_dir=other)]
+
+
+def scorer(gpu_memory_bytes: int = 0) -> TransformersScorer:
+    options = {"payload": "hidden_states", "top_k": 4, "vocab_size": 76, "memory_bytes": 1}
+    return TransformersScorer(ScorerOptions(dtype="float32", gpu_memory_bytes=gpu_memory_bytes, **options))  # type: ignore[arg-type]
+
+
+def answers(scoring: Any, teachers: list[Teacher]) -> list[bytes]:
+    """Of two steps, in which each teacher scores the same rows."""
+    rows = [rollout(i) for i in range(3)]
+    turns = [teacher for _ in range(2) for teacher in teachers]
+    return [row.answer.hidden for teacher in turns for batch in scoring.score(teacher, rows, {}) for row in batch]
+
+
+@pytest.mark.parametrize(("kept", "copied"), [(0, 8), (1, 8), (2, 8), (3, 8), (4, 4)])
+def test_any_budget_gives_the_same_answers(
+    kept: int, copied: int, teachers: list[Teacher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = answers(scorer(), teachers)
+    one = sum(t.nbytes for t in scorer()._weights.get(teachers[0])[0].values())
+    scoring = scorer(kept * one)
+    scoring._near._copies = True
+    bring, sizes = scoring._near.bring, []
+
+    def noted(key: str, given: Any) -> Any:
+        known = scoring._near.find(key)
+        found = bring(key, given)
+        sizes.append((known is None, sum(scoring._near._sizes.values())))
+        return found
+
+    monkeypatch.setattr(scoring._near, "bring", noted)
+    assert answers(scoring, teachers) == wanted
+    assert sum(new for new, _ in sizes) == copied
+    assert max(size for _, size in sizes) <= max(1, kept) * one
+
+
+def test_the_teacher_before_goes_before_the_next_one_comes(
+    teachers: list[Teacher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scoring = scorer()
+    scoring._near._copies = True
+    bring, held = scoring._near.bring, []
+
+    def noted(key: str, given: Any) -> Any:
+        if scoring._near._states:
+            held.append([name for name, p in scoring._model.named_parameters() if p.device.type != "meta"])
+        return bring(key, given)
+
+    monkeypatch.setattr(scoring._near, "bring", noted)
+    answers(scoring, teachers)
+    assert held == [[]] * 7
