@@ -26,7 +26,9 @@ def chat(
         int | None, typer.Option(min=1, help="Longest answer. Default: that of the run's training, else 512.")
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Decides what is sampled at a temperature above 0.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Decides what is sampled at a temperature above 0.")
+    ] = 0,
     plain: Annotated[
         bool, typer.Option("--plain", help="Continue each line as it is, though the model has a chat template.")
     ] = False,
