@@ -757,6 +757,7 @@ IGNORED = {
     ("flight", "memory"): ("2GiB", "2GiB", ["transformers"]),
     ("vllm", "device_map"): ("auto", "auto", ["transformers"]),
     ("flight", "max_memory"): ({"cpu": "1GiB"}, "{'cpu': '1GiB'}", ["transformers"]),
+    ("flight", "gpu_memory"): ("2GiB", "2GiB", ["transformers"]),
     ("vllm", "address"): ("grpc://me:hunter2@localhost:1", "grpc://localhost:1", ["flight"]),
     ("flight", "api_key_env"): ("sk-hunter2", "set", ["openai"]),
 }
@@ -792,7 +793,7 @@ def test_a_section_written_out_for_another_engine_is_taken_where_it_says_nothing
     for memory in ("8GiB", 8 << 30):
         elsewhere = written | {"memory": memory, "engine": "flight", "address": "grpc://localhost:1"}
         kept = validate(PipelineConfig, changed("teachers", elsewhere), "p.yaml").teachers
-        own = {"memory", "workers", "device_map", "max_memory"}
+        own = {"memory", "gpu_memory", "workers", "device_map", "max_memory"}
         assert set(kept.model_dump()) == {*written, "address", "tls_root_certs", "token_file"} - own
 
 

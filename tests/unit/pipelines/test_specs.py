@@ -48,6 +48,7 @@ TEACHERS = {
     "kv_cache_gib": 2, "gpu_memory_utilization": 0.5, "servers": {"e": SERVER | {"model": "other"}},
     "api_key_env": "KEY", "server_timeout_s": 9, "address": "grpc://localhost:2", "tls_root_certs": "ca.pem",
     "token_file": "token", "tensor_parallel_size": 2, "device_map": "auto", "max_memory": {"cpu": 99},
+    "gpu_memory": 99,
 }  # fmt: skip
 """A value that is no default for every other key."""
 OWN: dict[str, dict[str, Any]] = {
@@ -101,13 +102,16 @@ def test_every_key_of_a_teachers_engine_reaches_its_spec(engine: str) -> None:
         kinds = {"hidden_states": "reverse_kl", "sampled_logprobs": "sampled", "top_k": "top_k"}
         objective = {"kind": kinds[teachers.get("payload", "hidden_states")]}
         alone = ALONE if engine == "none" else {"objective": objective}
-        return specs(config(teachers=teachers, **alone))
+        cluster = {"rollout_gpus": 1, "trainer_gpus": 1, "teacher_gpus": 0 if teachers.get("device_map") else 1}
+        return specs(config(teachers=teachers, cluster=cluster, **alone))
 
     before = made()
     one_value = {"payload"} if engine == "none" else set()
     for key in set(ENGINES[engine].model_fields) - ELSEWHERE - one_value:
         more = {"tls_root_certs": {"address": "grpc+tls://h:1"}, "max_memory": {"device_map": "auto"}}.get(key, {})
         assert made(**{key: TEACHERS[key]}, **more) != (made(**more) if key == "max_memory" else before), key
+    if engine == "transformers":
+        assert made(device_map="auto")[2].scorer.device_map == "auto"
 
 
 def test_requests_that_begin_alike_are_kept_in_small_blocks() -> None:
