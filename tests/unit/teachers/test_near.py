@@ -116,3 +116,12 @@ def test_the_teacher_before_goes_before_the_next_one_comes(
     monkeypatch.setattr(scoring._near, "bring", noted)
     answers(scoring, teachers)
     assert held == [[]] * 7
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_any_budget_gives_the_same_answers(teachers: list[Teacher]) -> None:
+    few, many = scorer(), scorer(1 << 30)
+    assert answers(few, teachers) == answers(many, teachers)
+    assert len(few._near._states) == 1 and len(many._near._states) == len(teachers)
+    assert {t.device.type for state in many._near._states.values() for t in state.values()} == {"cuda"}
