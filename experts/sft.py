@@ -138,7 +138,7 @@ def imitate(
 
     Each step takes the next `micro_batch * accumulate` of the examples, in their order; the loss is the mean over the
     step's trained tokens. `report` and `scratch` are explained at `fine_tune`. This uses transformers' Trainer and not a
-    `ZeroEngine`, because in one process ZeRO-3 costs 25 to 31 % more time.
+    `ZeroEngine`, because ZeRO-3 costs more time in one process.
     """
     assert len(examples) == spec.rate.steps * spec.micro_batch * spec.accumulate
     chosen = {
