@@ -17,12 +17,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.machine import machine
 from opd.files import atomic_write_text
+from opd.report.tables import markdown_table
 
 ARMS = ("torch", "engine", "engine with every hook")
 
@@ -38,25 +40,27 @@ def measure(arm: str, layers: int, hidden: int, times: int) -> dict[str, float]:
         hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=layers, num_attention_heads=4, vocab_size=256
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    once = _plain(model) if arm == "torch" else _engine(model, every_hook=arm == ARMS[-1])
-    seconds = [once() for _ in range(times + 2)][2:]
+    ids = torch.arange(4, 12)[None]
+    forward: Callable[[], Any] = partial(_loss, model, ids)
+    backward: Callable[[Any], object] = torch.Tensor.backward
+    if arm != "torch":
+        rank = _engine(model, every_hook=arm == ARMS[-1])
+        forward, backward = partial(rank.model, ids), partial(rank.add_gradients, last=False)
+    seconds = [timed(forward, backward) for _ in range(times + 2)][2:]
     return {"forward_s": median(s for s, _ in seconds), "backward_s": median(s for _, s in seconds)}
 
 
-def _plain(model: Any) -> Callable[[], tuple[float, float]]:
-    ids = _ids()
-
-    def once() -> tuple[float, float]:
-        began = time.perf_counter()
-        loss = _loss(model, ids)
-        between = time.perf_counter()
-        loss.backward()
-        return between - began, time.perf_counter() - between
-
-    return once
+def timed(forward: Callable[[], Any], backward: Callable[[Any], object]) -> tuple[float, float]:
+    """Seconds of both passes; the second is given what the first returns."""
+    began = time.perf_counter()
+    loss = forward()
+    between = time.perf_counter()
+    backward(loss)
+    return between - began, time.perf_counter() - between
 
 
-def _engine(model: Any, every_hook: bool) -> Callable[[], tuple[float, float]]:
+def _engine(model: Any, every_hook: bool) -> Any:
+    """One rank around the model."""
     from torch import nn
 
     from opd.train import zero
@@ -78,16 +82,7 @@ def _engine(model: Any, every_hook: bool) -> Callable[[], tuple[float, float]]:
     )  # fmt: skip
     rank = zero.ZeroEngine(options, 0, Loss)
     rank.start(*rank.meeting_point("127.0.0.1"))
-    ids = _ids()
-
-    def once() -> tuple[float, float]:
-        began = time.perf_counter()
-        loss = rank.model(ids)
-        between = time.perf_counter()
-        rank.add_gradients(loss, last=False)
-        return between - began, time.perf_counter() - between
-
-    return once
+    return rank
 
 
 def _with_every_hook(zero: Any) -> None:
@@ -103,12 +98,6 @@ def _with_every_hook(zero: Any) -> None:
     zero.gathered_together = lambda *_: []
 
 
-def _ids() -> Any:
-    import torch
-
-    return torch.arange(4, 12)[None]
-
-
 def _loss(model: Any, ids: Any) -> Any:
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float().square().mean()
 
@@ -116,11 +105,11 @@ def _loss(model: Any, ids: Any) -> Any:
 def table(rows: dict[str, dict[str, float]]) -> str:
     """One row for each arm, as Markdown."""
     plain = sum(rows[ARMS[0]].values())
-    lines = ["| | forward, ms | backward, ms | against torch |", "| --- | ---: | ---: | ---: |"]
-    for arm, row in rows.items():
-        each = f"{1e3 * row['forward_s']:.0f} | {1e3 * row['backward_s']:.0f}"
-        lines.append(f"| {arm} | {each} | {sum(row.values()) / plain:.2f} |")
-    return "\n".join(lines)
+    cells = [
+        (arm, f"{1e3 * row['forward_s']:.0f}", f"{1e3 * row['backward_s']:.0f}", f"{sum(row.values()) / plain:.2f}")
+        for arm, row in rows.items()
+    ]
+    return markdown_table(("", "forward, ms", "backward, ms", "against torch"), cells)
 
 
 def main() -> None:

@@ -28,9 +28,9 @@ class NearCache:
         """The tensors of the teacher `key`; None if they are not here."""
         return self._states.get(key)
 
-    def fits(self, state: State) -> bool:
-        """Whether there is room for a teacher's tensors beside those of the one in use, which was brought last."""
-        if not self._copies or not self._states:
+    def fits(self, key: str, state: State) -> bool:
+        """Whether the teacher `key` is here, or its tensors have room beside those of the one in use, which was brought last."""
+        if not self._copies or not self._states or key in self._states:
             return True
         return self._sizes[next(reversed(self._states))] + _nbytes(state) <= self._budget_bytes
 
@@ -44,13 +44,14 @@ class NearCache:
         if (found := self.find(key)) is not None:
             self._states.move_to_end(key)
             return found
-        self._drop(self._budget_bytes - _nbytes(state))
+        nbytes = _nbytes(state)
+        self._drop(self._budget_bytes - nbytes)
         copies: dict[object, Tensor] = {}
         for tensor in state.values():
             if _place(tensor) not in copies:
                 copies[_place(tensor)] = tensor.to(self._device, copy=True)
         self._states[key] = {name: copies[_place(tensor)] for name, tensor in state.items()}
-        self._sizes[key] = _nbytes(state)
+        self._sizes[key] = nbytes
         return self._states[key]
 
     def _drop(self, most: int) -> None:

@@ -15,9 +15,8 @@ def gathered_together(lm: nn.Module, world_size: int) -> list[type[nn.Module]]:
 
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     # A frozen layer below the first adapter needs no backward pass, and as one it would be given one (`opd.train.zero`).
-    if world_size == 1 and all(_is_trained(layer) for layer in layers):
-        return _classes(layers)
-    return _classes([layer for layer in layers if _must_be_whole(layer)])
+    every = world_size == 1 and all(_is_trained(layer) for layer in layers)
+    return list({type(layer): None for layer in layers if every or _must_be_whole(layer)})
 
 
 def _is_trained(layer: nn.Module) -> bool:
@@ -38,7 +37,3 @@ def _must_be_whole(layer: nn.Module) -> bool:
         for module in layer.modules()
         for name, child in module.named_children()
     )
-
-
-def _classes(layers: list[nn.Module]) -> list[type[nn.Module]]:
-    return list({type(layer): None for layer in layers})

@@ -24,13 +24,13 @@ from opd.errors import ConfigError
 from opd.payloads import answer_class
 from pipelines.inputs.gpus import gpus_here
 from pipelines.inputs.memory import (
-    all_teachers_bytes,
     critic_state_bytes,
     gathered_bytes,
     heads_bytes,
     micro_batch_bytes,
     scoring_bytes,
     summed_bytes,
+    teacher_sizes,
     trainer_state_bytes,
 )
 from pipelines.inputs.read import Inputs
@@ -177,7 +177,8 @@ def scoring_gpu_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]
     if not isinstance(teachers, TransformersTeachers):
         return weights, passing
     if teachers.device_map is None:
-        return max(weights, min(teachers.gpu_memory, all_teachers_bytes(config, inputs))), passing
+        sizes, adapters = teacher_sizes(config, inputs)
+        return max(weights, min(teachers.gpu_memory, sum(sizes) + adapters)), passing
     largest = max((expert.info for expert in inputs.scorers.values()), key=lambda info: info.parameters)
     body = inputs.body(largest)
     # Layers are not cut: accelerate lets a GPU have a quarter more than the largest layer beyond its equal share.

@@ -276,10 +276,7 @@ def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     teachers = config.teachers
     if teachers.elsewhere or not inputs.experts:
         return []
-    width = DTYPE_BYTES[teachers.dtype]
-    models = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in inputs.scorers.values()}
-    adapters = sum(expert.adapter.parameters for expert in inputs.scorers.values() if expert.adapter) * width
-    sizes = [info.parameters * width for info in models.values()]
+    sizes, adapters = teacher_sizes(config, inputs)
     _, activations = scoring_bytes(config, inputs)
     if isinstance(teachers, VLLMTeachers):
         size = teachers.tensor_parallel_size
@@ -323,11 +320,12 @@ def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
     return (largest.parameters + adapter) * width, activations
 
 
-def all_teachers_bytes(config: PipelineConfig, inputs: Inputs) -> int:
-    """Weights of all teachers, a base that several have once."""
+def teacher_sizes(config: PipelineConfig, inputs: Inputs) -> tuple[list[int], int]:
+    """(bytes of each model among the teachers, a base that several have once; bytes of all adapters)."""
+    width = DTYPE_BYTES[config.teachers.dtype]
     models = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in inputs.scorers.values()}
     adapters = sum(expert.adapter.parameters for expert in inputs.scorers.values() if expert.adapter)
-    return (sum(info.parameters for info in models.values()) + adapters) * DTYPE_BYTES[config.teachers.dtype]
+    return [info.parameters * width for info in models.values()], adapters * width
 
 
 def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:

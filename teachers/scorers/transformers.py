@@ -225,7 +225,8 @@ class TransformersScorer:
         architecture = self._architecture(teacher.model_dir)
         if self._base != base_key(teacher):
             self._base = ""
-            follows = self._model is architecture.skeleton and architecture.places and self._weights.has(teacher)
+            here = self._near.find(base_key(teacher)) is not None or self._weights.has(teacher)
+            follows = self._model is architecture.skeleton and architecture.places and here
             if self._model is not None and not follows:
                 undivided(self._model)
                 to_meta(self._model)  # its teacher would stay in memory beyond the budget while the next one is read
@@ -248,10 +249,9 @@ class TransformersScorer:
 
     def _brought(self, teacher: Teacher, state: State) -> State:
         """The tensors where they are computed with, if that is one device."""
-        key = base_key(teacher)
-        if self._near.find(key) is None and not self._near.fits(state):
+        if not self._near.fits(base_key(teacher), state):
             to_meta(self._model)  # the teacher before would stay on the GPU beyond the budget
-        return self._near.bring(key, state)
+        return self._near.bring(base_key(teacher), state)
 
     def _assign(self, teacher: Teacher, state: State) -> None:
         architecture = self._architecture(teacher.model_dir)

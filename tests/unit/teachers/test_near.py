@@ -46,17 +46,18 @@ def test_the_least_recently_used_goes_first_and_the_one_in_use_stays() -> None:
 
 
 def test_whether_the_next_one_fits_beside_the_one_in_use() -> None:
-    assert cache(0).fits(state(400)), "nothing is there yet"
+    assert cache(0).fits("a", state(400)), "nothing is there yet"
     near = cache(32)
     near.bring("a", state())
     near.bring("b", state())
-    assert near.fits(state()), "in the place of `a`"
-    assert not near.fits(state(8)), "nor with `a` gone"
+    assert near.fits("c", state()), "in the place of `a`"
+    assert near.fits("a", state(8)), "it is here"
+    assert not near.fits("c", state(8)), "nor with `a` gone"
 
 
 def test_a_cpu_has_its_weights_where_they_are() -> None:
     near, given = NearCache(torch.device("cpu"), 1 << 30), state()
-    assert near.bring("a", given) is given and near.find("a") is None and near.fits(state(1 << 20))
+    assert near.bring("a", given) is given and near.find("a") is None and near.fits("a", state(1 << 20))
 
 
 @pytest.fixture(scope="module")
