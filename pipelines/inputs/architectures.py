@@ -15,7 +15,7 @@ from typing import Any
 
 from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
-from experts.weight_files import weight_tensors
+from experts.weight_files import weight_shards, weight_tensors
 from opd.config import PipelineConfig
 from opd.config.sections import RolloutConfig
 from opd.config.teachers import VLLMTeachers
@@ -93,7 +93,26 @@ def _naming(path: Path, info: ModelInfo) -> Any:
             wanted=f"the tensors of transformers' {known.__name__}, all of them and no others",
             fix="copy the directory again, or save the model again with save_pretrained",
         )
+    _refuse_biased_head(path, naming)
     return naming
+
+
+def _refuse_biased_head(path: Path, naming: Any) -> None:
+    """Raises: ModelError if the output head adds something to the logits: targets and losses multiply by the head and add nothing."""
+    from safetensors import safe_open
+
+    bias = getattr(naming.model.get_output_embeddings(), "bias", None)
+    names = {name for name, param in naming.model.named_parameters() if param is bias}
+    for shard in weight_shards(path) if names else []:
+        with safe_open(shard, framework="pt") as file:
+            for name in names.intersection(file.keys()):
+                if bool((file.get_tensor(name) != 0).any()):
+                    raise ModelError.at(
+                        f"{shard}: {name}",
+                        found=f"an output head with a bias, as {type(naming.model).__name__} has one",
+                        wanted="a head that is one matrix, or a bias of zeros",
+                        fix="take models of another family: student and experts share one, and this one is not supported",
+                    )
 
 
 def _causal_model(path: Path, info: ModelInfo) -> tuple[Any, Any]:

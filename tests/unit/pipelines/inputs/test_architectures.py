@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, PhiConfig, PhiForCausalLM
 
 from opd.config import load_pipeline
 from opd.errors import ConfigError, ModelError
@@ -61,6 +61,25 @@ def test_an_expert_with_such_heads_is_refused_if_it_sits_an_exam(world: Any) -> 
     assert str(world.root / "up") in refused(world)
     world.data["domains"]["upper"].pop("eval")
     read_inputs(load_pipeline(world.write()))
+
+
+@pytest.mark.parametrize("who", ["base", "rev"])
+def test_a_head_with_a_bias(world: Any, who: str) -> None:
+    """The trainer left it out of its logits, and only the probe before the first step told that the engine adds it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for name in ("base", "rev", "up"):
+        path = world.root / name
+        model = PhiForCausalLM(PhiConfig(vocab_size=AutoConfig.from_pretrained(path).vocab_size, **sizes))
+        model.save_pretrained(path)  # a bias of zeros, which is none
+    read_inputs(load_pipeline(world.write()))
+    file = world.root / who / "model.safetensors"
+    state = load_file(file)
+    state["lm_head.bias"][3] = 0.01
+    save_file(state, file, metadata={"format": "pt"})
+    message = refused(world)
+    assert message.startswith(
+        f"{file}: lm_head.bias\n  found:  an output head with a bias, as PhiForCausalLM has one\n"
+    )
 
 
 def test_an_architecture_that_transformers_does_not_know(world: Any) -> None:
