@@ -25,12 +25,14 @@ class Stopped(KeyboardInterrupt):
 
 
 class Interrupted(Exception):
-    """A merge finished its step after a signal, and left a checkpoint of `step` in its run directory `root`."""
+    """A merge ended after a signal; the last checkpoint in its run directory `root` is of `step` (0: there is none)."""
 
-    def __init__(self, step: int, root: Path, number: int) -> None:
-        super().__init__(
-            f"stopped after step {step}, checkpoint written; go on with `opd merge --resume {as_typed(RunPaths(root).whole)}`"
-        )
+    def __init__(self, step: int, root: Path, number: int, *, died: Exception | None = None) -> None:
+        """`died`: the worker's death that kept the merge from finishing its step."""
+        told = f"stopped after step {step}, checkpoint written"
+        if died is not None:
+            told = f"stopped, because after a signal no worker is started again: {died}; the last checkpoint is of step {step}"
+        super().__init__(f"{told}; go on with `opd merge --resume {as_typed(RunPaths(root).whole)}`")
         self.number = number
         """The number of the signal."""
 

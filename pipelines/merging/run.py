@@ -92,7 +92,7 @@ class Run:
         If a worker dies and the step cannot replace it, all workers are started again, and the run goes on from its last
         checkpoint, as a resume would; up to `cluster.max_restarts` times.
         Raises: RunDirError for a checkpoint that cannot be used, before any compute; RunError if the run cannot go on;
-        Interrupted after Ctrl-C.
+        Interrupted after Ctrl-C, also if a worker dies then.
         """
         notices, most = list(self.notices), self.config.cluster.max_restarts
         with locked(self.paths), says_what_is_intact(self.paths), Journal(self.paths) as journal:
@@ -112,6 +112,9 @@ class Run:
                             raise
                         notices = [f"{error}", f"starting all workers again, {restart} of {most} times"]
                         checkpoint = _go_on_from(self, checkpoints.LATEST, notices)
+                        if signals.asked():  # a scheduler's SIGTERM may have gone to the workers, too
+                            done = checkpoint.step if checkpoint else 0
+                            raise Interrupted(done, self.paths.root, signals.number, died=error) from None
         raise AssertionError("the last attempt returns or raises")
 
 

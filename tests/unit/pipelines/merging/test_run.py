@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -318,6 +319,23 @@ def test_a_death_that_a_step_cannot_mend_starts_all_again_from_the_last_checkpoi
     assert [step for step, _ in seen] == [2] * sessions
     for number, (_, notices) in enumerate(seen[1:], start=1):
         assert notices == [f"trainer rank 0: death {number}", f"starting all workers again, {number} of 3 times"]
+
+
+def test_after_a_signal_no_worker_is_started_again(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler's SIGTERM goes to every process: workers that die of it were started again, for one more step."""
+    tried: list[int] = []
+
+    def session(run: Any, checkpoint: Any, notices: Any, signals: Any) -> Any:
+        tried.append(1)
+        signals.number = signal.SIGTERM
+        raise WorkerDied("rollout worker 0: ended")
+
+    monkeypatch.setattr(merging, "_session", session)
+    told = r"no worker is started again: rollout worker 0: ended; .* of step 2; go on"
+    with pytest.raises(Interrupted, match=told) as ended:
+        merging.resume(interrupted)
+    assert ended.value.number == signal.SIGTERM and len(tried) == 1
+    assert f"`opd merge --resume {interrupted}`" in str(ended.value)
 
 
 def test_too_many_deaths_end_the_run_with_the_last_one(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
