@@ -9,7 +9,6 @@ A finished directory says in `training.json` how it was made; the same spec skip
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experts.episodes.rows import EpisodeRow, has_episodes, read_episodes
+from experts.lora import adapted
 from experts.model_dir import inspect_model
 from experts.registry import RECORD, Registry, training_record
 from experts.spec import BASE, BaseSpec, ExpertsSpec, FromBase, FromScratch, TrainSettings
@@ -65,7 +65,7 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
 
     `progress` gets one line per tenth of a run: name, step, loss, elapsed time.
     Raises, before any training: PromptError (data, every row of it), ModelError (base), RegistryError (a name taken by another model),
-    ConfigError (a directory made by another spec).
+    ConfigError (a directory made by another spec, LoRA modules that the base does not have).
     """
     base_job = base_of(spec)
     jobs = _expert_jobs(spec, base_job.record)
@@ -73,6 +73,8 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
     for job in [base_job, *jobs]:
         check_unclaimed(job, registry)
     _check_rows(spec, [base_job, *jobs])
+    if spec.method == "lora" and not all(job.finished for job in jobs):
+        adapted(_without_numbers(spec.base), spec.lora)
     for line in _slow_types([base_job, *jobs]):
         progress(f"warning: {line}")
     make_base(spec, base_job, progress)
@@ -229,6 +231,20 @@ def _start_of(base: BaseSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase,
     return model, tokenizer, model.dtype
 
 
+def _without_numbers(base: BaseSpec) -> PreTrainedModel:
+    """The base's modules on the meta device."""
+    import torch
+
+    from opd.model_weights import Naming, config_of
+
+    if base.model:
+        model: PreTrainedModel = Naming(config_of(base.model), torch.float32).model
+        return model
+    assert base.from_scratch is not None, "the spec has one of the two"
+    with torch.device("meta"):
+        return _new_model(base.from_scratch)[0]
+
+
 def _given(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
     """A model as it is trained, in float32, its tokenizer, and the type in which it is stored."""
     import torch
@@ -259,33 +275,12 @@ def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Prog
 def _fit_adapter(
     spec: ExpertsSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: TrainingJob, progress: Progress
 ) -> PreTrainedModel:
-    """Train LoRA adapters on `model`; returns it with the adapters merged into its weights. Raises: ConfigError for modules that
-    it does not have."""
-    from peft import LoraConfig, get_peft_model
-
+    """Train LoRA adapters on `model`; returns it with the adapters merged into its weights."""
     assert job.train is not None
-    config = LoraConfig(
-        r=spec.lora.r, lora_alpha=spec.lora.alpha, target_modules=spec.lora.target_modules, task_type="CAUSAL_LM"
-    )
-    try:
-        adapted = get_peft_model(model, config)
-    except (ValueError, re.error) as error:  # a text is a regular expression
-        raise _no_modules(model, spec.lora.target_modules, str(error)) from None
-    _fit(adapted, tokenizer, job, job.train, spec.training_seed, progress)
-    merged: PreTrainedModel = adapted.merge_and_unload()
+    whole = adapted(model, spec.lora)
+    _fit(whole, tokenizer, job, job.train, spec.training_seed, progress)
+    merged: PreTrainedModel = whole.merge_and_unload()
     return merged
-
-
-def _no_modules(model: PreTrainedModel, targets: str | list[str], why: str) -> ConfigError:
-    import torch
-
-    linear = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
-    return ConfigError.at(
-        "lora.target_modules",
-        found=f"{targets!r}: {why}",
-        wanted=f"modules of the base, such as {', '.join(sorted(linear))}, or all-linear",
-        fix="correct the names",
-    )
 
 
 def _fit(

@@ -119,7 +119,14 @@ def test_lora_leaves_a_plain_model_that_moved(raw: dict[str, Any]):
 def test_lora_of_modules_that_the_base_lacks_is_refused(raw: dict[str, Any], targets: Any):
     with pytest.raises(ConfigError, match=r"(?s)^lora\.target_modules\n.*wanted: .*q_proj"):
         run(raw | {"method": "lora", "lora": {"target_modules": targets}, "train": TRAIN | {"max_steps": 1}})
-    assert not (Path(raw["output_dir"]) / "mask").exists()
+    assert not Path(raw["output_dir"]).exists(), "the base is not trained first"
+
+
+def test_lora_of_modules_that_a_given_base_lacks_is_refused(raw: dict[str, Any], tmp_path: Path, make_model_dir: Any):
+    raw["base"] = {"model": str(make_model_dir(tmp_path / "given"))}
+    with pytest.raises(ConfigError, match=r"(?s)^lora\.target_modules\n.*wanted: .*q_proj"):
+        run(raw | {"method": "lora", "lora": {"target_modules": ["q_prj"]}})
+    assert not Path(raw["output_dir"]).exists()
 
 
 def test_experts_keep_the_type_of_their_base(raw: dict[str, Any], tmp_path: Path, make_model_dir: Any):

@@ -1,0 +1,37 @@
+"""New LoRA adapters of a base: put on it to be trained, and tried beforehand on a model without numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from experts.spec import LoraSettings
+from opd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+
+def adapted(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
+    """The model with adapters to train. Raises: ConfigError for modules that it does not have."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
+    try:
+        found: PeftModel = get_peft_model(model, config)
+    except (ValueError, re.error) as error:  # a text is a regular expression
+        raise _no_modules(model, lora.target_modules, str(error)) from None
+    return found
+
+
+def _no_modules(model: PreTrainedModel, targets: str | list[str], why: str) -> ConfigError:
+    import torch
+
+    linear = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+    return ConfigError.at(
+        "lora.target_modules",
+        found=f"{targets!r}: {why}",
+        wanted=f"modules of the base, such as {', '.join(sorted(linear))}, or all-linear",
+        fix="correct the names",
+    )
