@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opd.rollouts.served import CPU_LATENT
+
 SMALL_BLOCK = 32
 """Tokens of a cache block of a CPU engine whose requests begin alike: the least that its kernels take. Only full blocks are
 found again, and vLLM's default is 128. With 43 tokens of prompt, 64 of response and four responses a prompt the small ones
@@ -33,8 +35,7 @@ def cpu_settings(model_dir: Path, *, shares_prompts: bool) -> dict[str, Any]:
     elif shares_prompts:
         settings["block_size"] = SMALL_BLOCK
     if kind.latent:
-        # On cores with AMX vLLM would take another one, which knows no float32 and works with packed copies of weights.
-        settings["attention_backend"] = "CPU_MLA"
+        settings["attention_backend"] = CPU_LATENT
     return settings
 
 

@@ -20,6 +20,9 @@ CPU_ATTENTION = "v1/attention/backends/cpu_attn.py"
 CPU_LATENT_ATTENTION = "v1/attention/backends/mla/cpu_mla.py"
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "longcat_flash", "minicpm3")
 """Families whose attention keeps one vector for all heads, of `kv_lora_rank` + `qk_rope_head_dim` numbers."""
+CPU_LATENT = "CPU_MLA"
+"""vLLM's name of that attention on a CPU. On cores with AMX it would take another one by itself, which knows no float32 and works with
+packed copies of weights."""
 SPARSE = ("glm_moe_dsa", "deepseek_v32")
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 MAMBA_1 = ("jamba", "mamba", "falcon_mamba")

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from opd.address import Address
 from opd.errors import ConfigError
+from opd.rollouts.served import CPU_LATENT, LATENT
 from pipelines.after.models import Found
 
 KEY = "VLLM_API_KEY"
@@ -93,10 +94,16 @@ def command(model: Found, options: ServeOptions) -> list[str]:
         *("--served-model-name", options.name or model.name),
         *(("--dtype", dtype) if dtype else ()),
         *(("--max-model-len", str(length)) if length else ()),
-        # As in a merge: nothing is compiled, so the server is up in half the time and needs no compiler.
-        *(("--enforce-eager",) if is_for_cpus() else ()),
+        *(_on_cpu(model) if is_for_cpus() else ()),
         *options.more,
     ]
+
+
+def _on_cpu(model: Found) -> list[str]:
+    """As in a merge: nothing is compiled, so the server is up in half the time and needs no compiler; and DeepSeek's attention is the one
+    that takes every type."""
+    latent = model.info.model_type in LATENT
+    return ["--enforce-eager", *(("--attention-backend", CPU_LATENT) if latent else ())]
 
 
 def environment(model: Found) -> dict[str, str]:

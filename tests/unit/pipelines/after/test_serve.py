@@ -63,6 +63,16 @@ def test_nothing_is_compiled_on_cpus_unless_the_user_says_so(
     assert words[-1] == "--no-enforce-eager" and ("--enforce-eager" in words) is cpus
 
 
+@pytest.mark.parametrize("cpus", [True, False])
+def test_a_latent_attention_is_that_of_a_merge(
+    cpus: bool, tmp_path: Path, make_mixture_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On cores with AMX the one that vLLM would choose takes no float32."""
+    monkeypatch.setattr("pipelines.after.serve.is_for_cpus", lambda: cpus)
+    words = command(find_model(make_mixture_dir(tmp_path / "deep", "deepseek_v3"), print), here())
+    assert (("--attention-backend", "CPU_MLA") in itertools.pairwise(words)) is cpus
+
+
 def test_other_machines_need_a_key_and_a_taken_port_is_named() -> None:
     open_to_all = replace(here(), address=Address("0.0.0.0", free_port()))
     with pytest.raises(ConfigError, match="VLLM_API_KEY"):
