@@ -100,8 +100,8 @@ def command(model: Found, options: ServeOptions) -> list[str]:
 
 
 def _on_cpu(model: Found) -> list[str]:
-    """As in a merge: nothing is compiled, so the server is up in half the time and needs no compiler; and DeepSeek's attention is the one
-    that takes every type."""
+    """Options of a server on a CPU. Nothing is compiled, as in a merge, so it is up in half the time and needs no compiler; DeepSeek's
+    attention is the one that takes every type."""
     latent = model.info.model_type in LATENT
     return ["--enforce-eager", *(("--attention-backend", CPU_LATENT) if latent else ())]
 
