@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.cluster.daemons import ray_lives
-from opd.cluster.pulse import NAMESPACE, SILENT_S, Pulse
+from opd.cluster.daemons import ray_lives, refuse_dead_ray
+from opd.cluster.errors import WorkerDied
+from opd.cluster.pulse import LOOK_S, NAMESPACE, SILENT_S, Pulse
 from opd.text import printable
 
 if TYPE_CHECKING:
@@ -61,9 +62,7 @@ class Watch:
         client = internal_kv_get_gcs_client()
         for worker in self.workers:
             pulse = worker.pulse
-            with ray_lives():  # with a deadline: a store that stands still would never answer
-                said = client.internal_kv_get(pulse.key, NAMESPACE.encode(), timeout=SILENT_S) or b""
-            pulse.hear(said, time.monotonic())
+            pulse.hear(_said(client, pulse.key), time.monotonic())
             if not pulse.last and pulse.silent_s > self._start_timeout_s:
                 pulse.ended = self._not_started(worker)
                 worker.kill()
@@ -80,6 +79,21 @@ class Watch:
         return f"not started after {self._start_timeout_s:.0f} s (cluster.start_timeout_s)" + (
             f": no node has room for it: {problem}" if problem else ""
         )
+
+
+def _said(client: Any, key: bytes) -> bytes:
+    """What Ray's store has of a worker's pulse. Raises: WorkerDied if Ray is gone, or its store does not answer for `SILENT_S`."""
+    deadline = time.monotonic() + SILENT_S
+    while True:
+        try:
+            # In short calls: of a store that ends meanwhile Ray says nothing for a minute, and then ends the driver.
+            with ray_lives():
+                return client.internal_kv_get(key, NAMESPACE.encode(), timeout=LOOK_S) or b""
+        except WorkerDied:
+            refuse_dead_ray()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)  # it may be on its way out and refuse at once
 
 
 def log_tail(pulse: Pulse) -> str:

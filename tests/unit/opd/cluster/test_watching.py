@@ -25,6 +25,9 @@ class Listening:
     def internal_kv_get(self, key: bytes, namespace: bytes, timeout: float) -> bytes | None:
         return self.said.get(key)
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
     def listen(self, seconds: float) -> None:
         """As whoever waits does."""
         end = self.now + seconds
@@ -38,7 +41,7 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Listening:
     """Two workers, `one` and `two`."""
     made = Listening()
     monkeypatch.setattr("ray.experimental.internal_kv.internal_kv_get_gcs_client", lambda: made)
-    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
     monkeypatch.setattr(Worker, "kill", lambda worker: made.killed.append(worker.name))
     for worker in (made.one, made.two):
         made.watch.add(worker)
@@ -85,13 +88,54 @@ def test_a_store_that_does_not_answer_is_the_end_of_ray(listening: Listening, mo
     import ray
 
     def refuses(key: bytes, namespace: bytes, timeout: float) -> bytes:
-        assert timeout == SILENT_S
+        listening.now += timeout
         raise ray.exceptions.RpcError("Deadline Exceeded")
 
     monkeypatch.setattr(listening, "internal_kv_get", refuses)
+    began = listening.now
     with pytest.raises(WorkerDied, match=r"Ray itself is gone: .*Deadline Exceeded") as death:
         listening.listen(2)
     assert death.value.worker is None
+    assert SILENT_S < listening.now - began < SILENT_S + 10
+
+
+def test_a_store_that_is_slow_once_is_asked_again(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    answers = iter([ray.exceptions.RpcError("Deadline Exceeded"), b"1 77 127.0.0.1", b"1 77 127.0.0.1"])
+
+    def slow(key: bytes, namespace: bytes, timeout: float) -> bytes:
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(listening, "internal_kv_get", slow)
+    listening.listen(2)
+    assert listening.killed == []
+
+
+def test_a_store_that_ends_while_it_is_asked_is_named_at_once(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked once for 40 s, it kept the driver waiting, and Ray ended the driver after a minute without a word of ours."""
+    import ray
+
+    status: list[int | None] = [None]
+    store = SimpleNamespace(process=SimpleNamespace(poll=lambda: status[0], returncode=0))
+    node = SimpleNamespace(all_processes={"gcs_server": [store]})
+
+    def ends(key: bytes, namespace: bytes, timeout: float) -> bytes:
+        listening.now += timeout
+        status[0] = 0
+        raise ray.exceptions.RpcError("Timed out while waiting for GCS to become available.")
+
+    monkeypatch.setattr("ray._private.worker._global_node", node)
+    monkeypatch.setattr(listening, "internal_kv_get", ends)
+    began = listening.now
+    with pytest.raises(WorkerDied, match="Ray itself is gone: its gcs_server ended with status 0"):
+        listening.listen(2)
+    assert listening.now - began < 10
 
 
 def test_a_worker_that_was_forgotten_is_not_listened_to(listening: Listening) -> None:
