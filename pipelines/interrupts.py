@@ -29,10 +29,13 @@ class Interrupted(Exception):
 
     def __init__(self, step: int, root: Path, number: int, *, died: Exception | None = None) -> None:
         """`died`: the worker's death that kept the merge from finishing its step."""
-        told = f"stopped after step {step}, checkpoint written"
+        go_on = f"go on with `opd merge --resume {as_typed(RunPaths(root).whole)}`"
+        told = f"stopped after step {step}, checkpoint written; {go_on}"
         if died is not None:
-            told = f"stopped, because after a signal no worker is started again: {died}; the last checkpoint is of step {step}"
-        super().__init__(f"{told}; go on with `opd merge --resume {as_typed(RunPaths(root).whole)}`")
+            told = (
+                f"stopped, last checkpoint of step {step}; {go_on}. After a signal no worker is started again: {died}"
+            )
+        super().__init__(told)
         self.number = number
         """The number of the signal."""
 
