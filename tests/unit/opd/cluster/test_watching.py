@@ -88,6 +88,7 @@ def test_a_store_that_does_not_answer_is_the_end_of_ray(listening: Listening, mo
     import ray
 
     def refuses(key: bytes, namespace: bytes, timeout: float) -> bytes:
+        assert timeout == LOOK_S
         listening.now += timeout
         raise ray.exceptions.RpcError("Deadline Exceeded")
 
