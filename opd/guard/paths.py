@@ -26,14 +26,34 @@ class TextGlobs:
     """Many text globs as one question; case is ignored."""
 
     def __init__(self, globs: Iterable[str]) -> None:
-        lower = [glob.lower() for glob in globs]
-        self._exact = frozenset(glob for glob in lower if "*" not in glob)
-        self._parts = [glob.split("*") for glob in lower if "*" in glob]
+        parts = [glob.lower().split("*") for glob in globs]
+        self._exact = frozenset(one[0] for one in parts if len(one) == 1)
+        self._within = [one[1] for one in parts if _is_within(one)]
+        """Of `*word*`, which most globs are: Python looks for a word faster than we compare parts."""
+        self._parts = [one for one in parts if len(one) > 1 and not _is_within(one)]
 
     def holds(self, text: str) -> bool:
         """True if the whole text is one of these."""
-        text = text.lower()
-        return text in self._exact or any(_fits(parts, text) for parts in self._parts)
+        return self.hold_one((text,))
+
+    def hold_one(self, texts: Iterable[str]) -> bool:
+        """True if one of the texts is one of these."""
+        for text in texts:
+            lower = text.lower()
+            if lower in self._exact:
+                return True
+            for word in self._within:
+                if word in lower:
+                    return True
+            for parts in self._parts:
+                if _fits(parts, lower):
+                    return True
+        return False
+
+
+def _is_within(parts: list[str]) -> bool:
+    """Whether a glob is `*word*`."""
+    return len(parts) == 3 and not parts[0] and not parts[2]
 
 
 def _fits(parts: list[str], text: str) -> bool:
@@ -81,7 +101,9 @@ class PathGlobs:
 
     def __init__(self, globs: Iterable[str], such_as: Iterable[str] = ()) -> None:
         globs = list(globs)
-        self._regex = re.compile("|".join(f"(?:{glob_source(g)})" for g in globs) or r"(?!)", re.IGNORECASE)
+        self._regex = _one_of(glob for glob in globs if not glob.startswith(OUTSIDE))
+        outside = [glob.removeprefix(OUTSIDE) for glob in globs if glob.startswith(OUTSIDE)]
+        self._outside = _one_of(outside) if outside else None
         self._such_as = [name for name in such_as if self._regex.fullmatch(name if name[0] in "/*" else "/" + name)]
 
     def holds(self, path: str, cwd: str) -> bool:
@@ -89,7 +111,9 @@ class PathGlobs:
         text = plain(path)
         if len(text) > MAX_PATH:
             return False
-        if self._regex.fullmatch(text) or (not _under(text, cwd) and self._regex.fullmatch(OUTSIDE + text)):
+        if self._regex.fullmatch(text):
+            return True
+        if self._outside is not None and self._outside.fullmatch(text) and not _under(text, cwd):
             return True
         if not has_glob(path) or UNKNOWN in path:
             return False
@@ -97,6 +121,10 @@ class PathGlobs:
             return bool(self._such_as) and _says_something(text)
         names = [name if name.startswith(("/", "**/")) else f"{cwd.rstrip('/')}/{name}" for name in self._such_as]
         return any(_leads_to(text, name) for name in names)
+
+
+def _one_of(globs: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{glob_source(glob)})" for glob in globs) or r"(?!)", re.IGNORECASE)
 
 
 def _leads_to(pattern: str, name: str) -> bool:
@@ -130,6 +158,7 @@ def _under(path: str, cwd: str) -> bool:
     return path == cwd or path.startswith(cwd.rstrip("/") + "/")
 
 
+@lru_cache(maxsize=4096)
 def _says_something(text: str) -> bool:
     """True if every component with a glob has a letter of its own: `*/*` may be anything and so means nothing."""
     parts = [part for part in text.split("/") if set(part) & set("*?[") and part != "**"]

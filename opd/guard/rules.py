@@ -6,7 +6,7 @@ A rule has clauses. A clause holds if one call fits all of its keys; a rule hits
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,10 @@ from opd.settings import load_yaml, parse_yaml, validate
 
 SHIPPED = "shipped"
 """The name of our own rules in `guard.rules`."""
-Test = Callable[[Call, Session], bool]
+Texts = Mapping[str, Sequence[str]]
+"""What a call has under each key, without keys that have nothing."""
+Test = Callable[[Texts, str], bool]
+"""Whether the texts of a call pass; beside them, where the session begins."""
 
 TEXTS: dict[str, Callable[[Call], Sequence[str]]] = {
     "program": lambda call: (call.program,),
@@ -44,6 +47,7 @@ PATHS: dict[str, Callable[[Call], Sequence[str]]] = {
     "reads": lambda call: call.reads,
     "writes": lambda call: call.writes,
 }
+READERS = TEXTS | PATHS
 
 
 class Clause(Strict):
@@ -120,33 +124,84 @@ class Hit:
     call: Call
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledClause:
+    """A clause as the tests of its keys."""
+
+    needs: frozenset[str]
+    """Keys that a call must have."""
+    tests: Sequence[Test]
+
+    def holds(self, texts: Texts, begins_at: str) -> bool:
+        """Whether a call with these texts fits; it has the keys that the clause needs."""
+        return all(test(texts, begins_at) for test in self.tests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledRule:
+    """A rule with its clauses as tests."""
+
+    order: tuple[bool, int]
+    """Of two rules that hit, the one with the lower order decides: one that blocks comes first, then the one that is written first."""
+    any: Sequence[CompiledClause]
+    unless: Sequence[CompiledClause]
+
+    def hits(self, texts: Texts, begins_at: str) -> bool:
+        """Whether it hits a call with these texts."""
+        if not any(clause.holds(texts, begins_at) for clause in self.any):
+            return False
+        return not any(clause.holds(texts, begins_at) for clause in self.unless)
+
+    def for_keys(self, keys: frozenset[str]) -> CompiledRule:
+        """The rule without clauses that no call with these keys can fit."""
+        return replace(
+            self,
+            any=[clause for clause in self.any if clause.needs <= keys],
+            unless=[clause for clause in self.unless if clause.needs <= keys],
+        )
+
+
+def texts_of(call: Call) -> Texts:
+    """What a call has under the keys of clauses."""
+    return {key: texts for key, read in READERS.items() if (texts := read(call))}
+
+
 class RuleSet:
     """Compiled rules of one or more files. `protected` are globs of paths that an environment hides from its policy."""
 
     def __init__(self, rule_files: Sequence[RuleFile], protected: Sequence[str] = ()) -> None:
         self.rules: list[Rule] = []
-        self._tests: list[tuple[Rule, list[Test], list[Test]]] = []
+        self._compiled: list[CompiledRule] = []
+        self._by_keys: dict[frozenset[str], list[CompiledRule]] = {}
+        """The rules for calls that have these keys. Most calls lack most keys: then no pattern of those is compared."""
         for rule_file in rule_files:
             names = dict(rule_file.names)
             names["protected"] = [*names.get("protected", []), *protected]
             for rule in rule_file.rules:
-                make = _Compiler(names, [*rule_file.such_as, *protected], rule.id).test
+                order = (rule.verdict != "block", len(self.rules))
+                make = _Compiler(names, [*rule_file.such_as, *protected], rule.id).clause
+                compiled = CompiledRule(order=order, any=list(map(make, rule.any)), unless=list(map(make, rule.unless)))
+                self._compiled.append(compiled)
                 self.rules.append(rule)
-                self._tests.append((rule, [make(one) for one in rule.any], [make(one) for one in rule.unless]))
 
     def first(self, calls: Sequence[Call], session: Session) -> Hit | None:
         """The hit that decides: the first of a rule that blocks, else the first of any; None if no rule hits."""
-        found: Hit | None = None
-        for rule, tests, exceptions in self._tests:
-            if found is not None and rule.verdict == "judge":
-                continue
-            for call in calls:
-                if any(t(call, session) for t in tests) and not any(t(call, session) for t in exceptions):
-                    found = Hit(rule=rule, call=call)
-                    break
-            if found is not None and found.rule.verdict == "block":
-                return found
-        return found
+        hits = [
+            (compiled.order, place)
+            for place, texts in enumerate(map(texts_of, calls))
+            for compiled in self._for_keys(frozenset(texts))
+            if compiled.hits(texts, session.begins_at)
+        ]
+        if not hits:
+            return None
+        (_, number), place = min(hits)
+        return Hit(rule=self.rules[number], call=calls[place])
+
+    def _for_keys(self, keys: frozenset[str]) -> list[CompiledRule]:
+        if keys not in self._by_keys:
+            narrowed = [rule.for_keys(keys) for rule in self._compiled]
+            self._by_keys[keys] = [rule for rule in narrowed if rule.any]
+        return self._by_keys[keys]
 
 
 class _Compiler:
@@ -157,27 +212,31 @@ class _Compiler:
         self._such_as = such_as
         self._where = where
 
-    def test(self, clause: Clause) -> Test:
-        """The function that says whether a call fits a clause. Raises: ConfigError for a name that is not there."""
-        tests: list[Test] = []
-        for key, read in TEXTS.items():
+    def clause(self, clause: Clause) -> CompiledClause:
+        """The tests of a clause. Raises: ConfigError for a name that is not there, or a clause without keys."""
+        found: dict[str, Test] = {}
+        for key in TEXTS:
             if patterns := self._patterns(getattr(clause, key)):
-                tests.append(_text_test(read, TextGlobs(patterns)))
-        for key, read in PATHS.items():
+                found[key] = _text_test(key, TextGlobs(patterns))
+        for key in PATHS:
             if patterns := self._patterns(getattr(clause, key)):
                 self._refuse_broken(key, patterns)
-                tests.append(_path_test(read, PathGlobs(patterns, self._such_as)))
-        if patterns := self._patterns(clause.hosts_not):
-            tests.append(_other_test(TEXTS["hosts"], TextGlobs(patterns), empty=False))
-        if patterns := self._patterns(clause.sources_not):
-            tests.append(_other_test(TEXTS["sources"], TextGlobs(patterns), empty=True))
-        for key in clause.none:
-            tests.append(_none_test((TEXTS | PATHS)[key]))
+                found[key] = _path_test(key, PathGlobs(patterns, self._such_as))
+        tests = [*found.values(), *self._tests_of_what_lacks(clause)]
         if not tests:
             raise ConfigError.at(
                 f"rule {self._where}", found="a clause without keys", wanted="at least one", fix="add a key"
             )
-        return lambda call, session: all(test(call, session) for test in tests)
+        return CompiledClause(needs=frozenset(found), tests=tests)
+
+    def _tests_of_what_lacks(self, clause: Clause) -> list[Test]:
+        """Those that a call may pass because it has nothing under a key."""
+        tests: list[Test] = []
+        if patterns := self._patterns(clause.hosts_not):
+            tests.append(_other_test("hosts", TextGlobs(patterns), empty=False))
+        if patterns := self._patterns(clause.sources_not):
+            tests.append(_other_test("sources", TextGlobs(patterns), empty=True))
+        return [*tests, *map(_none_test, clause.none)]
 
     def _refuse_broken(self, key: str, patterns: Sequence[str]) -> None:
         """Raises: ConfigError for a glob that no path can fit."""
@@ -206,24 +265,20 @@ class _Compiler:
         return found
 
 
-def _text_test(read: Callable[[Call], Sequence[str]], globs: TextGlobs) -> Test:
-    return lambda call, session: any(globs.holds(text) for text in read(call))
+def _text_test(key: str, globs: TextGlobs) -> Test:
+    return lambda texts, begins_at: globs.hold_one(texts[key])
 
 
-def _other_test(read: Callable[[Call], Sequence[str]], globs: TextGlobs, empty: bool) -> Test:
-    def test(call: Call, session: Session) -> bool:
-        texts = read(call)
-        return any(not globs.holds(text) for text in texts) if texts else empty
-
-    return test
+def _other_test(key: str, globs: TextGlobs, empty: bool) -> Test:
+    return lambda texts, begins_at: any(not globs.holds(text) for text in texts[key]) if key in texts else empty
 
 
-def _none_test(read: Callable[[Call], Sequence[str]]) -> Test:
-    return lambda call, session: not read(call)
+def _none_test(key: str) -> Test:
+    return lambda texts, begins_at: key not in texts
 
 
-def _path_test(read: Callable[[Call], Sequence[str]], globs: PathGlobs) -> Test:
-    return lambda call, session: any(globs.holds(path, session.begins_at) for path in read(call))
+def _path_test(key: str, globs: PathGlobs) -> Test:
+    return lambda texts, begins_at: any(globs.holds(path, begins_at) for path in texts[key])
 
 
 def shipped_rules() -> RuleFile:

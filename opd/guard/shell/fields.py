@@ -31,7 +31,7 @@ MAX_FIELDS = 256
 
 def plain(field: str) -> str:
     """The field as a person would write it; what is not known is an ellipsis."""
-    return field.translate(PLAIN)
+    return field if field.isascii() else field.translate(PLAIN)  # most have no mark, and to translate is slow
 
 
 def known(field: str) -> bool:
