@@ -10,6 +10,7 @@ command goes on after an interruption.
 
 With `--starts N` all arms begin their training episodes at only N tasks, so that the expert's text shows little but its own ways. With
 `--far M` these tasks, and those of the exam, are at least M right moves from the end. Base and expert are the same as without.
+`--lr-scheduler-type linear` lets the rate fall to zero within `--max-steps`, for all arms; set that to the steps that the tokens take.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 from benchmarks.budget import train_within
 from benchmarks.machine import PACKAGES, machine
+from benchmarks.visited import States, states_seen
 from experts.episodes.rows import read_episodes
 from experts.spec import ExpertsSpec
 from experts.suites import agents, write_suite
@@ -40,8 +42,6 @@ from pipelines.baselines.run import compute
 from pipelines.environments import write_prefixes
 
 OFF_POLICY, ON_POLICY = "off_policy", "on_policy"
-SHARES = (0.25, 0.5, 1.0)
-"""Parts of the budget at which success is shown."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Result:
     """Share of the budget -> success of the last exam within it."""
     curve: list[tuple[int, float]]
     """Trained tokens and success of every exam."""
+    states: States | None = None
+    """What its training episodes passed, if that is counted."""
 
 
 def cures(over: int) -> dict[str, dict[str, Any]]:
@@ -101,6 +103,10 @@ def pipeline(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     acts = cures(args.over_steps)[arm]
     turns = fmean(len(row.turns) for row in read_episodes(directory / "train.jsonl"))
     tasks = prefixes(args) if arm == "replay" else far_tasks(directory / "train.jsonl", args.far, args.starts)
+    game = {"name": args.environment}
+    if args.count_states:
+        options = {"game": args.environment, "file": str(visited(args, arm, seed))}
+        game = {"name": "benchmarks.visited:Visited", "options": options}
     return {
         "name": f"{arm}-{seed}",
         "seed": seed,
@@ -109,8 +115,7 @@ def pipeline(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
         "domains": {
             args.environment: {
                 "prompts": str(tasks),
-                "environment": {"name": args.environment, "max_turns": agents.DOMAINS[args.environment].max_turns}
-                | acts,
+                "environment": game | {"max_turns": agents.DOMAINS[args.environment].max_turns} | acts,
                 "eval": {"prompts": str(far_tasks(directory / "eval.jsonl", args.far, 0))},
             }
         },
@@ -121,6 +126,7 @@ def pipeline(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
             # A prefix gives one turn; so many of them are about as many tokens as the episodes of the other arms.
             "samples_per_step": round(args.samples * turns) if arm == "replay" else args.samples,
             "lr": args.lr,
+            "lr_scheduler_type": args.lr_scheduler_type,
             "warmup_steps": min(5, args.max_steps),
         },
         "checkpoint": {"every": 50, "keep": 1},
@@ -162,6 +168,24 @@ def runs(args: argparse.Namespace, arm: str, seed: int) -> RunPaths:
     return RunPaths(args.work / "runs" / f"{arm}-{seed}{tasks}")
 
 
+def visited(args: argparse.Namespace, arm: str, seed: int) -> Path:
+    """Where the episodes of a merge, or of the comparison with it, write their states."""
+    return runs(args, arm, seed).root.with_suffix(".visited")
+
+
+def states_of(args: argparse.Namespace, arm: str, seed: int) -> States | None:
+    """What an arm that has just ended saw. Its file gets its name, and the next arm a new one."""
+    if not args.count_states:
+        return None
+    shared = visited(args, first_on_policy(args) if arm == OFF_POLICY else arm, seed)
+    kept = shared.with_suffix(f".{arm}.visited")
+    if shared.exists() and not kept.exists():
+        shared.rename(kept)
+    directory = args.work / "prompts" / args.environment
+    tasks = far_tasks(directory / "train.jsonl", args.far, args.starts)
+    return states_seen(args.environment, kept, tasks, far_tasks(directory / "eval.jsonl", args.far, 0))
+
+
 def on_policy(args: argparse.Namespace, arm: str, seed: int) -> Result:
     """Success by trained tokens of a merge."""
     paths = merge(args, arm, seed)
@@ -171,8 +195,10 @@ def on_policy(args: argparse.Namespace, arm: str, seed: int) -> Result:
     exams = {step: Evaluation.load(file) for step, file in paths.exams_by_step().items()}
     exams |= {0: Evaluation.load(paths.exam("before")), max(sums): Evaluation.load(paths.exam("after"))}
     curve = [(sums[step], fmean(found.accuracy.values())) for step, found in sorted(exams.items())]
-    by_share = {f"{share:g}": within(curve, share * sums[max(sums)]) for share in SHARES}
-    return Result(arm=arm, seed=seed, tokens=sums[max(sums)], steps=max(sums), by_share=by_share, curve=curve)
+    by_share = {f"{share:g}": within(curve, share * sums[max(sums)]) for share in args.shares}
+    states = states_of(args, arm, seed)
+    last = max(sums)
+    return Result(arm=arm, seed=seed, tokens=sums[last], steps=last, by_share=by_share, curve=curve, states=states)
 
 
 def within(curve: Sequence[tuple[int, float]], tokens: float) -> float:
@@ -183,13 +209,17 @@ def within(curve: Sequence[tuple[int, float]], tokens: float) -> float:
 def off_policy(args: argparse.Namespace, seed: int) -> Result:
     """The expert plays, the student learns its turns: as many tokens as the first on-policy arm had, at each share."""
     run = merge(args, first_on_policy(args), seed)
+    states_of(args, first_on_policy(args), seed)
     config = api.load_pipeline(run.pipeline)
-    jobs = plan(config, run.root, [OFF_POLICY], SHARES, None)
+    jobs = plan(config, run.root, [OFF_POLICY], args.shares, None)
     found = compute(jobs, print)
     curve = [(result.tokens or 0, result.accuracy) for result in found]
     by_share = {f"{result.token_share:g}": result.accuracy for result in found if result.token_share is not None}
     tokens = max(tokens for tokens, _ in curve)
-    return Result(arm=OFF_POLICY, seed=seed, tokens=tokens, steps=None, by_share=by_share, curve=sorted(curve))
+    states = states_of(args, OFF_POLICY, seed)
+    return Result(
+        arm=OFF_POLICY, seed=seed, tokens=tokens, steps=None, by_share=by_share, curve=sorted(curve), states=states
+    )
 
 
 def references(args: argparse.Namespace) -> dict[str, float]:
@@ -200,7 +230,7 @@ def references(args: argparse.Namespace) -> dict[str, float]:
 
 def table(results: Sequence[Result], known: Mapping[str, float]) -> str:
     """Success of every arm as Markdown; means over seeds with their 95 % intervals."""
-    shares = [f"{share:g}" for share in SHARES]
+    shares = list(results[0].by_share)
     lines = [["arm", "trained tokens", "steps", *(f"success at {share}" for share in shares)]]
     lines.append(["---", *["---:"] * (len(lines[0]) - 1)])
     for arm in dict.fromkeys(result.arm for result in results):
@@ -229,12 +259,23 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--over-steps", type=int, default=40, help="steps in which a cure goes away")
     parser.add_argument("--max-steps", type=int, default=1000, help="an arm ends here at the latest")
     parser.add_argument("--lr", type=float, default=1.0e-3)
+    parser.add_argument("--lr-scheduler-type", choices=["constant", "linear", "cosine"], default="constant")
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 1.0],
+        help="parts of the tokens at which success is shown",
+    )
     parser.add_argument("--exam", type=int, default=100, help="tasks of an exam")
     parser.add_argument("--exam-every", type=int, default=10, help="steps")
     parser.add_argument(
         "--starts", type=int, default=0, help="different tasks that training begins at; 0: all there are"
     )
     parser.add_argument("--far", type=int, default=0, help="fewest right moves of a task in training and exam")
+    parser.add_argument(
+        "--count-states", action="store_true", help="tell which states the training episodes of each arm pass"
+    )
     parser.add_argument("--rows", type=int, default=1500, help="episodes that the expert learns")
     parser.add_argument("--base-steps", type=int, default=120, help="training of the base: few, so that it plays badly")
     parser.add_argument("--expert-steps", type=int, default=900)
