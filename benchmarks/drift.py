@@ -10,7 +10,8 @@ command goes on after an interruption.
 
 With `--starts N` all arms begin their training episodes at only N tasks, so that the expert's text shows little but its own ways. With
 `--far M` these tasks, and those of the exam, are at least M right moves from the end. Base and expert are the same as without.
-`--lr-scheduler-type linear` lets the rate fall to zero within `--max-steps`, for all arms; set that to the steps that the tokens take.
+`--lr-scheduler-type linear` lets the rate fall to zero within `--max-steps`, for all arms. A merge then ends there and not at
+`--tokens`, because a rate that falls depends on the number of steps.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from pipelines.baselines.jobs import plan
 from pipelines.baselines.run import compute
 from pipelines.environments import write_prefixes
 
+NO_END = 10**9
+"""More tokens than any arm trains on."""
 OFF_POLICY, ON_POLICY = "off_policy", "on_policy"
 
 
@@ -286,7 +289,9 @@ def parsed() -> argparse.Namespace:
         parser.error("--arms: replay begins at prefixes of all tasks; leave it out with --starts and --far")
     if args.quick:
         small = {"seeds": [0], "max_steps": 2, "samples": 4, "exam": 4, "exam_every": 1, "rows": 40, "over_steps": 2}
-        vars(args).update(small | {"base_steps": 3, "expert_steps": 3, "tokens": 10**9})
+        vars(args).update(small | {"base_steps": 3, "expert_steps": 3, "tokens": NO_END})
+    if args.lr_scheduler_type != "constant":
+        args.tokens = NO_END
     args.work = args.work.absolute()
     return args
 
