@@ -44,6 +44,10 @@ def config(
     )
 
 
+def with_n(given: PipelineConfig, n: int) -> PipelineConfig:
+    return given.model_copy(update={"rollout": given.rollout.model_copy(update={"n": n})})
+
+
 def with_teachers(given: PipelineConfig, **settings: Any) -> PipelineConfig:
     return given.model_copy(update={"teachers": given.teachers.model_copy(update=settings)})
 

@@ -14,7 +14,7 @@ from opd import cluster
 from opd.rollouts.partial import Cuts
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import VLLMWorker
-from opd.types import Prompt
+from opd.types import Prompt, Rollout
 from tests.integration.parts import (
     EOS,
     PROBE,
@@ -34,6 +34,7 @@ from tests.integration.parts import (
     start_trainer,
     stop,
     weights,
+    with_n,
     with_teachers,
 )
 from tests.integration.test_padded import assert_says_what_it_drew
@@ -47,6 +48,14 @@ def ray() -> Iterator[None]:
 
     with cluster.ray_session(ClusterConfig(), 12):
         yield
+
+
+def responses(n: int) -> list[Rollout]:
+    """48 made-up responses, `n` to each prompt."""
+    made = rollouts(48)
+    # The domain alternates, so a prompt goes on to rows of its own domain: two apart.
+    prompts = [made[i % 2 + 2 * n * (i // (2 * n))].prompt_ids * 5 for i in range(48)]
+    return [dataclasses.replace(r, prompt_ids=p) for r, p in zip(made, prompts, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +103,7 @@ def test_a_push_reaches_the_engine(
     """After a training step and a push, 80 probe tokens agree within 0.02 nats; before the push they do not. Both ways in turn."""
     student = shared.student if tie else make_model_dir(tmp_path / "student", tie=False)
     engine.load(student)
-    trainer, rows = start_trainer(config(student, lr=3e-2)), rollouts()
+    trainer, rows = shared.trainer(config(student, lr=3e-2, adam_epsilon=1e-3)), rollouts()
     for step, kind in enumerate(("shared_memory", "network", "shared_memory"), 1):
         sync = start_sync(kind, trainer, engine, tolerance=0.02)
         assert sync.measure() < (1e-4 if step == 1 else 0.02)
@@ -104,7 +113,6 @@ def test_a_push_reaches_the_engine(
     exported = tmp_path / "exported"
     weights(trainer, exported)
     assert mean_gap(trainer.logprobs(PROBE), plain_logprobs(exported, PROBE)) < 1e-4
-    stop(trainer)
 
 
 @pytest.mark.slow
@@ -250,6 +258,30 @@ def test_two_accumulating_ranks_equal_one(shared: Shared, tmp_path: Path, make_m
     for name, weight in weights_one.items():
         assert (weight - start[name]).abs().max() > 1e-4, f"{name} was not trained"
         assert torch.allclose(weight, weights_two[name], rtol=0, atol=1e-5), name
+
+
+def test_a_step_is_the_same_with_shared_prompts_and_on_any_number_of_ranks(shared: Shared, tmp_path: Path) -> None:
+    """Adam's usual epsilon would blow rounding noise up to full steps; a large one compares gradients."""
+    rows, found = responses(4), {}
+    sharing = start_pool(with_n(config(shared.student), 4), {"left": shared.expert, "right": shared.expert})
+    for name, n, ranks, tokens in (("separate", 1, 1, 100_000), ("shared", 4, 1, 100_000), ("ranks", 4, 2, 128)):
+        cfg = config(shared.student, lr=1e-2, adam_epsilon=1e-3, ranks=ranks, micro_batch_tokens=tokens)
+        trainer, pool = shared.trainer(with_n(cfg, n)), shared.pool if n == 1 else sharing
+        # Teachers of equal weights are one, and have the last one's name.
+        assert {trainer.layout.layout, pool.layouts["right-expert"].layout} == {"packed" if n == 1 else "shared"}
+        reports = [trainer.train_step(step, rows, pool.score(rows)) for step in (1, 2)]
+        found[name] = reports, weights(trainer, tmp_path / name)
+    stop(sharing)
+    slow, weights_slow = found.pop("separate")
+    for reports, trained in found.values():
+        for a, b in zip(slow, reports, strict=True):
+            assert a.loss == pytest.approx(b.loss, rel=1e-5)
+            assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4)
+            for domain, stats in a.domains.items():
+                other = dataclasses.asdict(b.domains[domain])
+                assert dataclasses.asdict(stats) == pytest.approx(other, rel=1e-5, abs=1e-4, nan_ok=True)
+        for name, weight in weights_slow.items():
+            assert torch.allclose(weight, trained[name], rtol=0, atol=1e-5), name
 
 
 def test_training_begins_while_teachers_score_and_ends_with_the_same_weights(shared: Shared, tmp_path: Path) -> None:
