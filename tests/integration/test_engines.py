@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,135 +11,75 @@ import pytest
 import torch
 
 from opd import cluster
-from opd.config import PipelineConfig
 from opd.rollouts.partial import Cuts
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import VLLMWorker
-from opd.settings import validate
-from opd.sync import SYNCS, ProvenSync, SyncSpec
-from opd.train.deepspeed import DeepSpeedTrainer
-from opd.types import Prompt, Rollout, Teacher, WeightedTeacher
-from pipelines.specs import pool_spec, rollout_spec, trainer_spec
-from teachers.pool import Pool
-from tests.rows import make_rollout
+from opd.types import Prompt, Rollout
+from tests.integration.parts import (
+    EOS,
+    PROBE,
+    VOCABULARY,
+    Shared,
+    break_weights,
+    config,
+    make_gpt2,
+    mean_gap,
+    moved,
+    plain_logprobs,
+    rollouts,
+    save,
+    start_engine,
+    start_pool,
+    start_sync,
+    start_trainer,
+    stop,
+    weights,
+    with_n,
+    with_teachers,
+)
+from tests.integration.test_padded import assert_says_what_it_drew
 
 Make = Callable[..., Path]
-PROBE = [tuple(range(5 + i, 26 + i)) for i in range(4)]
-EOS = 2
-VOCABULARY = 76
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ray() -> Iterator[None]:
     from opd.config.sections import ClusterConfig
 
-    with cluster.ray_session(ClusterConfig(), 8):
+    with cluster.ray_session(ClusterConfig(), 12):
         yield
 
 
-def config(
-    student: Path, *, objective: dict[str, Any] | None = None, payload: str = "hidden_states", **trainer: Any
-) -> PipelineConfig:
-    return validate(
-        PipelineConfig,
-        {
-            "name": "test",
-            "student": {"model": student},
-            "experts": {"left": {"model": student, "domain": "left"}},
-            "domains": {"left": {}, "right": {}},
-            "rollout": {"max_new_tokens": 8, "max_model_len": 64},
-            "objective": objective or {},
-            "teachers": {"payload": payload},
-            "trainer": {"ranks": 1, "steps": 10, "samples_per_step": 16, "lr": 1e-3, **trainer},
-            "sync": {"tolerance": 20},  # responses are made up: no engine has said how likely they are
-        },
-        "test",
-    )
-
-
-def plain_logprobs(model_dir: Path, sequences: list[tuple[int, ...]]) -> list[list[float]]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    out = []
-    for ids in sequences:
-        with torch.no_grad():
-            logp_T_V = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        out.append([float(logp_T_V[t - 1, ids[t]]) for t in range(1, len(ids))])
-    return out
-
-
-def mean_gap(a: list[list[float]], b: list[list[float]]) -> float:
-    pairs = [(x, y) for s, t in zip(a, b, strict=True) for x, y in zip(s, t, strict=True)]
-    return sum(abs(x - y) for x, y in pairs) / len(pairs)
-
-
-def rollouts(num: int = 16, *, seed: int = 0) -> list[Rollout]:
-    """Responses with made-up tokens: scoring and training do not care who wrote them."""
-    rng = torch.Generator().manual_seed(seed)
-    made = []
-    for i in range(num):
-        response = tuple(torch.randint(4, 70, (3 + i % 6,), generator=rng).tolist())
-        made.append(
-            make_rollout(
-                sample_id=f"000001/{'left' if i % 2 else 'right'}/{i}",
-                step=1,
-                domain="left" if i % 2 else "right",
-                policy_version=0,
-                prompt_ids=tuple(torch.randint(4, 70, (4 + i % 5,), generator=rng).tolist()),
-                response_ids=response,
-                behaviour_logprobs=(-1.0,) * len(response),
-            )
-        )
-    return made
-
-
-def start_pool(cfg: PipelineConfig, teachers: Mapping[str, Path]) -> Pool:
-    by_domain = {d: Teacher(name=f"{d}-expert", model_dir=p) for d, p in teachers.items()}
-    routes = {d: (WeightedTeacher(teacher=t, weight=1.0),) for d, t in by_domain.items()}
-    pool = Pool(pool_spec(cfg, VOCABULARY), routes)
-    pool.wait_ready()
-    return pool
-
-
-def start_trainer(cfg: PipelineConfig, vocab_size: int = VOCABULARY) -> DeepSpeedTrainer:
-    trainer = DeepSpeedTrainer(trainer_spec(cfg, vocab_size))
-    trainer.wait_ready()
-    return trainer
-
-
-def start_engine(cfg: PipelineConfig, model_dir: Path, tokenizer: Any) -> VLLMRolloutEngine:
-    engine = VLLMRolloutEngine(rollout_spec(cfg, model_dir, VOCABULARY, (EOS,)), tokenizer)
-    engine.wait_ready()
-    return engine
-
-
-def start_sync(
-    kind: str, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, *, tolerance: float = 1e-4, **more: Any
-) -> ProvenSync:
-    """A way to push; over the network in buckets so small that a layer's weights come in several."""
-    ends: dict[str, Any] = {"trainer": trainer, "engine": engine, "probe": PROBE}
-    known: dict[str, Any] = {"tolerance": tolerance, "nbytes": 1 << 20, "bucket": 20_000, "tell": print}
-    return SYNCS[kind](SyncSpec(**ends | known | more))
-
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A student, an expert that is another model, and a pool in which it is the teacher of both domains."""
-
-    student: Path
-    expert: Path
-    pool: Pool
+def responses(n: int) -> list[Rollout]:
+    """48 made-up responses, `n` to each prompt."""
+    made = rollouts(48)
+    # The domain alternates, so a prompt goes on to rows of its own domain: two apart.
+    prompts = [made[i % 2 + 2 * n * (i // (2 * n))].prompt_ids * 5 for i in range(48)]
+    return [dataclasses.replace(r, prompt_ids=p) for r, p in zip(made, prompts, strict=True)]
 
 
 @pytest.fixture(scope="module")
-def pair(ray: None, tmp_path_factory: pytest.TempPathFactory, make_model_dir: Make) -> Iterator[Pair]:
-    """For the tests that ask for no other teachers: a pool keeps nothing of what it scored."""
-    root = tmp_path_factory.mktemp("pair")
-    student, expert = (make_model_dir(root / name, seed=seed) for seed, name in enumerate(("student", "expert")))
-    pool = start_pool(config(student), {"left": expert, "right": expert})
-    yield Pair(student, expert, pool)
-    stop(pool)
+def teachers(tmp_path_factory: pytest.TempPathFactory, make_model_dir: Make, tiny_tokenizer: Any) -> dict[str, Path]:
+    """Domain -> its teacher. `left` and `right` have the same one, `same` has the student itself."""
+    root = tmp_path_factory.mktemp("teachers")
+    expert = make_model_dir(root / "expert", seed=1)
+    return {
+        "left": expert,
+        "right": expert,
+        "same": make_model_dir(root / "student"),
+        "wide": make_model_dir(root / "wide", seed=2, hidden=96, heads=3),
+        "broken": break_weights(make_model_dir(root / "broken", seed=2)),
+        "gpt2": make_gpt2(root / "gpt2", tiny_tokenizer),
+    }
+
+
+@pytest.fixture(scope="module")
+def shared(ray: None, tmp_path_factory: pytest.TempPathFactory, teachers: dict[str, Path]) -> Iterator[Shared]:
+    student = teachers["same"]
+    pool = start_pool(with_teachers(config(student), workers=2), teachers)
+    parts = Shared(student, teachers["left"], pool, tmp_path_factory.mktemp("begun"))
+    yield parts
+    stop(pool, *parts.trainers)
 
 
 @pytest.fixture(scope="module")
@@ -156,39 +96,23 @@ def engine(shared_engine: VLLMRolloutEngine, tiny_model_dir: Path) -> VLLMRollou
     return shared_engine
 
 
-def weights(trainer: DeepSpeedTrainer, path: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    path.mkdir()
-    trainer.export(path)
-    return load_file(path / "model.safetensors")
-
-
-def stop(*parts: Any) -> None:
-    """Free the workers' memory before the next test starts its own."""
-    for part in parts:
-        for worker in getattr(part, "_workers", None) or part._ranks:
-            worker.kill()
-
-
 @pytest.mark.parametrize("tie", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_a_push_reaches_the_engine(
-    pair: Pair, tmp_path: Path, make_model_dir: Make, engine: VLLMRolloutEngine, tie: bool
+    shared: Shared, tmp_path: Path, make_model_dir: Make, engine: VLLMRolloutEngine, tie: bool
 ) -> None:
     """After a training step and a push, 80 probe tokens agree within 0.02 nats; before the push they do not. Both ways in turn."""
-    student = pair.student if tie else make_model_dir(tmp_path / "student", tie=False)
+    student = shared.student if tie else make_model_dir(tmp_path / "student", tie=False)
     engine.load(student)
-    trainer, rows = start_trainer(config(student, lr=3e-2)), rollouts()
+    trainer, rows = shared.trainer(config(student, lr=3e-2, adam_epsilon=1e-3)), rollouts()
     for step, kind in enumerate(("shared_memory", "network", "shared_memory"), 1):
         sync = start_sync(kind, trainer, engine, tolerance=0.02)
         assert sync.measure() < (1e-4 if step == 1 else 0.02)
-        trainer.train_step(step, rows, pair.pool.score(rows))
+        trainer.train_step(step, rows, shared.pool.score(rows))
         assert sync.measure() > 0.1, "the step was too small to show anything"
         assert sync.push(step).gap < 0.02
     exported = tmp_path / "exported"
     weights(trainer, exported)
     assert mean_gap(trainer.logprobs(PROBE), plain_logprobs(exported, PROBE)) < 1e-4
-    stop(trainer)
 
 
 @pytest.mark.slow
@@ -262,15 +186,20 @@ def test_rollouts_report_the_log_probs_of_what_they_sampled(engine: VLLMRolloutE
     assert [r.response_ids for r in together.rollouts[-2:]] == [r.response_ids for r in alone.rollouts]
 
 
-def test_teachers_score_each_row_with_its_own_expert(tmp_path: Path, make_model_dir: Make, rows_of: Any) -> None:
+def test_behaviour_log_probs_are_those_of_the_temperature(
+    engine: VLLMRolloutEngine, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = dataclasses.replace(engine._spec, temperature=0.7, max_new_tokens=16)
+    monkeypatch.setattr(engine, "_spec", spec)
+    assert assert_says_what_it_drew(engine, tiny_model_dir, 0.7, 24) > 100
+
+
+def test_teachers_score_each_row_with_its_own_expert(shared: Shared, teachers: dict[str, Path], rows_of: Any) -> None:
     """Hidden state times head equals the expert's own logits, for experts of different width, on two workers."""
     from opd.stream.heads import head_tensor
 
-    left, right = make_model_dir(tmp_path / "l", seed=1), make_model_dir(tmp_path / "r", seed=2, hidden=96, heads=3)
-    cfg = config(left).model_copy(update={"teachers": config(left).teachers.model_copy(update={"workers": 2})})
-    pool = start_pool(cfg, {"left": left, "right": right})
-    rows = rollouts()
-    targets = pool.score(rows)
+    rows = moved(rollouts(), right="wide")
+    targets = shared.pool.score(rows)
     assert targets.rows == len(rows) and len(targets.heads) == 2
     heads = {key: head_tensor(head.handle.fetch()) for key, head in targets.heads.items()}
     scored = {row.rollout.sample_id: row for row in rows_of(targets)}
@@ -284,55 +213,40 @@ def test_teachers_score_each_row_with_its_own_expert(tmp_path: Path, make_model_
         )
         logp_R_V = (hidden_R_D @ heads[row.answer.head].T).log_softmax(-1)
         ours = logp_R_V.gather(1, torch.tensor(rollout.response_ids)[:, None])[:, 0].tolist()
-        model_dir = {"left": left, "right": right}[rollout.domain]
-        (truth,) = plain_logprobs(model_dir, [(*rollout.prompt_ids, *rollout.response_ids)])
+        (truth,) = plain_logprobs(teachers[rollout.domain], [(*rollout.prompt_ids, *rollout.response_ids)])
         assert ours == pytest.approx(truth[len(rollout.prompt_ids) - 1 :], abs=1e-4)
-    stop(pool)
 
 
-def test_equal_teacher_and_zero_rate_change_nothing(pair: Pair, tmp_path: Path) -> None:
-    """Teacher = student: loss below 1e-4, weights stay. Another teacher at learning rate 0: bit-identical after 3 steps."""
-    student = pair.student
+def test_an_equal_teacher_changes_nothing(shared: Shared, tmp_path: Path) -> None:
+    """Teacher = student: loss below 1e-4, weights stay."""
     # The usual epsilon of 1e-8 would turn rounding noise in the gradient into full steps of size lr; with this one a weight moves by
     # its gradient at most. How large the noise is depends on the processor.
-    cfg = config(student, lr=1e-3, adam_epsilon=1e-3)
-    trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": student, "right": student})
+    trainer = shared.trainer(config(shared.student, lr=1e-3, adam_epsilon=1e-3))
     before = weights(trainer, tmp_path / "before")
-    rows = rollouts()
+    rows = moved(rollouts(), left="same", right="same")
     for step in (1, 2, 3):
-        report = trainer.train_step(step, rows, pool.score(rows))
+        report = trainer.train_step(step, rows, shared.pool.score(rows))
         assert abs(report.loss) < 1e-4
         assert report.grad_norm < 1e-4
     after = weights(trainer, tmp_path / "after")
     for name, weight in before.items():
         assert torch.allclose(weight, after[name], rtol=0, atol=1e-5), name
-    stop(trainer, pool)
-
-    still = config(student, lr=0.0, weight_decay=0.1)
-    trainer = start_trainer(still)
-    for step in (1, 2, 3):
-        assert trainer.train_step(step, rows, pair.pool.score(rows)).loss > 0.1
-    unmoved = weights(trainer, tmp_path / "unmoved")
-    for name, weight in before.items():
-        assert torch.equal(weight, unmoved[name]), name
-    stop(trainer)
 
 
 @pytest.mark.parametrize("tie", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
-def test_two_accumulating_ranks_equal_one(pair: Pair, tmp_path: Path, make_model_dir: Make, tie: bool) -> None:
+def test_two_accumulating_ranks_equal_one(shared: Shared, tmp_path: Path, make_model_dir: Make, tie: bool) -> None:
     """The global token mean does not depend on how rows are cut into ranks and micro-batches.
 
     Adam's usual epsilon would blow rounding noise in near-zero gradients up to full steps; a large one compares gradients.
     """
-    student = pair.student if tie else make_model_dir(tmp_path / "s", tie=False)
+    student = shared.student if tie else make_model_dir(tmp_path / "s", tie=False)
     rows = rollouts(48)
     results = {}
     for ranks, micro_batch_tokens in ((1, 100_000), (2, 128)):
         cfg = config(student, lr=1e-2, adam_epsilon=1e-3, ranks=ranks, micro_batch_tokens=micro_batch_tokens)
-        trainer = start_trainer(cfg)
-        reports = [trainer.train_step(step, rows, pair.pool.score(rows)) for step in (1, 2)]
+        trainer = shared.trainer(cfg)
+        reports = [trainer.train_step(step, rows, shared.pool.score(rows)) for step in (1, 2)]
         results[ranks] = reports, weights(trainer, tmp_path / f"ranks-{ranks}")
-        stop(trainer)
     (one, weights_one), (two, weights_two) = results[1], results[2]
     for a, b in zip(one, two, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-5)
@@ -346,54 +260,62 @@ def test_two_accumulating_ranks_equal_one(pair: Pair, tmp_path: Path, make_model
         assert torch.allclose(weight, weights_two[name], rtol=0, atol=1e-5), name
 
 
-def test_training_begins_while_teachers_score_and_ends_with_the_same_weights(
-    tmp_path: Path, make_model_dir: Make
-) -> None:
+def test_a_step_is_the_same_with_shared_prompts_and_on_any_number_of_ranks(shared: Shared, tmp_path: Path) -> None:
+    """Adam's usual epsilon would blow rounding noise up to full steps; a large one compares gradients."""
+    rows, found = responses(4), {}
+    sharing = start_pool(with_n(config(shared.student), 4), {"left": shared.expert, "right": shared.expert})
+    for name, n, ranks, tokens in (("separate", 1, 1, 100_000), ("shared", 4, 1, 100_000), ("ranks", 4, 2, 128)):
+        cfg = config(shared.student, lr=1e-2, adam_epsilon=1e-3, ranks=ranks, micro_batch_tokens=tokens)
+        trainer, pool = shared.trainer(with_n(cfg, n)), shared.pool if n == 1 else sharing
+        # Teachers of equal weights are one, and have the last one's name.
+        assert {trainer.layout.layout, pool.layouts["right-expert"].layout} == {"packed" if n == 1 else "shared"}
+        reports = [trainer.train_step(step, rows, pool.score(rows)) for step in (1, 2)]
+        found[name] = reports, weights(trainer, tmp_path / name)
+    stop(sharing)
+    slow, weights_slow = found.pop("separate")
+    for reports, trained in found.values():
+        for a, b in zip(slow, reports, strict=True):
+            assert a.loss == pytest.approx(b.loss, rel=1e-5)
+            assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4)
+            for domain, stats in a.domains.items():
+                other = dataclasses.asdict(b.domains[domain])
+                assert dataclasses.asdict(stats) == pytest.approx(other, rel=1e-5, abs=1e-4, nan_ok=True)
+        for name, weight in weights_slow.items():
+            assert torch.allclose(weight, trained[name], rtol=0, atol=1e-5), name
+
+
+def test_training_begins_while_teachers_score_and_ends_with_the_same_weights(shared: Shared, tmp_path: Path) -> None:
     """More rows than one part holds, more micro-batches than one, and a queue that is soon full."""
     from safetensors.torch import load_file
 
-    student, *experts = (make_model_dir(tmp_path / str(seed), seed=seed) for seed in range(3))
-    rows = rollouts(560)  # on two workers; a part leaves with 256 of them
-    cfg = config(student, lr=1e-2, adam_epsilon=1e-3, micro_batch_tokens=1024)
-    cfg = cfg.model_copy(update={"teachers": cfg.teachers.model_copy(update={"workers": 2, "queue": 1})})
+    rows = moved(rollouts(560), right="wide")  # on two workers; a part leaves with 256 of them
+    cfg = with_teachers(config(shared.student, lr=1e-2, adam_epsilon=1e-3, micro_batch_tokens=1024), queue=1)
     after = []
     for overlap in (False, True):
-        trainer, pool = start_trainer(cfg), start_pool(cfg, dict(zip(("left", "right"), experts, strict=True)))
-        targets = pool.score(rows)
+        trainer, targets = shared.trainer(cfg), shared.pool.score(rows)
         if not overlap:
             targets.collect()
         report = trainer.train_step(1, rows, targets)
         assert targets.num_parts >= 4
         assert report.peak_bytes < targets.nbytes
         after.append((report.loss, report.early_micro_batches, weights(trainer, tmp_path / f"after-{overlap}")))
-        stop(trainer, pool)
     (loss, none_early, apart), (loss_overlapped, early, overlapped) = after
     assert early > none_early == 0 and loss == loss_overlapped > 0.1
-    start = load_file(student / "model.safetensors")
+    start = load_file(shared.student / "model.safetensors")
     assert any((apart[name] - start[name]).abs().max() > 1e-4 for name in start), "nothing was trained"
     for name, weight in apart.items():
         assert torch.equal(weight, overlapped[name]), name
 
 
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(pair: Pair, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(shared: Shared, tmp_path: Path) -> None:
     """2 -> 1 and 1 -> 2: the step after a load has the loss that it has without one, and leaves the same weights."""
-    student, pool = pair.student, pair.pool
+    pool, rows = shared.pool, rollouts(32)
     # Vocabulary 76 and odd widths: at two ranks some parts are shorter than others.
-    one, two = (start_trainer(config(student, lr=1e-2, adam_epsilon=1e-3, ranks=ranks)) for ranks in (1, 2))
-    rows = rollouts(32)
-
-    def checkpoint(trainer: DeepSpeedTrainer, name: str) -> Path:
-        (tmp_path / name).mkdir()
-        trainer.begin_save(tmp_path / name)
-        files = trainer.saved(60)
-        assert files and {f.name: f.size for f in files} == {
-            p.name: p.stat().st_size for p in (tmp_path / name).iterdir()
-        }
-        return tmp_path / name
-
+    cfgs = (config(shared.student, lr=1e-2, adam_epsilon=1e-3, ranks=ranks) for ranks in (1, 2))
+    one, two = map(shared.trainer, cfgs)
     for step in (1, 2):
         two.train_step(step, rows, pool.score(rows))
-    first = checkpoint(two, "two")
+    first = save(two, tmp_path / "two")
     assert sorted(p.name for p in first.iterdir()) == ["rank-0.safetensors", "rank-1.safetensors", "trainer.json"]
     undisturbed = two.train_step(3, rows, pool.score(rows))
     one.load(first)
@@ -402,7 +324,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(pair: Pair, tmp_path:
     for name, weight in theirs.items():
         assert torch.allclose(weight, ours[name], rtol=0, atol=1e-5), name
 
-    second = checkpoint(one, "one")
+    second = save(one, tmp_path / "one")
     for step in (4, 5):  # `two` goes astray, and comes back by the checkpoint
         two.train_step(step, rows[:8], pool.score(rows[:8]))
     two.load(second)
@@ -411,17 +333,15 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(pair: Pair, tmp_path:
     assert two.train_step(4, rows, pool.score(rows)).loss == pytest.approx(
         one.train_step(4, rows, pool.score(rows)).loss, abs=1e-3
     )
-    stop(one, two)
 
 
-def test_a_missing_row_stops_the_step(pair: Pair) -> None:
+def test_a_missing_row_stops_the_step(shared: Shared) -> None:
     from opd.errors import RunError
 
-    trainer, rows = start_trainer(config(pair.student)), rollouts()
-    short = pair.pool.score(rows[:-1])
+    trainer, rows = shared.trainer(config(shared.student, adam_epsilon=1e-3)), rollouts()
+    short = shared.pool.score(rows[:-1])
     with pytest.raises(RunError, match=r"no teacher scored \["):
         trainer.train_step(1, rows, short)
-    stop(trainer)
 
 
 @pytest.mark.parametrize(
@@ -433,14 +353,13 @@ def test_a_missing_row_stops_the_step(pair: Pair) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else value["kind"],
 )
-def test_every_payload_trains(
-    tmp_path: Path, make_model_dir: Make, rows_of: Any, payload: str, objective: dict[str, Any]
-) -> None:
+def test_every_payload_trains(shared: Shared, rows_of: Any, payload: str, objective: dict[str, Any]) -> None:
     """Through real workers: the numbers of the stream are the teacher's own, and the student moves toward it."""
-    student, expert = make_model_dir(tmp_path / "s", seed=0), make_model_dir(tmp_path / "e", seed=1)
+    student, expert, pool = shared.student, shared.expert, shared.pool
     cfg = config(student, objective=objective, payload=payload, lr=3e-3)
-    trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": expert, "right": expert})
-    rows = rollouts()
+    if payload != "hidden_states":  # what the shared one sends
+        pool = start_pool(cfg, {"left": expert, "right": expert})
+    trainer, rows = start_trainer(cfg), rollouts()
     truth = plain_logprobs(student, [(*r.prompt_ids, *r.response_ids) for r in rows])
     rows = [
         dataclasses.replace(r, behaviour_logprobs=tuple(t[len(r.prompt_ids) - 1 :]))
@@ -460,63 +379,57 @@ def test_every_payload_trains(
     assert reports[-1].logprob_gap > 1e-3, "the student moved away from where it sampled"
     if payload != "sampled_logprobs":  # on fixed samples k1 itself need not fall
         assert reports[-1].loss < 0.9 * reports[0].loss
-    stop(trainer, pool)
+    stop(trainer, *([] if pool is shared.pool else [pool]))
 
 
-def test_a_teacher_with_broken_weights_is_quarantined_up_to_a_budget(tmp_path: Path, make_model_dir: Make) -> None:
-    from safetensors.torch import load_file, save_file
-
+def test_a_teacher_with_broken_weights_is_quarantined_up_to_a_budget(
+    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from opd.errors import RunError
 
-    student, good, bad = (make_model_dir(tmp_path / name, seed=i) for i, name in enumerate(("student", "good", "bad")))
-    file = bad / "model.safetensors"
-    state = load_file(file)
-    state["model.norm.weight"][:] = float("nan")
-    save_file(state, file, metadata={"format": "pt"})
-    cfg = config(student, lr=1e-3, adam_epsilon=1e-3)
-    tolerant = cfg.model_copy(update={"teachers": cfg.teachers.model_copy(update={"max_quarantined": 0.5})})
-    rows = rollouts()
+    rows = moved(rollouts(), right="broken")
+    with pytest.raises(RunError, match=r"8 of 16 responses could not be scored.*max_quarantined is 0.001"):
+        shared.pool.score(rows).collect()
+    monkeypatch.setattr(shared.pool, "_max_quarantined", 0.5)
     reports, after = [], []
-    for given in (rows, [r for r in rows if r.domain == "left"]):
-        trainer, pool = start_trainer(tolerant), start_pool(tolerant, {"left": good, "right": bad})
+    for given in ([r for r in rows if r.domain == "left"], rows):
+        trainer = shared.trainer(config(shared.student, lr=1e-3, adam_epsilon=1e-3))
         for step in (1, 2):
-            targets = pool.score(given)
+            targets = shared.pool.score(given)
             reports.append(trainer.train_step(step, given, targets))
-            assert set(targets.quarantined) == {r.sample_id for r in given if r.domain == "right"}
+            assert set(targets.quarantined) == {r.sample_id for r in given if r.domain == "broken"}
         after.append(weights(trainer, tmp_path / f"after-{len(after)}"))
-        stop(pool, trainer)
     assert all(set(report.domains) == {"left"} and report.loss > 0.01 for report in reports)
     # As if the rest had never been asked: the mean is over what was scored, and so is the norm that is clipped.
-    for with_broken, without in zip(reports[:2], reports[2:4], strict=True):
+    for without, with_broken in zip(reports[:2], reports[2:4], strict=True):
         assert with_broken.loss == pytest.approx(without.loss, rel=1e-5)
         assert with_broken.grad_norm == pytest.approx(without.grad_norm, rel=1e-4)
     for name, weight in after[0].items():
         assert torch.allclose(weight, after[1][name], rtol=0, atol=1e-6), name
-    strict = start_pool(cfg, {"left": good, "right": bad})
-    with pytest.raises(RunError, match=r"8 of 16 responses could not be scored.*max_quarantined is 0.001"):
-        strict.score(rows).collect()
-    stop(strict)
 
 
-def test_a_step_after_one_with_a_quarantined_response_is_like_any_other(tmp_path: Path, make_model_dir: Make) -> None:
-    """DeepSpeed keeps a loss scale that was set: the steps after it would be scaled by the share that was scored."""
-    from safetensors.torch import load_file, save_file
+def test_steps_at_rate_zero_move_nothing_and_a_quarantined_response_leaves_no_trace(
+    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights stay bit for bit, decay or not, so equal rows give equal gradients: also after a step with quarantined responses.
 
-    student, good, bad = (make_model_dir(tmp_path / name, seed=i) for i, name in enumerate(("student", "good", "bad")))
-    state = load_file(bad / "model.safetensors")
-    state["model.norm.weight"][:] = float("nan")
-    save_file(state, bad / "model.safetensors", metadata={"format": "pt"})
-    cfg = config(student, lr=0.0, ranks=1)
-    cfg = cfg.model_copy(update={"teachers": cfg.teachers.model_copy(update={"max_quarantined": 0.5})})
-    trainer = start_trainer(cfg)
-    whole, half = (start_pool(cfg, {"left": good, "right": right}) for right in (good, bad))
-    rows = rollouts()
-    pools = [whole, half, whole, half, half, whole]
-    norms = [trainer.train_step(step, rows, pool.score(rows)).grad_norm for step, pool in enumerate(pools, 1)]
+    DeepSpeed keeps a loss scale that was set: the steps after such a one would be scaled by the share that was scored.
+    """
+    monkeypatch.setattr(shared.pool, "_max_quarantined", 0.5)
+    trainer = start_trainer(config(shared.student, lr=0.0, weight_decay=0.1))
+    before = weights(trainer, tmp_path / "before")
+    whole = rollouts()
+    half = moved(whole, right="broken")
+    steps = [whole, half, whole, half, half, whole]
+    reports = [trainer.train_step(step, rows, shared.pool.score(rows)) for step, rows in enumerate(steps, 1)]
+    assert all(report.loss > 0.1 for report in reports)
+    norms = [report.grad_norm for report in reports]
     assert norms[0] > 0.01 and abs(norms[1] - norms[0]) > 0.01 * norms[0], "the rows that are left say something else"
-    # At rate 0 the weights stand still: equal rows give equal gradients, whatever came before.
-    assert norms == pytest.approx([norms[0] if pool is whole else norms[1] for pool in pools], rel=1e-5)
-    stop(trainer, whole, half)
+    assert norms == pytest.approx([norms[0] if rows is whole else norms[1] for rows in steps], rel=1e-5)
+    unmoved = weights(trainer, tmp_path / "unmoved")
+    for name, weight in before.items():
+        assert torch.equal(weight, unmoved[name]), name
+    stop(trainer)
 
 
 @pytest.mark.slow
@@ -538,25 +451,18 @@ def test_gradients_are_summed_in_float32_by_a_bfloat16_trainer(tmp_path: Path, m
     assert off["float32"] < 1e-4 < 1e-3 < off["bfloat16"], off
 
 
-def test_dropout_of_a_student_is_off(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_dropout_of_a_student_is_off(shared: Shared, teachers: dict[str, Path]) -> None:
     """The engine that writes has none, so a trainer with dropout would train, and probe, another policy."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    student = tmp_path / "gpt2"
-    torch.manual_seed(0)
-    shape = GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.3)
-    GPT2LMHeadModel(shape).save_pretrained(student)
-    tiny_tokenizer.save_pretrained(student)
+    student = teachers["gpt2"]
     for checkpointing in (False, True):
-        cfg = config(student, lr=0.0, ranks=1, gradient_checkpointing=checkpointing)
-        trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": student, "right": student})
+        trainer = start_trainer(config(student, lr=0.0, ranks=1, gradient_checkpointing=checkpointing))
         assert mean_gap(trainer.logprobs(PROBE), plain_logprobs(student, PROBE)) < 1e-5
         said = trainer.logprobs([[*r.prompt_ids, *r.response_ids] for r in rollouts()])
         rows = [
             dataclasses.replace(r, behaviour_logprobs=tuple(said[i][len(r.prompt_ids) - 1 :]))
-            for i, r in enumerate(rollouts())
+            for i, r in enumerate(moved(rollouts(), left="gpt2", right="gpt2"))
         ]
-        report = trainer.train_step(1, rows, pool.score(rows))
+        report = trainer.train_step(1, rows, shared.pool.score(rows))
         assert report.logprob_gap < 1e-5, "the step itself"
         assert abs(report.loss) < 1e-5, "a student that is its own teacher"
-        stop(trainer, pool)
+        stop(trainer)
