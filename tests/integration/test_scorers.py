@@ -43,6 +43,8 @@ TOLERANCE = {"float32": 0.01, "bfloat16": 0.05}
 OBJECTIVES = {"hidden_states": {}, "sampled_logprobs": {"kind": "sampled"}, "top_k": {"kind": "top_k", "k": TOP_K}}
 PLAIN = {("transformers", "sampled_logprobs"), ("transformers", "top_k")}
 """Without a pool in tests/unit/teachers/test_transformers_scorer.py, so only in the long run here."""
+PADDED = {("vllm", "top_k", "float32"): 60}
+"""Where the tokenizer knows fewer ids than the head has rows."""
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,11 @@ def rollouts(num: int = 12, *, below: int = VOCABULARY, seed: int = 0) -> list[R
     return made
 
 
+def route(name: str, model_dir: Path) -> tuple[WeightedTeacher, ...]:
+    """A domain's teacher of this name and model."""
+    return (WeightedTeacher(teacher=Teacher(name=name, model_dir=model_dir), weight=1.0),)
+
+
 def start_pool(engine: str, payload: str, left: Path, right: Path, *, dtype: str = "float32", **more: Any) -> Pool:
     config = validate(
         PipelineConfig,
@@ -90,8 +97,8 @@ def start_pool(engine: str, payload: str, left: Path, right: Path, *, dtype: str
         },
         "test",
     )  # fmt: skip
-    teachers = {"left": Teacher(name="left", model_dir=left), "right": Teacher(name="right", model_dir=right)}
-    routes = {d: (WeightedTeacher(teacher=t, weight=1.0),) for d, t in teachers.items()}
+    models = {"left": left, "right": right} | more.pop("others", {})
+    routes = {name: route(name, model_dir) for name, model_dir in models.items()}
     pool = Pool(pool_spec(config, more.pop("vocab_size", VOCABULARY)), routes)
     assert not more
     pool.wait_ready()
@@ -164,76 +171,86 @@ def mean_gap(
 def test_scores_are_those_of_a_plain_forward(
     tmp_path: Path, make_model_dir: Make, ray: None, engine: str, payload: str, dtype: str
 ) -> None:
-    """Two tied teachers of one config are swapped back and forth."""
+    """Two tied teachers of one config are swapped back and forth; one case leaves padding rows of their heads out."""
     left, right = (make_model_dir(tmp_path / n, seed=s) for s, n in enumerate(("left", "right"), start=1))
     models = {"left": reference(left), "right": reference(right)}
-    pool = start_pool(engine, payload, left, right, dtype=dtype)
+    known = PADDED.get((engine, payload, dtype), VOCABULARY)
+    pool = start_pool(engine, payload, left, right, dtype=dtype, vocab_size=known)
     for turn in range(2):
-        given = rollouts(seed=turn)
+        given = rollouts(seed=turn, below=known)
         rows, heads = scored(pool, given)
         assert {(r.rollout.sample_id, r.teacher) for r in rows} == {(r.sample_id, r.domain) for r in given}
-        gap = mean_gap(rows, heads, models, dtype=dtype)
-        wrong = mean_gap(rows, heads, {"left": models["right"], "right": models["left"]}, dtype=dtype)
+        assert max((max(r.answer.topk_ids) for r in rows if isinstance(r.answer, TopTokens)), default=0) < known
+        gap = mean_gap(rows, heads, models, dtype=dtype, vocab_size=known)
+        swapped = {"left": models["right"], "right": models["left"]}
+        wrong = mean_gap(rows, heads, swapped, dtype=dtype, vocab_size=known)
         print(f"{engine} {payload} {dtype} turn {turn}: mean |delta| {gap:.2g} nats, of the other teacher {wrong:.2g}")
         assert gap <= TOLERANCE[dtype]
         assert wrong > 0.3, "the teachers are too alike to show anything"
     stop(pool)
 
 
-@pytest.mark.parametrize("payload", ["hidden_states", pytest.param("sampled_logprobs", marks=pytest.mark.slow)])
-def test_vllm_restarts_for_another_shape(tmp_path: Path, make_model_dir: Make, ray: None, payload: str) -> None:
-    left = make_model_dir(tmp_path / "left", seed=1)
-    right = make_model_dir(tmp_path / "right", seed=2, hidden=128, heads=4, tie=False)
-    pool = start_pool("vllm", payload, left, right)
-    for turn in range(2):
-        rows, heads = scored(pool, rollouts(seed=turn))
-        assert mean_gap(rows, heads, {"left": reference(left), "right": reference(right)}) <= 0.01
-    stop(pool)
+@dataclasses.dataclass(frozen=True)
+class Three:
+    """A pool of engine vllm: `left` has another shape than `odd` and `right`, and `odd` is broken where token 75 is read."""
+
+    pool: Pool
+    models: dict[str, Path]
 
 
-def test_vllm_leaves_padding_rows_out(tmp_path: Path, make_model_dir: Make, ray: None) -> None:
-    left, right = (make_model_dir(tmp_path / n, seed=s) for s, n in enumerate(("left", "right"), start=1))
-    pool = start_pool("vllm", "top_k", left, right, vocab_size=60)
-    rows, _ = scored(pool, rollouts(below=60))
-    models = {"left": reference(left), "right": reference(right)}
-    assert mean_gap(rows, {}, models, vocab_size=60) <= 0.01
-    assert max(max(row.answer.topk_ids) for row in rows) < 60
-    stop(pool)
-
-
-@pytest.mark.parametrize(
-    "payload",
-    ["hidden_states", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sampled_logprobs", "top_k"))],
+@pytest.fixture(
+    scope="module",
+    params=["hidden_states", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sampled_logprobs", "top_k"))],
 )
-def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
-    tmp_path: Path, make_model_dir: Make, ray: None, payload: str
-) -> None:
-    left, right = (make_model_dir(tmp_path / n, seed=s, tie=False) for s, n in enumerate(("left", "right"), start=1))
-    state = load_file(left / "model.safetensors")
+def three(
+    ray: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_model_dir: Make
+) -> Iterator[Three]:
+    root = tmp_path_factory.mktemp("three")
+    models = {"left": make_model_dir(root / "left", seed=1)}
+    for seed, name in enumerate(("odd", "right"), start=2):
+        models[name] = make_model_dir(root / name, seed=seed, hidden=128, heads=4, tie=False)
+    state = load_file(models["odd"] / "model.safetensors")
     state["model.embed_tokens.weight"][75] = torch.nan
-    save_file(state, left / "model.safetensors", {"format": "pt"})
-    pool = start_pool("vllm", payload, left, right, max_quarantined=0.9)
-    given = rollouts(24, below=75)
+    save_file(state, models["odd"] / "model.safetensors", {"format": "pt"})
+    odd = {"odd": models["odd"]}
+    pool = start_pool("vllm", request.param, models["left"], models["right"], others=odd, max_quarantined=0.9)
+    yield Three(pool, models)
+    stop(pool)
+
+
+def test_vllm_restarts_for_another_shape(three: Three) -> None:
+    """There and back: the pool has already tried each teacher."""
+    given = rollouts()
+    rows, heads = scored(three.pool, given)
+    assert {r.rollout.sample_id for r in rows} == {r.sample_id for r in given}
+    assert mean_gap(rows, heads, {name: reference(three.models[name]) for name in ("left", "right")}) <= 0.01
+
+
+def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(three: Three) -> None:
+    """Also those of a teacher of the same shape, whose weights come into the same engine."""
+    given = [dataclasses.replace(r, domain={"left": "odd", "right": "right"}[r.domain]) for r in rollouts(24, below=75)]
     poisoned = (5, 9, 17)
     for i in poisoned:
         given[i] = dataclasses.replace(given[i], prompt_ids=(75, 4))
-    models = {"left": reference(left), "right": reference(right)}
+    models = {name: reference(three.models[name]) for name in ("odd", "right")}
     for _ in range(3):  # what a broken response left in the cache must not reach later ones
-        targets = pool.score(given)
+        targets = three.pool.score(given)
         rows = read_rows(targets)
         assert set(targets.quarantined) == {given[i].sample_id for i in poisoned}
         heads = {key: head_tensor(head.handle.fetch()) for key, head in targets.heads.items()}
         assert mean_gap(rows, heads, models) <= 0.01
-    stop(pool)
 
 
-def test_vllm_refuses_weights_that_do_not_fit(tmp_path: Path, make_model_dir: Make, ray: None) -> None:
-    left, right = (make_model_dir(tmp_path / n, seed=s) for s, n in enumerate(("left", "right"), start=1))
+def test_vllm_refuses_weights_that_do_not_fit(
+    three: Three, tmp_path: Path, make_model_dir: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = make_model_dir(tmp_path / "right", seed=2)
     state = load_file(right / "model.safetensors")
     del state["model.layers.1.mlp.up_proj.weight"]
     save_file(state, right / "model.safetensors", {"format": "pt"})
+    monkeypatch.setitem(three.pool._routes, "right", route("right", right))
     with pytest.raises(RunError, match=r"teacher right: weights do not fit its config: missing .*up_proj"):
-        start_pool("vllm", "sampled_logprobs", left, right)
+        three.pool.wait_ready()
 
 
 @pytest.mark.gpu
