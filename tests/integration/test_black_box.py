@@ -94,9 +94,9 @@ def test_the_same_tokens_in_white_and_in_black(tmp_path: Path, make_model_dir: C
     prompts = [
         Prompt(
             id=f"left/{n}", domain="left", token_ids=tuple(tokenizer(f"go {n}")["input_ids"]), text=f"go {n}",
-            metadata={"length": 1 + n},
+            metadata={"length": n},
         )
-        for n in range(4)
+        for n in (1, 4)
     ]  # fmt: skip
     batches: dict[str, RolloutBatch] = {}
     greedy: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def test_the_same_tokens_in_white_and_in_black(tmp_path: Path, make_model_dir: C
     gaps = largest_gap_by_turn(list(white.rollouts), str(student))
     assert len(gaps) >= 4 and max(gaps.values()) < 1e-3
     for name, batch in batches.items():
-        assert batch.episodes["left"].stop_reasons == {"done": 4}, (name, batch.episodes)
+        assert batch.episodes["left"].stop_reasons == {"done": 2}, (name, batch.episodes)
         assert batch.episodes["left"].audit == white.episodes["left"].audit, name
         for found, wanted in zip(
             [*batch.rollouts, *(r for rs in greedy[name] for r in rs)],

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
@@ -22,6 +23,9 @@ from opd.cluster.session import current_watch
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
 
+TITLES = {"gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Owner"}
+"""Of the processes of a session whose only worker is an `Owner`."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def ray() -> Iterator[None]:
@@ -32,6 +36,11 @@ def ray() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def free_places() -> None:
     """Two workers have a place: those of the test before, failed or not, make room."""
+    make_room()
+
+
+def make_room() -> None:
+    """End all workers."""
     for worker in current_watch().workers:
         worker.kill()
 
@@ -150,49 +159,40 @@ def test_an_answer_that_does_not_come_is_an_error_of_the_run() -> None:
         ask(reader, Reader.total, {"numbers": numbers})
 
 
-def test_nothing_of_ours_listens_beyond_this_machine() -> None:
+@dataclass(frozen=True)
+class Session:
+    """What this one looked like while it had a single worker."""
+
+    listening: set[tuple[str, str]]
+    """Name of a process, and an address at which it listens."""
+    address: str
+    """Where the worker says that the cluster reaches its machine."""
+    marks: dict[str, str | None]
+    """Title of a process -> the mark that it carries."""
+
+
+@pytest.fixture(scope="module")
+def session(ray: None) -> Session:
+    make_room()
     owner = start_owner()
     ask(owner, Owner.asked)
+    deadline = time.monotonic() + 30
+    while (marks := titles_and_marks()).keys() < TITLES and time.monotonic() < deadline:
+        time.sleep(0.2)  # an agent has its title a moment after its start
+    found = Session(listening=listening(), address=owner.node_address(timeout_s=30), marks=marks)
+    owner.kill()
+    return found
+
+
+def listening() -> set[tuple[str, str]]:
+    """Of this process and all below it."""
     mine = psutil.Process()
-    listening = {
-        (process.name(), port.laddr)
+    return {
+        (process.name(), port.laddr.ip.removeprefix("::ffff:"))
         for process in (mine, *mine.children(recursive=True))
         for port in process.net_connections(kind="inet")
         if port.status == psutil.CONN_LISTEN
     }
-    owner.kill()
-    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
-    addresses = {name: ip_address(at.ip.removeprefix("::ffff:")) for name, at in listening}
-    assert {name: str(at) for name, at in addresses.items() if not at.is_loopback} == {}
-
-
-def test_a_worker_says_where_the_cluster_reaches_its_machine() -> None:
-    owner = start_owner()
-    assert owner.node_address(timeout_s=30) == "127.0.0.1", "not the address of this machine's own name"
-    owner.kill()
-
-
-def test_every_process_carries_the_mark_of_its_driver() -> None:
-    """Also under the titles that Ray's agents and workers give themselves."""
-    owner = start_owner()
-    ask(owner, Owner.asked)
-    wanted = {"gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Owner"}
-    deadline = time.monotonic() + 30
-    while (found := titles_and_marks()).keys() < wanted and time.monotonic() < deadline:
-        time.sleep(0.2)  # an agent has its title a moment after its start
-    owner.kill()
-    assert found.keys() >= wanted
-    assert {title: mark for title, mark in found.items() if mark != leftovers.mark()} == {}
-
-
-def test_ray_starts_no_process_before_a_worker_wants_one() -> None:
-    """A worker has an environment of its own, so it could not take one that was started beforehand."""
-    owner = start_owner()
-    ask(owner, Owner.asked)
-    found = titles_and_marks()
-    owner.kill()
-    assert "ray::Owner" in found
-    assert "ray::IDLE" not in found
 
 
 def titles_and_marks() -> dict[str, str | None]:
@@ -203,6 +203,27 @@ def titles_and_marks() -> dict[str, str | None]:
             title = process.cmdline()[0] if process.name().startswith("ray::") else process.name()
             found[title.split("(")[0].split(".")[0]] = process.environ().get(leftovers.VARIABLE)
     return found
+
+
+def test_nothing_of_ours_listens_beyond_this_machine(session: Session) -> None:
+    assert {"gcs_server", "raylet"} <= {name for name, _ in session.listening}
+    assert [(name, at) for name, at in session.listening if not ip_address(at).is_loopback] == []
+
+
+def test_a_worker_says_where_the_cluster_reaches_its_machine(session: Session) -> None:
+    assert session.address == "127.0.0.1", "not the address of this machine's own name"
+
+
+def test_every_process_carries_the_mark_of_its_driver(session: Session) -> None:
+    """Also under the titles that Ray's agents and workers give themselves."""
+    assert session.marks.keys() >= TITLES
+    assert {title: mark for title, mark in session.marks.items() if mark != leftovers.mark()} == {}
+
+
+def test_ray_starts_no_process_before_a_worker_wants_one(session: Session) -> None:
+    """A worker has an environment of its own, so it could not take one that was started beforehand."""
+    assert "ray::Owner" in session.marks
+    assert "ray::IDLE" not in session.marks
 
 
 def test_only_who_has_the_token_gets_an_answer() -> None:
@@ -251,7 +272,7 @@ def test_the_death_of_a_partner_explains_a_failure_and_comes_with_its_last_words
 
 
 def test_a_worker_that_is_stopped_is_noticed_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while another one is waited for, which is not disturbed."""
+    """Also while another one is waited for, which is not disturbed, and is then stopped itself."""
     monkeypatch.setattr(watching, "SILENT_S", 6.0)
     stopped, waiting = start_pair()
     pid, partner = ask(stopped, Half.pid), ask(waiting, Half.pid)
@@ -267,17 +288,12 @@ def test_a_worker_that_is_stopped_is_noticed_and_ended(monkeypatch: pytest.Monke
     ) as death:
         ask(stopped, Half.pid)
     assert death.value.worker is stopped
-    waiting.kill()
 
-    stopped, other = start_pair()
-    pid, _ = ask(stopped, Half.pid), ask(other, Half.pid)
-    pending = stopped.submit(Half.together, 0)
-    time.sleep(3)  # until it has said that it lives
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(partner, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(cluster.WorkerDied, match=r"half 0: no sign of life for 6 s") as death:
+    with pytest.raises(cluster.WorkerDied, match=r"half 1: no sign of life for 6 s") as death:
         pending.result(timeout_s=60)
-    assert death.value.worker is stopped and time.monotonic() - began < 15
+    assert death.value.worker is waiting and time.monotonic() - began < 15
 
 
 def test_ray_does_not_take_the_signals_of_the_driver() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,19 +20,19 @@ from opd.leftovers import SHARED_MEMORY
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.settings import validate
 from opd.sync import NetworkSync, SharedMemorySync, SyncSpec
+from opd.train.deepspeed import DeepSpeedTrainer
 from opd.types import Prompt
-from tests.integration.test_engines import (
+from tests.integration.parts import (
     PROBE,
     config,
     mean_gap,
     plain_logprobs,
-    rollouts,
     start_engine,
-    start_pool,
     start_trainer,
     stop,
 )
 from tests.integration.test_merge import records
+from tests.integration.test_network import altered
 from tests.integration.test_schedules import opd
 
 Make = Callable[..., Path]
@@ -72,8 +74,12 @@ def gone(process: psutil.Process) -> bool:
 
 
 def left_in_memory() -> set[Path]:
-    """Shared memory of vLLM's message queues and of its sums over processes."""
-    return {path for path in SHARED_MEMORY.iterdir() if path.name.startswith("psm_") or "cpushm" in path.name}
+    """Shared memory of vLLM's message queues and of its sums over processes, that no process has: another test's may be there."""
+    found = {path for path in SHARED_MEMORY.iterdir() if path.name.startswith("psm_") or "cpushm" in path.name}
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            found -= {Path(name) for name in re.findall(r"/dev/shm/.*", Path(f"/proc/{pid}/maps").read_text())}
+    return found
 
 
 def folder_of(owner: psutil.Process) -> Path:
@@ -87,56 +93,59 @@ def folder_of(owner: psutil.Process) -> Path:
 def test_two_processes_write_what_one_does_and_take_weights_as_it_does(
     tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any
 ) -> None:
-    """Greedy and sampled; at first, after a push of a training step, and for a model of another shape."""
-    student, expert = make_model_dir(tmp_path / "student", seed=0), make_model_dir(tmp_path / "expert", seed=1)
+    """Greedy and sampled: at first, after one of the two was killed, after pushes, and for a model of another shape. No process and
+    no memory outlives the engine."""
+    student = make_model_dir(tmp_path / "student", seed=0)
     other = make_model_dir(tmp_path / "other", hidden=128, heads=4, seed=3)
+    shared = left_in_memory()
     one, two = (start_engine(divided(student, size), student, tiny_tokenizer) for size in (1, 2))
     assert len(parts(two)) == 2
     assert parts(one) == []
     alone, among = ([path.is_socket() for path in folder_of(owner_of(engine)).iterdir()] for engine in (one, two))
     assert alone == [False] and among.count(False) == 1 and any(among), "where they meet, and sockets between several"
+    listening = [c.laddr.ip for p in parts(two) for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert set(listening) <= {"127.0.0.1", "::1"}
     assert written(one) == written(two)
-    trainer = start_trainer(config(student, lr=3e-2))
-    pool = start_pool(config(student), {"left": expert, "right": expert})
-    spec = SyncSpec(trainer=trainer, engine=two, probe=PROBE, tolerance=0.02, nbytes=1 << 20, tell=print)
-    sync = SharedMemorySync(spec)
-    assert sync.measure() < 1e-4
-    rows = rollouts()
-    trainer.train_step(1, rows, pool.score(rows))
-    assert sync.measure() > 0.1, "the step was too small to show anything"
-    assert sync.push(1).gap < 1e-3
-    trainer.train_step(2, rows, pool.score(rows))
-    assert sync.measure() > 0.1
-    assert NetworkSync(spec).push(2).gap < 1e-3, "in buckets, each process takes its part"
+
+    before = [owner_of(two), *parts(two)]
+    before[2].kill()
+    assert written(two) == written(one), "started again"
+    assert all(map(gone, before)), "a process that is killed takes the worker and the other one with it"
+
+    trainer = start_trainer(config(student))
+    assert_pushes_arrive(trainer, two, tmp_path)
     before = parts(two)
     for engine in (one, two):
         engine.load(other)
     assert mean_gap(two.logprobs(PROBE)[0], plain_logprobs(other, PROBE)) < 1e-4
     assert written(one) == written(two)
     assert all(map(gone, before)), "the engine that was replaced has ended"
-    stop(one, two, trainer, pool)
+    assert len(parts(two)) == 2
+    stop(one, trainer)
+    assert_stops_without_a_trace(two, shared)
 
 
-@pytest.mark.usefixtures("ray")
-def test_no_process_outlives_its_engine(tiny_model_dir: Path, tiny_tokenizer: Any) -> None:
-    """One that is killed takes the worker with it, which is started again and answers alike; a killed worker takes all."""
-    shared = left_in_memory()
-    engine = start_engine(divided(tiny_model_dir), tiny_model_dir, tiny_tokenizer)
-    wanted = written(engine)
-    listening = [c.laddr.ip for p in parts(engine) for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
-    assert set(listening) <= {"127.0.0.1", "::1"}
-    owner, found = owner_of(engine), parts(engine)
-    found[1].kill()
-    assert written(engine) == wanted
-    assert gone(owner) and all(map(gone, found))
-    owner, found = owner_of(engine), parts(engine)
-    assert len(found) == 2
-    folder = folder_of(owner)
+def assert_pushes_arrive(trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, root: Path) -> None:
+    """Other weights each time: through shared memory, and over the network."""
+    spec = SyncSpec(trainer=trainer, engine=engine, probe=PROBE, tolerance=0.02, nbytes=1 << 20, tell=print)
+    sync = SharedMemorySync(spec)
+    assert sync.measure() < 1e-4
+    trainer.load(altered(trainer, root / "first", 1.5))
+    assert sync.measure() > 0.1, "the weights are too alike to show anything"
+    assert sync.push(1).gap < 1e-3
+    trainer.load(altered(trainer, root / "second", 1.5))
+    assert sync.measure() > 0.1
+    assert NetworkSync(spec).push(2).gap < 1e-3, "in buckets, each process takes its part"
+
+
+def assert_stops_without_a_trace(engine: VLLMRolloutEngine, shared: set[Path]) -> None:
+    """But for its folder, which goes at the end of a session; `shared` was left before."""
+    processes, folder = [owner_of(engine), *parts(engine)], folder_of(owner_of(engine))
     stop(engine)
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and (not all(map(gone, [owner, *found])) or left_in_memory() - shared):
+    while time.monotonic() < deadline and (not all(map(gone, processes)) or left_in_memory() - shared):
         time.sleep(0.1)
-    assert gone(owner) and all(map(gone, found))
+    assert all(map(gone, processes))
     assert left_in_memory() <= shared
     leftovers.end_own()  # as at the end of a session
     assert not folder.exists()

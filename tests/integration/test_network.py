@@ -45,13 +45,13 @@ def node(worker: Worker[Any]) -> str:
     return found
 
 
-def altered(trainer: DeepSpeedTrainer, path: Path) -> Path:
-    """A checkpoint of the trainer whose weights are a tenth larger."""
+def altered(trainer: DeepSpeedTrainer, path: Path, factor: float = 1.1) -> Path:
+    """A checkpoint of the trainer whose weights are larger by this factor."""
     path.mkdir()
     trainer.begin_save(path)
     assert trainer.saved(60)
     file = path / "rank-0.safetensors"
-    tensors = {name: 1.1 * t if name.startswith("param/") else t for name, t in load_file(file).items()}
+    tensors = {name: factor * t if name.startswith("param/") else t for name, t in load_file(file).items()}
     save_file(tensors, file)
     return path
 

@@ -3,6 +3,7 @@ sampled, and what the engine says of the others is what the trainer says."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -24,13 +25,14 @@ from opd.settings import validate
 from opd.stream.schema import read_stream
 from opd.types import Prompt, Rollout
 from pipelines.specs import rollout_spec
+from tests.integration.parts import start_pool, start_sync, start_trainer, stop
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 76
 PADDED = 512
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
     from opd.config.sections import ClusterConfig
 
@@ -38,7 +40,7 @@ def ray() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make_padded(tiny_tokenizer: Any) -> Callable[..., Path]:
     """make_padded(path, *, seed, tie, rows): a Qwen3 of random weights whose head has `rows` rows, all alike likely."""
 
@@ -62,16 +64,16 @@ def make_padded(tiny_tokenizer: Any) -> Callable[..., Path]:
     return make
 
 
-def config(student: Path, temperature: float) -> PipelineConfig:
+def config(student: Path, temperature: float, max_new_tokens: int = 48, **trainer: Any) -> PipelineConfig:
     return validate(
         PipelineConfig,
         {
             "name": "padded",
             "student": {"model": student},
             "experts": {"e": {"model": student, "domain": "d"}},
-            "domains": {"d": {}},
-            "rollout": {"temperature": temperature, "max_new_tokens": 48, "max_model_len": 64},
-            "trainer": {"steps": 1, "samples_per_step": 1, "ranks": 1},
+            "domains": {"d": {}, "other": {}},
+            "rollout": {"temperature": temperature, "max_new_tokens": max_new_tokens, "max_model_len": 64},
+            "trainer": {"steps": 1, "samples_per_step": 2, "ranks": 1} | trainer,
         },
         "test",
     )
@@ -83,9 +85,10 @@ def start(cfg: PipelineConfig, model_dir: Path, tokenizer: Any) -> VLLMRolloutEn
     return engine
 
 
-def written(engine: VLLMRolloutEngine, num: int) -> list[Rollout]:
-    prompts = [Prompt(id=f"d/{i}", domain="d", token_ids=tuple(range(4 + i % 60, 10 + i % 60))) for i in range(num)]
-    return list(engine.generate(prompts, step=1, policy_version=0).rollouts)
+def written(engine: VLLMRolloutEngine, num: int, *, step: int = 1, domain: str = "d") -> list[Rollout]:
+    places = [(i, 4 + i % 60) for i in range(num)]
+    prompts = [Prompt(id=f"{domain}/{i}", domain=domain, token_ids=tuple(range(at, at + 6))) for i, at in places]
+    return list(engine.generate(prompts, step=step, policy_version=step - 1).rollouts)
 
 
 def wanted(model_dir: Path, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
@@ -112,16 +115,65 @@ def assert_says_what_it_drew(engine: VLLMRolloutEngine, model_dir: Path, tempera
     return sum(len(r.response_ids) for r in rollouts)
 
 
-@pytest.mark.parametrize("tie", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
-def test_no_padding_row_is_sampled(
-    ray: None, tmp_path: Path, make_padded: Callable[..., Path], tiny_tokenizer: Any, tie: bool
-) -> None:
-    """Also after a push, and after a model with another number of rows, for which the engine starts anew."""
-    student = make_padded(tmp_path / "student", tie=tie)
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """A student whose head has more rows than the tokenizer knows, and an engine that holds it at temperature 2."""
+
+    student: Path
+    tie: bool
+    engine: VLLMRolloutEngine
+
+
+@pytest.fixture(
+    scope="module",
+    params=[True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=lambda tie: "tied" if tie else "untied",
+)
+def padded(
+    ray: None,
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    make_padded: Callable[..., Path],
+    tiny_tokenizer: Any,
+) -> Iterator[Padded]:
+    student = make_padded(tmp_path_factory.mktemp("padded") / "student", tie=request.param)
     engine = start(config(student, 2.0), student, tiny_tokenizer)
-    assert assert_says_what_it_drew(engine, student, 2.0, 150) > 2500
+    yield Padded(student, request.param, engine)
+    stop(engine)
+
+
+def test_a_student_learns_from_experts_with_other_numbers_of_rows(
+    padded: Padded, tmp_path: Path, make_padded: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six steps as a merge takes them, each pushed; no padding id is written, and engine and trainer agree."""
+    engine, student = padded.engine, padded.student
+    engine.load(student)
+    cfg = config(student, 1.5, 8, steps=6, samples_per_step=24, lr=2e-3, micro_batch_tokens=256)
+    monkeypatch.setattr(engine, "_spec", rollout_spec(cfg, student, VOCABULARY, (2,)))
+    experts = {
+        "d": make_padded(tmp_path / "d", seed=1, rows=96),
+        "other": make_padded(tmp_path / "o", seed=2, rows=140),
+    }
+    trainer, pool = start_trainer(cfg), start_pool(cfg, experts)
+    sync = start_sync("shared_memory", trainer, engine, tolerance=1e-3)
+    losses = []
+    for step in range(1, 7):
+        rollouts = [r for domain in experts for r in written(engine, 12, step=step, domain=domain)]
+        assert max(token for r in rollouts for token in r.response_ids) < VOCABULARY
+        report = trainer.train_step(step, rollouts, pool.score(rollouts))
+        assert max(report.logprob_gap, sync.push(step).gap) < 1e-3
+        losses.append(report.loss)
+    assert losses[-1] < 0.9 * losses[0]
+    stop(trainer, pool)
+
+
+def test_no_padding_row_is_sampled(padded: Padded, tmp_path: Path, make_padded: Callable[..., Path]) -> None:
+    """Also after a push, and after a model with another number of rows, for which the engine starts anew."""
+    engine = padded.engine
+    engine.load(padded.student)
+    assert assert_says_what_it_drew(engine, padded.student, 2.0, 150) > 2500
     for name, rows in (("pushed", PADDED), ("other", 140)):
-        model_dir = make_padded(tmp_path / name, tie=tie, seed=1, rows=rows)
+        model_dir = make_padded(tmp_path / name, tie=padded.tie, seed=1, rows=rows)
         engine.load(model_dir)
         assert_says_what_it_drew(engine, model_dir, 2.0, 40)
         probe = [tuple(range(5 + i, 26 + i)) for i in range(4)]
@@ -148,11 +200,12 @@ def merge_and_keep_the_log(root: Path, data: dict[str, Any], steps: int) -> Path
     return kept
 
 
-def merged_without_a_padding_id(
-    tmp_path: Path, make_pipeline: Callable[..., Any], make_padded: Callable[..., Path], steps: int
+@pytest.mark.slow  # above, six steps of its engines; test_models.py has a whole merge of models with padding rows
+def test_a_student_with_padding_rows_merges_for_long(
+    tmp_path: Path, make_pipeline: Callable[..., Any], make_padded: Callable[..., Path]
 ) -> None:
     """Experts have other numbers of rows than the student."""
-    rows = {0: PADDED, 1: 96, 2: 140}
+    rows, steps = {0: PADDED, 1: 96, 2: 140}, 200
 
     def make(path: Path, *, seed: int, tie: bool) -> Path:
         return make_padded(path, seed=seed, tie=tie, rows=rows[seed])
@@ -172,16 +225,3 @@ def merged_without_a_padding_id(
     ids = [token for row in logged for token in row.rollout.response_ids]
     assert len(ids) == sum(r["response_tokens"] for r in found)
     assert max(ids) < VOCABULARY
-
-
-def test_a_student_with_padding_rows_merges(
-    tmp_path: Path, make_pipeline: Callable[..., Any], make_padded: Callable[..., Path]
-) -> None:
-    merged_without_a_padding_id(tmp_path, make_pipeline, make_padded, 6)
-
-
-@pytest.mark.slow
-def test_a_student_with_padding_rows_merges_for_long(
-    tmp_path: Path, make_pipeline: Callable[..., Any], make_padded: Callable[..., Path]
-) -> None:
-    merged_without_a_padding_id(tmp_path, make_pipeline, make_padded, 200)

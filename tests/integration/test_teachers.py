@@ -43,6 +43,7 @@ SHARES = {
     "left-domain": {"left": 0.75, "right": 0.25},
     "right-domain": {"right": 1.0},
     "far-domain": {"right": 1.0},
+    "beyond-domain": {"left": 1.5, "start student": -0.5},
 }
 """Domain -> teacher -> weight, as the pipeline below means it."""
 
@@ -146,15 +147,19 @@ def file(
     make_model_dir: Make,
     tiny_tokenizer: Any,
 ) -> Path:
-    """A pipeline of three domains: one has two teachers, the other two share one."""
+    """A pipeline of four domains: one has two teachers, two share one, and the last goes beyond its own."""
     root = tmp_path_factory.mktemp("teachers")
     data = make_pipeline(root, make_model_dir)
     data["experts"]["right"]["model"] = str(write_qwen2(root / "qwen2", tiny_tokenizer))
     data["domains"]["left-domain"] |= {"teachers": {"left": 3, "right": 1}, "eval": None}
     data["domains"]["right-domain"]["eval"] = None
-    data["domains"]["far-domain"] = {"prompts": data["domains"]["left-domain"]["prompts"], "teachers": "right"}
+    prompts = data["domains"]["left-domain"]["prompts"]
+    data["domains"]["far-domain"] = {"prompts": prompts, "teachers": "right"}
+    data["domains"] = {name: domain | {"extrapolate": 1.0} for name, domain in data["domains"].items()}
+    data["domains"]["beyond-domain"] = {"prompts": prompts, "teachers": "left"}
+    data["objective"] = {"extrapolate": 1.5}
     data["teachers"] = {"workers": 2}
-    data["trainer"] |= {"steps": STEPS, "ranks": 1}
+    data["trainer"] |= {"steps": STEPS, "ranks": 1, "samples_per_step": 32}
     data["checkpoint"]["every"] = 100  # a checkpoint drops the target log of the steps before
     path = root / "pipeline.yaml"
     path.write_text(yaml.safe_dump(data))
@@ -182,27 +187,31 @@ def logged(directory: Path) -> list[TargetRow]:
 
 @torch.no_grad()
 def plain_loss(rows: Mapping[str, TargetRow], student: Path, teachers: Mapping[str, Path]) -> dict[str, list[float]]:
-    """Domain -> sum_k w_k KL(student || teacher_k) at every response token, by whole forward passes of each model."""
+    """Domain -> sum_k w_k KL(student || teacher_k) at every response token, by whole forward passes of each model; beyond its
+    expert KL(student || expert^1.5 start^-0.5 / Z)."""
     from transformers import AutoModelForCausalLM
 
     models = {n: AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for n, p in teachers.items()}
-    own = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+    own = models["start student"] = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
     losses: dict[str, list[float]] = {domain: [] for domain in SHARES}
     for row in rows.values():
         ids, predicts = (
             torch.tensor([[*row.rollout.prompt_ids, *row.rollout.response_ids]]),
             slice(len(row.rollout.prompt_ids) - 1, -1),
         )
-        logp_R_V = own(ids).logits[0, predicts].log_softmax(-1)
-        mixed_R = torch.zeros(len(row.rollout.response_ids))
+        logp_R_V = own(ids).logits[0, predicts].log_softmax(-1)  # in its first step the student is the start
+        target_R_V = torch.zeros_like(logp_R_V)
         for name, weight in SHARES[row.rollout.domain].items():
-            logq_R_V = models[name](ids).logits[0, predicts].log_softmax(-1)
-            mixed_R += weight * (logp_R_V.exp() * (logp_R_V - logq_R_V)).sum(-1)
-        losses[row.rollout.domain] += mixed_R.tolist()
+            target_R_V += weight * models[name](ids).logits[0, predicts].log_softmax(-1)
+        if row.rollout.domain == "beyond-domain":
+            target_R_V = target_R_V.log_softmax(-1)
+        losses[row.rollout.domain] += (logp_R_V.exp() * (logp_R_V - target_R_V)).sum(-1).tolist()
     return losses
 
 
-def test_teachers_of_two_architectures_and_a_domain_that_has_both(undisturbed: Finished, file: Path) -> None:
+def test_teachers_of_two_architectures_a_domain_that_has_both_and_one_beyond_its_own(
+    undisturbed: Finished, file: Path
+) -> None:
     """The first step's loss is what plain forward passes of the student and its teachers give."""
     data = yaml.safe_load(file.read_text())
     assert "domains.left-domain.teachers: weights add up to 4, taken as left 0.75, right 0.25" in undisturbed.errors
@@ -211,11 +220,11 @@ def test_teachers_of_two_architectures_and_a_domain_that_has_both(undisturbed: F
 
     rows = logged(file.with_name("first-step"))
     samples = {row.rollout.sample_id: row for row in rows}
-    assert len(samples) == 24
+    assert len(samples) == 32
     for sample in samples.values():
         scored_by = {row.teacher: row.weight for row in rows if row.rollout.sample_id == sample.rollout.sample_id}
         assert scored_by == SHARES[sample.rollout.domain]
-    assert {row.teacher: row.answer.hidden_size for row in rows} == {"left": 64, "right": 96}
+    assert {row.teacher: row.answer.hidden_size for row in rows} == {"left": 64, "right": 96, "start student": 64}
 
     experts = {name: Path(expert["model"]) for name, expert in data["experts"].items()}
     losses = plain_loss(samples, Path(data["student"]["model"]), experts)
@@ -224,7 +233,7 @@ def test_teachers_of_two_architectures_and_a_domain_that_has_both(undisturbed: F
     assert first["loss"] == pytest.approx(sum(every) / len(every), rel=1e-3)
     assert first["loss"] > 0.1
     for domain, part in losses.items():
-        assert first["domains"][domain]["tokens"] == len(part)
+        assert first["domains"][domain]["tokens"] == len(part) > 0
         assert first["domains"][domain]["loss"] == pytest.approx(sum(part) / len(part), rel=1e-3)
 
 
