@@ -25,8 +25,11 @@ def bind_to_own_cores() -> None:
 
 bind_to_own_cores()
 
-LONGEST = ("merge", "engines", "scorers", "divided_engine", "lora", "teachers", "models", "black_box")
-"""The files that take minutes. They run first, so that the processes that share the tests end together."""
+LONGEST = (
+    "engines", "merge", "lora", "divided_engine", "scorers", "teachers", "python_api", "reinforce", "reward", "models", "network",
+    "moe", "cluster", "black_box", "baselines", "monitors", "padded",
+)  # fmt: skip
+"""The files that take most time, the longest first, so that the processes that share the tests end together."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
