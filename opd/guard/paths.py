@@ -29,7 +29,7 @@ class TextGlobs:
         parts = [glob.lower().split("*") for glob in globs]
         self._exact = frozenset(one[0] for one in parts if len(one) == 1)
         self._within = [one[1] for one in parts if _is_within(one)]
-        """Of `*word*`, which most globs are: Python looks for a word faster than we compare parts."""
+        """The words of globs such as `*word*`. Most globs are such, and Python looks for a word faster than we compare parts."""
         self._parts = [one for one in parts if len(one) > 1 and not _is_within(one)]
 
     def holds(self, text: str) -> bool:

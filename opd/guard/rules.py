@@ -142,7 +142,7 @@ class CompiledRule:
     """A rule with its clauses as tests."""
 
     order: tuple[bool, int]
-    """Of two rules that hit, the one with the lower order decides: one that blocks comes first, then the one that is written first."""
+    """Its place: if two rules hit, the lower one decides. Rules that block come first, then those that are written first."""
     any: Sequence[CompiledClause]
     unless: Sequence[CompiledClause]
 
