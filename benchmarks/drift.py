@@ -105,7 +105,7 @@ def pipeline(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     directory = args.work / "prompts" / args.environment
     acts = cures(args.over_steps)[arm]
     turns = fmean(len(row.turns) for row in read_episodes(directory / "train.jsonl"))
-    tasks = prefixes(args) if arm == "replay" else far_tasks(directory / "train.jsonl", args.far, args.starts)
+    tasks = prefixes(args) if arm == "replay" else tasks_of(args, "train")
     game = {"name": args.environment}
     if args.count_states:
         options = {"game": args.environment, "file": str(visited(args, arm, seed))}
@@ -119,7 +119,7 @@ def pipeline(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
             args.environment: {
                 "prompts": str(tasks),
                 "environment": game | {"max_turns": agents.DOMAINS[args.environment].max_turns} | acts,
-                "eval": {"prompts": str(far_tasks(directory / "eval.jsonl", args.far, 0))},
+                "eval": {"prompts": str(tasks_of(args, "eval"))},
             }
         },
         "rollout": {"max_new_tokens": 5, "max_model_len": 512},
@@ -136,6 +136,12 @@ def pipeline(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
         "evaluate": {"every": args.exam_every, "samples": args.exam},
         "logging": {"tensorboard": False},
     }
+
+
+def tasks_of(args: argparse.Namespace, kind: str) -> Path:
+    """The tasks that training begins at (`train`), or those of the exam (`eval`)."""
+    source = args.work / "prompts" / args.environment / f"{kind}.jsonl"
+    return far_tasks(source, args.far, args.starts if kind == "train" else 0)
 
 
 def far_tasks(source: Path, moves: int, count: int) -> Path:
@@ -184,9 +190,7 @@ def states_of(args: argparse.Namespace, arm: str, seed: int) -> States | None:
     kept = shared.with_suffix(f".{arm}.visited")
     if shared.exists() and not kept.exists():
         shared.rename(kept)
-    directory = args.work / "prompts" / args.environment
-    tasks = far_tasks(directory / "train.jsonl", args.far, args.starts)
-    return states_seen(args.environment, kept, tasks, far_tasks(directory / "eval.jsonl", args.far, 0))
+    return states_seen(args.environment, kept, tasks_of(args, "train"), tasks_of(args, "eval"))
 
 
 def on_policy(args: argparse.Namespace, arm: str, seed: int) -> Result:

@@ -6,11 +6,10 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from opd.environments import ENVIRONMENTS
+from opd.environments import find
 from opd.environments.game import Game
 from opd.environments.records import Action, Outcome, Tool
 
@@ -56,8 +55,7 @@ class States:
 
 def game_of(name: str) -> Game[Any]:
     """A new game by its name."""
-    module, _, attribute = ENVIRONMENTS[name].partition(":")
-    game = getattr(import_module(module), attribute)()
+    game = find(name, "--environment")()
     assert isinstance(game, Game)
     return game
 
@@ -81,8 +79,8 @@ def right_ways(game: str, tasks: Path) -> list[list[str]]:
         played = game_of(game)
         played.reset(json.loads(line)["metadata"], seed=0)
         states = []
-        while not played.solved(played.state):
+        for move in played.solution():
             states.append(played.show(played.state))
-            played.state = played.after(played.state, played.best(played.state))
+            played.state = played.after(played.state, move)
         ways.append(states)
     return ways

@@ -169,6 +169,19 @@ def save(trainer: DeepSpeedTrainer, path: Path) -> Path:
     return path
 
 
+def altered(trainer: DeepSpeedTrainer, path: Path, factor: float = 1.1) -> Path:
+    """A checkpoint of the trainer whose weights are larger by this factor."""
+    from safetensors.torch import load_file, save_file
+
+    path.mkdir()
+    trainer.begin_save(path)
+    assert trainer.saved(60)
+    file = path / "rank-0.safetensors"
+    tensors = {name: factor * t if name.startswith("param/") else t for name, t in load_file(file).items()}
+    save_file(tensors, file)
+    return path
+
+
 @dataclasses.dataclass(frozen=True)
 class Shared:
     """The parts that several tests use: to start them takes longer than what the tests do with them."""

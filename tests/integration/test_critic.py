@@ -18,7 +18,7 @@ from opd.train.schedule import LearningRate
 from opd.train.shards import Shards
 from opd.types import Rollout
 from tests.credit import chain, critic_options
-from tests.integration.test_engines import stop
+from tests.integration.parts import stop
 
 STEPS = 4
 

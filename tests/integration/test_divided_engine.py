@@ -24,6 +24,7 @@ from opd.train.deepspeed import DeepSpeedTrainer
 from opd.types import Prompt
 from tests.integration.parts import (
     PROBE,
+    altered,
     config,
     mean_gap,
     plain_logprobs,
@@ -32,7 +33,6 @@ from tests.integration.parts import (
     stop,
 )
 from tests.integration.test_merge import records
-from tests.integration.test_network import altered
 from tests.integration.test_schedules import opd
 
 Make = Callable[..., Path]

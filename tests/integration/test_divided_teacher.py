@@ -17,7 +17,7 @@ from opd.errors import RunError
 from opd.types import Teacher, WeightedTeacher
 from pipelines.specs import pool_spec
 from teachers.pool import Pool
-from tests.integration.test_engines import VOCABULARY, config, rollouts, stop
+from tests.integration.parts import VOCABULARY, config, rollouts, stop
 from tests.unit.conftest import build_adapter
 from tests.unit.teachers.test_divided_scoring import HALF, LAYERS
 

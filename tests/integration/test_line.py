@@ -18,7 +18,7 @@ from opd.buckets import Bucket, WeightStream
 from opd.cluster import Worker
 from opd.config.sections import ClusterConfig
 from opd.rollouts.pour import pour
-from tests.integration.test_engines import config, start_engine, start_sync, start_trainer, stop
+from tests.integration.parts import config, start_engine, start_sync, start_trainer, stop
 
 Make = Callable[..., Path]
 MIB = 1 << 20

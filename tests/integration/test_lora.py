@@ -20,7 +20,7 @@ from opd.train.deepspeed import DeepSpeedTrainer
 from opd.types import Teacher, WeightedTeacher
 from pipelines.specs import pool_spec, trainer_spec
 from teachers.pool import Pool
-from tests.integration.test_engines import (
+from tests.integration.parts import (
     PROBE,
     VOCABULARY,
     config,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from opd import cluster
 from opd.train.deepspeed import DeepSpeedTrainer
 from opd.types import Prompt
-from tests.integration.test_engines import (
+from tests.integration.parts import (
     PROBE,
     config,
     mean_gap,

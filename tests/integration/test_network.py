@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from benchmarks.push import two_machines
 from opd import cluster
@@ -17,9 +17,9 @@ from opd.cluster import Worker
 from opd.config.sections import ClusterConfig
 from opd.evaluation.scores import Evaluation
 from opd.run_dir import RunPaths
-from opd.train.deepspeed import DeepSpeedTrainer
-from tests.integration.test_engines import (
+from tests.integration.parts import (
     PROBE,
+    altered,
     config,
     start_engine,
     start_sync,
@@ -43,17 +43,6 @@ def node(worker: Worker[Any]) -> str:
 
     found: str = ray._private.state.actors(worker._actor._actor_id.hex())["Address"]["NodeID"]
     return found
-
-
-def altered(trainer: DeepSpeedTrainer, path: Path, factor: float = 1.1) -> Path:
-    """A checkpoint of the trainer whose weights are larger by this factor."""
-    path.mkdir()
-    trainer.begin_save(path)
-    assert trainer.saved(60)
-    file = path / "rank-0.safetensors"
-    tensors = {name: factor * t if name.startswith("param/") else t for name, t in load_file(file).items()}
-    save_file(tensors, file)
-    return path
 
 
 def test_an_engine_on_another_machine_gets_what_was_pushed_and_nothing_newer(

@@ -22,7 +22,7 @@ from opd.types import Prompt, Rollout, RolloutBatch
 from pipelines.specs import rollout_spec
 from tests.chatml import smollm2_tokenizer
 from tests.integration.babel import TellingWorker, Told
-from tests.integration.test_engines import plain_logprobs, start_trainer, stop
+from tests.integration.parts import plain_logprobs, start_trainer, stop
 
 EPISODES, PROMPTS, CONTEXT, TURN = 200, 50, 512, 12
 TOLERANCE = 1e-4
