@@ -11,7 +11,8 @@ command goes on after an interruption.
 With `--starts N` all arms begin their training episodes at only N tasks, so that the expert's text shows little but its own ways. With
 `--far M` these tasks, and those of the exam, are at least M right moves from the end. Base and expert are the same as without.
 `--lr-scheduler-type linear` lets the rate fall to zero within `--max-steps`, for all arms. A merge then ends there and not at
-`--tokens`, because a rate that falls depends on the number of steps.
+`--tokens`, because a rate that falls depends on the number of steps. `--objective` gives the merges another divergence than the
+default's.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from pipelines.environments import write_prefixes
 NO_END = 10**9
 """More tokens than any arm trains on."""
 OFF_POLICY, ON_POLICY = "off_policy", "on_policy"
+REVERSE_KL = "reverse_kl"
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def pipeline(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
         "name": f"{arm}-{seed}",
         "seed": seed,
         "student": {"model": str(args.work / "models" / "base")},
+        "objective": {"kind": args.objective},
         "experts": {"expert": {"model": str(args.work / "models" / "expert"), "domain": args.environment}},
         "domains": {
             args.environment: {
@@ -172,9 +175,10 @@ def first_on_policy(args: argparse.Namespace) -> str:
 
 
 def runs(args: argparse.Namespace, arm: str, seed: int) -> RunPaths:
-    """The arm's run directory; other tasks are other runs."""
+    """The arm's run directory; other tasks and another objective are other runs."""
     tasks = f"-{args.far}-{args.starts}" if args.far or args.starts else ""
-    return RunPaths(args.work / "runs" / f"{arm}-{seed}{tasks}")
+    objective = "" if args.objective == REVERSE_KL else f"-{args.objective}"
+    return RunPaths(args.work / "runs" / f"{arm}-{seed}{tasks}{objective}")
 
 
 def visited(args: argparse.Namespace, arm: str, seed: int) -> Path:
@@ -274,6 +278,7 @@ def parsed() -> argparse.Namespace:
         default=[0.25, 0.5, 1.0],
         help="parts of the tokens at which success is shown",
     )
+    parser.add_argument("--objective", choices=[REVERSE_KL, "forward_kl", "adaptive_kl"], default=REVERSE_KL)
     parser.add_argument("--exam", type=int, default=100, help="tasks of an exam")
     parser.add_argument("--exam-every", type=int, default=10, help="steps")
     parser.add_argument(

@@ -32,7 +32,7 @@ class EpisodesRecord:
     turns: float = 0.0
     """Mean turns of an episode."""
     reward: float | None = None
-    """Mean over the episodes that have one."""
+    """Mean of an episode; one without a reward counts as 0, as in an exam. None if no episode has one."""
     tokens: int = 0
     """Tokens that the student sampled."""
     trained: float = 0.0
@@ -66,7 +66,7 @@ class EpisodesRecord:
         return cls(
             episodes=stats.episodes,
             turns=audit.turns / max(1, stats.episodes),
-            reward=stats.reward_sum / stats.rewarded if stats.rewarded else None,
+            reward=stats.reward_sum / stats.episodes if stats.rewarded else None,
             tokens=audit.sampled,
             trained=audit.trained / max(1, audit.sampled),
             segments=audit.segments,

@@ -11,6 +11,7 @@ import pytest
 
 from opd.episodes_record import EpisodesRecord, TurnRecord
 from opd.metrics import MetricsFile, PhaseClock, steps_and_tokens
+from opd.rollouts.episodes.spec import EpisodeStats
 from opd.step_record import DomainRecord, PositionRecord, StepRecord, _prompts
 from opd.types import DomainStats, Quarantined, Rollout, RolloutBatch, SavedCheckpoint
 
@@ -27,6 +28,12 @@ def test_a_step_without_an_optimiser_step_trains_no_token() -> None:
     """As while a critic learns alone: the responses are there all the same."""
     cold = StepRecord(step=1, response_tokens=90, skipped=True)
     assert steps_and_tokens([cold, StepRecord(step=2, response_tokens=80)]) == (2, 80)
+
+
+def test_an_episode_without_a_reward_counts_as_zero_as_in_an_exam() -> None:
+    """Games pay those that win and nobody else: the mean over the winners is 1 whatever the others did."""
+    assert EpisodesRecord.of(EpisodeStats(episodes=4, rewarded=1, reward_sum=1.0), {}).reward == 0.25
+    assert EpisodesRecord.of(EpisodeStats(episodes=4), {}).reward is None
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
