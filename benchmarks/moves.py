@@ -1,0 +1,124 @@
+"""How sure models of a game are of each right move, where nobody has made a mistake yet.
+
+    python -m benchmarks.moves hanoi --tasks eval.jsonl --trained train.jsonl --expert MODEL MODEL ...
+
+Every model reads the right way of each task as an agent would who plays it, and gives each of its moves a probability. Two figures
+for the states that the right ways of `--trained` pass, and two for all others: the mean probability of the right move, and the share
+of moves that are right when the likeliest tokens are taken. The last column tells of moves that the expert gives 0.9 and more: to
+which share of them the model gives less than 0.01. The objective hardly teaches such a model (docs/objectives.md).
+
+A game may have several right moves in a state. Only the one that its solver makes counts here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.visited import game_of, right_ways
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SURE, LOST = 0.9, 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One right move."""
+
+    state: str
+    start: int
+    """Place of its first token in the episode."""
+    end: int
+    """The place after its end token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a model says of one right move."""
+
+    state: str
+    p: float
+    likeliest: bool
+    """Whether each of its tokens is the likeliest one."""
+
+
+def right_episode(tokenizer: PreTrainedTokenizerBase, game: str, row: dict[str, Any]) -> tuple[list[int], list[Move]]:
+    """The token ids of a task that is played right, and where its moves stand."""
+    played = game_of(game)
+    played.reset(row["metadata"], seed=0)
+    ids, moves = _ids(tokenizer, row["prompt"]), []
+    for move in played.solution():
+        state, start = played.show(played.state), len(ids)
+        ids += [*_ids(tokenizer, move), tokenizer.eos_token_id]
+        moves.append(Move(state, start, len(ids)))
+        played.state = played.after(played.state, move)
+        ids += _ids(tokenizer, f"{played.show(played.state)}=")
+    return ids, moves
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def read(model: PreTrainedModel, ids: Sequence[int], moves: Sequence[Move]) -> list[Read]:
+    """What a model says of each move of an episode."""
+    with torch.no_grad():
+        logprobs_T_V = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    told = torch.tensor(ids)
+    said_T = logprobs_T_V[:-1].gather(1, told[1:, None])[:, 0]
+    right_T = logprobs_T_V[:-1].argmax(-1) == told[1:]
+    places = [(move.state, slice(move.start - 1, move.end - 1)) for move in moves]
+    return [Read(state, said_T[at].sum().exp().item(), bool(right_T[at].all())) for state, at in places]
+
+
+def of_model(directory: Path, game: str, rows: Sequence[dict[str, Any]]) -> list[Read]:
+    """What the model of a directory says of the right moves of all tasks."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return [said for row in rows for said in read(model, *right_episode(tokenizer, game, row))]
+
+
+def figures(said: Sequence[Read], expert: Sequence[Read], trained: set[str]) -> list[str]:
+    """The cells of a model's row."""
+    cells = []
+    for known in (True, False):
+        mine = [one for one in said if (one.state in trained) == known]
+        cells += [mean([one.p for one in mine]), mean([one.likeliest for one in mine])]
+    sure = [one.p < LOST for one, other in zip(said, expert, strict=True) if other.p >= SURE]
+    return [*cells, f"{100 * fmean(sure):.1f} %" if sure else "-"]
+
+
+def mean(values: Sequence[float]) -> str:
+    return f"{fmean(values):.3f}" if values else "-"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How sure models of a game are of each right move.")
+    parser.add_argument("game")
+    parser.add_argument("models", type=Path, nargs="+", metavar="MODEL")
+    parser.add_argument("--tasks", type=Path, required=True, help="JSONL: the tasks whose right ways are read")
+    parser.add_argument("--trained", type=Path, required=True, help="JSONL: the tasks that training began at")
+    parser.add_argument("--expert", type=Path, required=True)
+    args = parser.parse_args()
+    rows = [json.loads(line) for line in args.tasks.read_text(encoding="utf-8").splitlines()]
+    trained = {state for way in right_ways(args.game, args.trained) for state in way}
+    expert = of_model(args.expert, args.game, rows)
+    head = ["model", "p, trained ways", "right, trained ways", "p, elsewhere", "right, elsewhere", f"below {LOST}"]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], [str(args.expert), *figures(expert, expert, trained)]]
+    lines += [[str(model), *figures(of_model(model, args.game, rows), expert, trained)] for model in args.models]
+    print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    print(f"\n{len(expert)} moves of {len(rows)} tasks; the expert is sure of {sum(one.p >= SURE for one in expert)}.")
+
+
+if __name__ == "__main__":
+    main()
