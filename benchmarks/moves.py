@@ -5,7 +5,7 @@
 Every model reads the right way of each task as an agent would who plays it, and gives each of its moves a probability. Two figures
 for the states that the right ways of `--trained` pass, and two for all others: the mean probability of the right move, and the share
 of moves that are right when the likeliest tokens are taken. The last column tells of moves that the expert gives 0.9 and more: to
-which share of them the model gives less than 0.01. The objective hardly teaches such a model (docs/objectives.md).
+which share of them the model gives less than 0.01. Reverse KL hardly teaches these moves (docs/objectives.md).
 
 A game may have several right moves in a state. Only the one that its solver makes counts here.
 """
@@ -16,14 +16,20 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.visited import game_of, right_ways
+from benchmarks.visited import right_ways
+from experts.episodes.encode import EpisodeEncoder
+from experts.episodes.play import Play, play_tasks
+from experts.episodes.rows import episode_row
+from opd.environments.game import MOST_MOVES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,22 +58,16 @@ class Read:
     """Whether each of its tokens is the likeliest one."""
 
 
-def right_episode(tokenizer: PreTrainedTokenizerBase, game: str, row: dict[str, Any]) -> tuple[list[int], list[Move]]:
-    """The token ids of a task that is played right, and where its moves stand."""
-    played = game_of(game)
-    played.reset(row["metadata"], seed=0)
-    ids, moves = _ids(tokenizer, row["prompt"]), []
-    for move in played.solution():
-        state, start = played.show(played.state), len(ids)
-        ids += [*_ids(tokenizer, move), tokenizer.eos_token_id]
-        moves.append(Move(state, start, len(ids)))
-        played.state = played.after(played.state, move)
-        ids += _ids(tokenizer, f"{played.show(played.state)}=")
-    return ids, moves
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))
+def right_episodes(tokenizer: PreTrainedTokenizerBase, game: str, tasks: Path) -> list[tuple[list[int], list[Move]]]:
+    """For each task of a file the token ids of an episode without mistakes, and where its moves stand."""
+    rows = [json.loads(line) for line in tasks.read_text(encoding="utf-8").splitlines()]
+    played = play_tasks(game, rows, Play(mistakes=0.0, max_turns=MOST_MOVES))
+    encoder, found = EpisodeEncoder(tokenizer), []
+    for row, states in zip(played, right_ways(game, tasks), strict=True):
+        ids, learned = encoder.encode(episode_row(row))
+        runs = [[place for place, _ in run] for said, run in groupby(enumerate(learned), itemgetter(1)) if said]
+        found.append((ids, [Move(state, run[0], run[-1] + 1) for state, run in zip(states, runs, strict=True)]))
+    return found
 
 
 def read(model: PreTrainedModel, ids: Sequence[int], moves: Sequence[Move]) -> list[Read]:
@@ -81,11 +81,11 @@ def read(model: PreTrainedModel, ids: Sequence[int], moves: Sequence[Move]) -> l
     return [Read(state, said_T[at].sum().exp().item(), bool(right_T[at].all())) for state, at in places]
 
 
-def of_model(directory: Path, game: str, rows: Sequence[dict[str, Any]]) -> list[Read]:
+def of_model(directory: Path, game: str, tasks: Path) -> list[Read]:
     """What the model of a directory says of the right moves of all tasks."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    return [said for row in rows for said in read(model, *right_episode(tokenizer, game, row))]
+    return [said for ids, moves in right_episodes(tokenizer, game, tasks) for said in read(model, ids, moves)]
 
 
 def figures(said: Sequence[Read], expert: Sequence[Read], trained: set[str]) -> list[str]:
@@ -110,14 +110,13 @@ def main() -> None:
     parser.add_argument("--trained", type=Path, required=True, help="JSONL: the tasks that training began at")
     parser.add_argument("--expert", type=Path, required=True)
     args = parser.parse_args()
-    rows = [json.loads(line) for line in args.tasks.read_text(encoding="utf-8").splitlines()]
     trained = {state for way in right_ways(args.game, args.trained) for state in way}
-    expert = of_model(args.expert, args.game, rows)
+    expert = of_model(args.expert, args.game, args.tasks)
     head = ["model", "p, trained ways", "right, trained ways", "p, elsewhere", "right, elsewhere", f"below {LOST}"]
     lines = [head, ["---", *["---:"] * (len(head) - 1)], [str(args.expert), *figures(expert, expert, trained)]]
-    lines += [[str(model), *figures(of_model(model, args.game, rows), expert, trained)] for model in args.models]
+    lines += [[str(model), *figures(of_model(model, args.game, args.tasks), expert, trained)] for model in args.models]
     print("\n".join(f"| {' | '.join(line)} |" for line in lines))
-    print(f"\n{len(expert)} moves of {len(rows)} tasks; the expert is sure of {sum(one.p >= SURE for one in expert)}.")
+    print(f"\n{len(expert)} moves; the expert is sure of {sum(one.p >= SURE for one in expert)}.")
 
 
 if __name__ == "__main__":

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.moves import Move, Read, figures, read, right_episode
+from benchmarks.moves import Move, Read, figures, read, right_episodes
 from opd.environments import find
 
-END = 99
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
-class Characters:
-    """A tokenizer of one id a character."""
+def test_a_right_episode_is_what_an_agent_that_plays_right_reads_and_writes(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    def text(ids: list[int]) -> str:
+        return tiny_tokenizer.decode(ids).replace(tiny_tokenizer.eos_token, "|")
 
-    eos_token_id = END
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
-        return [ord(character) - 40 for character in text]
-
-
-def text(ids: list[int]) -> str:
-    return "".join("|" if one == END else chr(one + 40) for one in ids)
-
-
-def test_a_right_episode_is_what_an_agent_that_plays_right_reads_and_writes() -> None:
     [row] = find("hanoi", "--environment").tasks(1, 0, min_moves=3, max_moves=3)
-    ids, moves = right_episode(Characters(), "hanoi", row)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps(row))
+    [(ids, moves)] = right_episodes(tiny_tokenizer, "hanoi", tasks)
     assert text(ids).startswith(row["prompt"])
     assert [text(ids[move.start : move.end]) for move in moves] == [f"{one}|" for one in row["answer"].split()]
     assert row["prompt"] == f"hanoi {moves[0].state}=" and f"={text(ids[moves[0].start : moves[0].end])}" in text(ids)
