@@ -41,7 +41,7 @@ def _row(found: Sequence[EpisodesRecord]) -> dict[str, Any]:
     sums = {key: sum(getattr(one, key) for one in found) for key in COUNTS}
     return sums | {
         "turns": _mean(found, "turns", "episodes"),
-        "reward": _mean(found, "reward", "episodes"),
+        "reward": _mean(found, "reward", "episodes", _no_reward(found)),
         "trained": _mean(found, "trained", "tokens"),
         "stop_reasons": _sums(one.stop_reasons for one in found),
         "sub_agents": _sums(one.sub_agents for one in found),
@@ -69,11 +69,16 @@ def _turn(found: Sequence[TurnRecord]) -> dict[str, float | None]:
     return {"tokens": sum(one.tokens for one in found)} | means
 
 
-def _mean(found: Sequence[Any], key: str, weight: str) -> float | None:
-    """Mean of a field, weighted by another one; None where nobody has it."""
-    known = [one for one in found if getattr(one, key) is not None]
-    total = sum(getattr(one, weight) for one in known)
-    return sum(getattr(one, key) * getattr(one, weight) for one in known) / total if total else None
+def _no_reward(found: Iterable[EpisodesRecord]) -> float | None:
+    """What steps count whose episodes all ended without a reward: 0, as in an exam, if a domain has rewards at all."""
+    return 0.0 if any(one.reward is not None for one in found) else None
+
+
+def _mean(found: Sequence[Any], key: str, weight: str, missing: float | None = None) -> float | None:
+    """Mean of a field, weighted by another one; `missing` stands for None, and is left out if it is None too."""
+    values = [(missing if getattr(one, key) is None else getattr(one, key), getattr(one, weight)) for one in found]
+    total = sum(n for value, n in values if value is not None)
+    return sum(value * n for value, n in values if value is not None) / total if total else None
 
 
 def episode_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, dict[str, list[float | None]]]:
@@ -84,8 +89,9 @@ def episode_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, dict[str
         return {}
 
     def curve(domain: str, key: str) -> list[float | None]:
-        parts = ([record.episodes[domain] for record in part if domain in record.episodes] for part in points)
-        return [_mean(part, key, "episodes") for part in parts]
+        parts = [[record.episodes[domain] for record in part if domain in record.episodes] for part in points]
+        missing = _no_reward(one for part in parts for one in part) if key == "reward" else None
+        return [_mean(part, key, "episodes", missing) for part in parts]
 
     return {f"episode_{key}": {d: curve(d, key) for d in domains} for key in ("reward", "turns")}
 

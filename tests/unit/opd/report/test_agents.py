@@ -11,7 +11,7 @@ import pytest
 
 from opd.episodes_record import EpisodesRecord, TurnRecord
 from opd.report import agent_rows, baseline_rows, write_report
-from opd.report.agents import MOST_CHARACTERS, episode_rows, level
+from opd.report.agents import MOST_CHARACTERS, episode_curves, episode_rows, level
 from opd.step_record import StepRecord
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace, StepTraces
 from tests.unit.opd.report.conftest import HOSTILE, record
@@ -104,6 +104,13 @@ def test_the_audit_of_a_whole_run() -> None:
     assert episode_rows([StepRecord(step=1)]) == {}
     nobody = episode_rows(records(audit(1, reward=None, tokens=0, episodes=1, by_turn=())))["maze"]
     assert (nobody["reward"], nobody["trained"], nobody["by_turn"]) == (None, None, [])
+
+
+def test_steps_without_a_reward_count_as_zero_where_others_have_one() -> None:
+    steps = records(audit(0, reward=None), audit(2), audit(0, reward=None))
+    assert episode_rows(steps)["maze"]["reward"] == pytest.approx(0.5 / 3)
+    assert episode_curves([[one] for one in steps])["episode_reward"] == {"maze": [0.0, 0.5, 0.0]}
+    assert episode_curves([steps[:1], steps[2:]])["episode_reward"] == {"maze": [None, None]}, "a domain without any"
 
 
 def test_the_audit_is_in_the_json_and_on_the_page(run_dir: Path) -> None:
