@@ -31,10 +31,20 @@ class Seconds:
         return self.compute + self.memory + self.link + self.overhead
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(**{name: value + getattr(other, name) for name, value in self.parts().items()})
+        return Seconds(
+            compute=self.compute + other.compute,
+            memory=self.memory + other.memory,
+            link=self.link + other.link,
+            overhead=self.overhead + other.overhead,
+        )
 
     def times(self, factor: float) -> Seconds:
-        return Seconds(**{name: factor * value for name, value in self.parts().items()})
+        return Seconds(
+            compute=factor * self.compute,
+            memory=factor * self.memory,
+            link=factor * self.link,
+            overhead=factor * self.overhead,
+        )
 
     def parts(self) -> dict[str, float]:
         """Seconds by name."""

@@ -45,6 +45,13 @@ class Written:
                 found.append((RowSize(f"{number}/{place}/0", domain, size, others), responses))
         return found
 
+    def sizes(self) -> dict[str, list[int]]:
+        """Domain -> sizes of its units."""
+        found: dict[str, list[int]] = {}
+        for unit, _ in self.units():
+            found.setdefault(unit.domain, []).append(unit.length)
+        return found
+
 
 def written(config: PipelineConfig, models: Models, lengths: LengthsSpec, step: int) -> Written:
     """Draw the responses of one step: the same for the same seed and step."""
@@ -71,9 +78,11 @@ def _trees(prompt: int, group: Sequence[int]) -> list[tuple[int, ...]]:
     """Responses to one prompt, as many beside each other as a tree may have."""
     limit = tree_limit(prompt + max(group))
     trees: list[list[int]] = []
+    size = limit
     for length in group:
-        if trees and prompt + sum(trees[-1]) + length <= limit:
-            trees[-1].append(length)
-        else:
-            trees.append([length])
+        size += length
+        if size > limit:
+            trees.append([])
+            size = prompt + length
+        trees[-1].append(length)
     return [tuple(tree) for tree in trees]
