@@ -6,7 +6,7 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from opd import leftovers
@@ -102,14 +102,20 @@ def room_for_sockets() -> int:
     return 107 - len(f"/ray/session_2026-11-24_22-15-05_673087_{os.getpid()}/sockets/plasma_store")
 
 
+def too_long_for_sockets(environ: Mapping[str, str]) -> str | None:
+    """The variable that names Ray's temporary directory, if Ray's sockets have no room there."""
+    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if environ.get(name)), None)
+    return name if name is not None and len(os.fsencode(environ[name])) > room_for_sockets() else None
+
+
 def _refuse_long_directory() -> None:
     """Raises: ConfigError for a temporary directory in which Ray's sockets cannot lie."""
-    name, room = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), None), room_for_sockets()
-    if name is not None and len(os.fsencode(os.environ[name])) > room:
+    name = too_long_for_sockets(os.environ)
+    if name is not None:
         raise ConfigError.at(
             f"environment variable {name}",
             found=os.environ[name],
-            wanted=f"a path of at most {room} bytes: Ray makes sockets below it, whose paths have a limit",
+            wanted=f"a path of at most {room_for_sockets()} bytes: Ray makes sockets below it, whose paths have a limit",
             fix="set RAY_TMPDIR to a shorter directory, for example RAY_TMPDIR=/tmp",
         )
 

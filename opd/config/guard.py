@@ -108,7 +108,7 @@ class GuardConfig(Strict):
     deadline_s: float = Field(10.0, gt=0)
     """How long an answer of the judge may take, connection included."""
     cache: int = Field(4096, ge=0)
-    """Answers of the judge that are kept, by tool and normalised command. A run keeps all of them, in a file."""
+    """Answers of the judge that are kept, by the whole question. A run keeps all of them, in a file."""
     on_failure: Literal["allow", "block"] = "block"
     """What happens to a suspicious call when no judge answers. A hit of a rule that is certain is blocked in any case."""
     on_hit: Literal["mask", "keep", "negative"] = "keep"

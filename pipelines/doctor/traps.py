@@ -9,14 +9,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from opd.cluster.session import too_long_for_sockets
 from pipelines.doctor.finding import Finding, failed, ok, warning
 
 LEAST_FILES = 1024
 """Open files that a process may have: each worker of Ray holds dozens of sockets."""
-LONGEST_SOCKET = 107
-"""Bytes of a Unix socket's path that Linux takes."""
-RAYS_OWN = len("/ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store.0000000000")
-"""Bytes that Ray adds to its temporary directory."""
 
 
 def trap_findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -59,12 +56,11 @@ def _ray_elsewhere(environ: Mapping[str, str]) -> Finding | None:
 
 
 def _long_path(environ: Mapping[str, str]) -> Finding | None:
-    directory = environ.get("RAY_TMPDIR", "/tmp")
-    if len(directory.encode()) + RAYS_OWN <= LONGEST_SOCKET:
+    name = too_long_for_sockets(environ)
+    if name is None:
         return None
-    return failed(
-        "RAY_TMPDIR", f"{directory}: Ray's sockets there have longer paths than Linux takes", "name a shorter one"
-    )
+    said = f"{environ[name]}: Ray's sockets there have longer paths than Linux takes"
+    return failed(name, said, "set RAY_TMPDIR to a shorter directory, for example RAY_TMPDIR=/tmp")
 
 
 def _locks() -> Finding | None:

@@ -166,6 +166,7 @@ def test_traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.level for one in traps.trap_findings({})] == ["ok"]
     environ = {"http_proxy": "http://proxy:3128", "RAY_ADDRESS": "10.0.0.1:6379", "RAY_TMPDIR": "/" + "x" * 60}
     assert [name for _, name, _ in told(traps.trap_findings(environ))] == ["proxy", "RAY_ADDRESS", "RAY_TMPDIR"]
+    assert [name for _, name, _ in told(traps.trap_findings({"TMPDIR": "/" + "x" * 60}))] == ["TMPDIR"]
     assert told(traps.trap_findings({"http_proxy": "http://proxy:3128", "no_proxy": "localhost,127.0.0.1"})) == []
     monkeypatch.setattr("resource.getrlimit", lambda what: (256, 4096))
     assert [fix for _, _, fix in told(traps.trap_findings({}))] == ["ulimit -n 1024"]
