@@ -14,12 +14,13 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, Literal
 
 from opd.environments.records import ToolCall
 from opd.guard.events import MAX_TEXT, GuardEvent, GuardStats
 from opd.guard.records import ToolGuard, Verdict
+from opd.guard.session import Session
 from opd.types import Origin
 
 MARKS: dict[Literal["keep", "mask", "negative"], Origin] = {"keep": "policy", "mask": "masked", "negative": "blocked"}
@@ -93,18 +94,27 @@ class Watch:
 
     async def look(self, turn: int, text: str, calls: Sequence[ToolCall]) -> Looked:
         """Check a turn; `turn` is its number. A thread waits for the judge, with the judge's own deadline for each call."""
-        return await asyncio.get_running_loop().run_in_executor(_ASKING, self._look, turn, text, tuple(calls))
+        gone = Event()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_ASKING, self._look, turn, text, tuple(calls), gone)
+        except asyncio.CancelledError:
+            gone.set()
+            raise
 
     def keep(self, looked: Looked) -> None:
         """Take note of a turn that is in the trace."""
         self.stats += looked.seen
 
-    def _look(self, turn: int, text: str, calls: tuple[ToolCall, ...]) -> Looked:
+    def _look(self, turn: int, text: str, calls: tuple[ToolCall, ...], gone: Event) -> Looked:
+        """`gone` is set when nobody waits for the turn any more: then nothing of it happens, and the session stays as it was."""
         with self._lock:  # requests of a program may come side by side, and they share a session
+            after = self._session.copy()
             if calls:
-                verdicts = tuple(self._check(call) for call in calls)
+                verdicts = tuple(self._check(call, after) for call in calls)
             else:
-                verdicts = (self._guard.check_answer(text, self._session),) if self._guard.checks("") else ()
+                verdicts = (self._guard.check_answer(text, after),) if self._guard.checks("") else ()
+            if not gone.is_set():
+                self._session.become(after)
         asked = sum(self._guard.checks(call.name) for call in calls) if calls else len(verdicts)
         written = [_written(call.arguments) for call in calls] or [text]
         names = [call.name for call in calls] or [""]
@@ -117,10 +127,10 @@ class Watch:
         seen = GuardStats(checked=asked, blocked_turns=int(blocked), events=events)
         return Looked(calls=calls, verdicts=verdicts, seen=seen)
 
-    def _check(self, call: ToolCall) -> Verdict:
+    def _check(self, call: ToolCall, session: Session) -> Verdict:
         if not self._guard.checks(call.name):
             return Verdict(allowed=True, stage="rules", suspicion="none")
-        return self._guard.check(call, self._session)
+        return self._guard.check(call, session)
 
 
 def _written(arguments: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from opd.guard.watch import Looked, Watch
 from opd.interfaces import TokenEngine
 from opd.rollouts.endpoint.budget import Budget
 from opd.rollouts.endpoint.dialogue import Dialogue, Unreadable
+from opd.rollouts.endpoint.draws import Draws
 from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, digests, refused
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
 from opd.rollouts.episodes.runner import seed_of
@@ -145,8 +146,7 @@ class Session:
         self._answered: dict[str, Reply] = {}
         self._unseen: dict[str, tuple[Sequence[int], int]] = {}
         """Identity of a request -> tokens and turns from which it goes on, where turns for it went to no agent."""
-        self._drawn: Counter[int] = Counter()
-        """Number of a turn in its conversation -> how many such turns were asked for."""
+        self._draws = Draws()
         self._running: set[asyncio.Task[Sampled]] = set()
         self._begun = self._kept = 0
         """Turns that the engine was asked for, and those that are in the trace."""
@@ -197,13 +197,13 @@ class Session:
     async def _one_turn(self, turn: Turn) -> tuple[_Written, Segment]:
         """A turn of the policy, and where it is in the trace. Raises: ApiError."""
         self._begun += 1
-        seed = self._seed(turn.number)
+        draw = self._draws.take(turn.number, turn.request.identity)
         try:
-            written = await self._write(turn, seed)
+            written = await self._write(turn, self._seed(turn.number, draw))
             self._refuse_if_ended()
             return written, self._commit(turn, written)
         except asyncio.CancelledError:  # the client has gone, or the episode is over
-            self._drawn[turn.number] -= 1
+            self._draws.lose(turn.number, turn.request.identity, draw)
             raise
         except RunError as error:
             self.failure = error
@@ -300,11 +300,9 @@ class Session:
             self._refuse_if_ended()
         return min(room, self._terms.max_new_tokens)
 
-    def _seed(self, number: int) -> int:
+    def _seed(self, number: int, draw: int) -> int:
         """That of the white box for the first turn with this number; others like it are those of parallel conversations."""
-        self._drawn[number] += 1
-        again = (self._drawn[number],) if self._drawn[number] > 1 else ()
-        return seed_of(self._terms.seed, "turn", number, *again)
+        return seed_of(self._terms.seed, "turn", number, *((draw,) if draw > 1 else ()))
 
     def _commit(self, turn: Turn, written: _Written) -> Segment:
         """Put a turn into the trace. Nothing is awaited from here to its reply, so no other turn comes between."""

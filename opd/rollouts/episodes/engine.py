@@ -216,9 +216,9 @@ class BatchEngine:
         ended: list[tuple[_Ask, Settle]] = []
         try:
             for output in chain.from_iterable(self._engines[place].step() for place in sorted(at_work)):
-                ask = self._waiting.pop(output.request_id, None) if output.finished else None
-                if ask is not None:
-                    ended.append((ask, methodcaller("set_result", self._turn(output.outputs[0]))))
+                if output.finished and output.request_id in self._waiting:
+                    turn = self._turn(output.outputs[0])  # may raise, and then the ask still waits for `_fail`
+                    ended.append((self._waiting.pop(output.request_id), methodcaller("set_result", turn)))
         finally:
             self._coming += len(ended)
             _tell(ended)

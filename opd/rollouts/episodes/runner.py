@@ -207,7 +207,9 @@ class _Agent:
         for turn in range(limit):
             who, sampled = await self._turn(segment, turn)
             answer = await self._answer(segment, sampled, opening.dialogue, who)
-            segment = await self._go_on(segment, sampled, answer, opening)
+            self._said += [f"environment: {text}" for text in answer.texts]
+            if turn + 1 < limit:  # nobody reads what follows the last turn, so it needs no summary and no room
+                segment = await self._go_on(segment, sampled, answer, opening)
         raise EpisodeEnd("curriculum" if limit < self._options.max_turns else "turns")
 
     async def _turn(self, segment: Segment, turn: int) -> tuple[str, Sampled]:
@@ -237,7 +239,6 @@ class _Agent:
     async def _go_on(self, segment: Segment, sampled: Sampled, answer: Answer, opening: Opening) -> Segment:
         """The segment that the next turn follows: this one with what the environment answered, or a compacted one."""
         ids = answer.ids(opening.dialogue)
-        self._said += [f"environment: {text}" for text in answer.texts]
         self._compactor.add(sampled.token_ids, ids)
         compaction = self._compactor.due(len(segment.ids) + len(ids))
         if compaction is None:

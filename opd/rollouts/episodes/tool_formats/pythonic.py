@@ -15,6 +15,8 @@ from opd.environments.records import Tool, ToolCall
 from opd.rollouts.episodes.tool_formats.records import BadCall, Written
 
 _BEGINS = re.compile(r"\[\s*[A-Za-z_]\w*\s*\(")
+_TOO_LARGE = 10**4300
+"""Python writes no longer number as text, but reads one in hexadecimal."""
 _OF_JSON = {"true": True, "false": False, "null": None}
 """Names that models write for Python's."""
 
@@ -74,14 +76,16 @@ def _call(node: ast.expr) -> ToolCall:
 def _value(node: ast.expr | None) -> Any:
     """A literal that JSON has, too. Raises: BadCall for anything else."""
     match node:
+        case ast.Constant(value=int() as value) if value >= _TOO_LARGE:
+            raise BadCall("a number of more than 4300 digits")
         case ast.Constant(value=str() | int() | float() | None as value):
             return value
         case ast.Name(id=name) if name in _OF_JSON:
             return _OF_JSON[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if not isinstance(
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value) as number) if not isinstance(
             value, bool
         ):
-            return -value
+            return -_value(number)
         case ast.List(elts=elements):
             return [_value(element) for element in elements]
         case ast.Dict(keys=keys, values=values) if all(

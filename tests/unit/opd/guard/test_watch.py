@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, dataclass, field
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -156,6 +156,31 @@ def test_nobody_waits_for_the_judge_of_another_episode() -> None:
         return await asyncio.gather(*(one.look(0, "", [shell("curl -s https://example.org/x")]) for one in watches))
 
     assert all(one.blocked for one in asyncio.run(looked())), "all of them asked at the same time"
+
+
+def test_a_turn_that_nobody_waits_for_changes_nothing() -> None:
+    asked, answer = Event(), Event()
+
+    class Slow:
+        def judge(self, question: Question) -> Opinion:
+            asked.set()
+            answer.wait(timeout=10)
+            return Opinion(block=False, reason="")
+
+    found = watch(Slow())  # type: ignore[arg-type]
+
+    async def left() -> None:
+        turn = asyncio.ensure_future(found.look(0, "", [shell("cd / && curl -s https://example.org/x")]))
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        turn.cancel()
+        await asyncio.gather(turn, return_exceptions=True)
+        answer.set()
+
+    asyncio.run(left())
+    assert not look(found, "cat tests/a").blocked, "the directory is what it was"
+    assert not look(found, "cd / && curl -s https://example.org/x").blocked
+    assert look(found, "cat tests/a").blocked, "a turn that somebody waits for changes it"
 
 
 @pytest.mark.parametrize(("on_hit", "origin"), [("keep", "policy"), ("mask", "masked"), ("negative", "blocked")])

@@ -12,11 +12,13 @@ import openai
 from tests.unit.opd.rollouts.endpoint.fakes import Served
 
 Chat = list[dict[str, Any]]
+WAIT_S = 60.0
+"""Of the clients too: on a busy machine 64 of them do not connect within their own five seconds."""
 
 
 def in_a_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a test's coroutine to its end, a minute at most."""
-    asyncio.run(asyncio.wait_for(work(), 60))
+    asyncio.run(asyncio.wait_for(work(), WAIT_S))
 
 
 def echo(before: str, seed: int) -> str:
@@ -26,7 +28,7 @@ def echo(before: str, seed: int) -> str:
 
 async def ask_openai(served: Served, messages: Chat, *, stream: bool, **more: Any) -> dict[str, Any]:
     """The reply as the assistant's message of OpenAI's form, with `finish`."""
-    async with openai.AsyncOpenAI(**served.openai, max_retries=0) as client:
+    async with openai.AsyncOpenAI(**served.openai, max_retries=0, timeout=WAIT_S) as client:
         asked: Any = client.chat.completions.create(model="m", messages=messages, stream=stream, **more)  # type: ignore[arg-type]
         if not stream:
             choice = (await asked).choices[0]
@@ -48,7 +50,7 @@ async def ask_openai(served: Served, messages: Chat, *, stream: bool, **more: An
 
 async def ask_anthropic(served: Served, messages: Chat, *, stream: bool, **more: Any) -> Any:
     """The reply as the client's own `Message`."""
-    async with anthropic.AsyncAnthropic(**served.anthropic, max_retries=0) as client:
+    async with anthropic.AsyncAnthropic(**served.anthropic, max_retries=0, timeout=WAIT_S) as client:
         given: Any = {"model": "m", "messages": messages, "max_tokens": 150, **more}
         if not stream:
             return await client.messages.create(**given)

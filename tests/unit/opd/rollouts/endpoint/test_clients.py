@@ -300,6 +300,27 @@ def test_a_stop_string_cuts_what_is_trained_too() -> None:
     in_a_loop(work)
 
 
+def test_a_request_that_comes_again_beside_a_like_one_has_its_own_seed_again() -> None:
+    async def work() -> None:
+        async with serving(lambda before, seed: f"draw {seed}", step_s=0.03) as (served, engine):
+            chat: Chat = [{"role": "user", "content": "draw"}]
+            left = asyncio.ensure_future(ask_openai(served, chat, stream=False, seed=1))
+            while engine.started < 1:
+                await asyncio.sleep(0.01)
+            stays = asyncio.ensure_future(ask_openai(served, chat, stream=False, seed=2))
+            while engine.started < 2:
+                await asyncio.sleep(0.01)
+            left.cancel()
+            async with asyncio.timeout(5):
+                while not engine.cancelled:
+                    await asyncio.sleep(0.01)
+            again, other = await ask_openai(served, chat, stream=False, seed=1), await stays
+            assert engine.seeds[2] == engine.seeds[0] != engine.seeds[1]
+            assert again["content"] != other["content"]
+
+    in_a_loop(work)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_ends_its_request_and_its_turn(stream: bool) -> None:
     async def work() -> None:

@@ -86,6 +86,15 @@ def test_after_the_last_summary_the_episode_ends_where_the_context_does() -> Non
     assert found.stop_reason == "context" and len(found.rollouts) == 3
 
 
+@pytest.mark.parametrize("max_tokens", [None, 12])
+def test_nothing_is_summed_up_after_the_last_turn(max_tokens: int | None) -> None:
+    """Six turns of two tokens: the observation after them is the first beyond `compact_at`."""
+    asked = request(options={"goal": 99}, max_turns=6, max_tokens=max_tokens, compaction=options())
+    (found,), _ = play(asked, policy=policy)
+    assert (found.stop_reason, found.audit.sampled, len(found.rollouts)) == ("turns", 12, 1)
+    assert found.text.endswith("environment:  6 ")
+
+
 def test_the_budget_of_an_episode_counts_all_segments() -> None:
     (found,), _ = play(request(options={"goal": 99}, max_turns=99, max_tokens=30, compaction=options()), policy=policy)
     assert found.stop_reason == "tokens" and len(found.rollouts) > 1

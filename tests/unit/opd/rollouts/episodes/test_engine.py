@@ -57,10 +57,12 @@ class SteppedEngine:
         return done  # fmt: skip
 
 
-def engine(context: int = 20, **stepped: Any) -> tuple[BatchEngine, SteppedEngine]:
+def engine(context: int = 20, unreadable: int = -1, **stepped: Any) -> tuple[BatchEngine, SteppedEngine]:
     inner = SteppedEngine(**stepped)
 
     def read(ids: list[int]) -> Generated:
+        if ids[0] == unreadable:
+            raise RunError("NaN")
         return Generated(token_ids=(ids[-1],), logprobs=(-1.0,), stop_reason="length")
 
     return BatchEngine(
@@ -212,6 +214,19 @@ def test_an_engine_that_fails_ends_every_turn_and_the_error_is_its_own() -> None
     with pytest.raises(ValueError, match="the kernel is gone"):
         made.drive(work)
     assert said == ["the engine failed: the kernel is gone"] * 3 + ["and nobody begins another"]
+
+
+def test_a_turn_that_cannot_be_read_ends_every_turn_that_one_too() -> None:
+    made, _ = engine(unreadable=3)
+    said: list[str] = []
+
+    async def work() -> None:
+        turns = [made.generate([i], max_tokens=i, seed=0) for i in (1, 3, 5)]
+        said.extend(str(one) for one in await asyncio.gather(*turns, return_exceptions=True))
+
+    with pytest.raises(RunError, match=r"^NaN$"):
+        made.drive(work)
+    assert said[1:] == ["the engine failed: NaN"] * 2
 
 
 def test_an_error_of_the_episodes_is_raised_and_their_turns_leave_the_engine() -> None:

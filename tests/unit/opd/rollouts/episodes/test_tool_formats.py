@@ -124,6 +124,8 @@ def test_other_text_is_text(name: str, text: str) -> None:
         ("pythonic", "[run(command='\ud800')]", "no Python list"),
         ("pythonic", f"[add(a={'(' * 100_000}", "no Python list"),
         ("pythonic", f"[add(a={'-' * 100_000}1)]", "no Python list"),
+        ("pythonic", f"[add(a=0x{'f' * 4000})]", "more than 4300 digits"),
+        ("pythonic", f"[add(a=[-0x{'f' * 4000}])]", "more than 4300 digits"),
         ("llama4_pythonic", "<|python_start|>print(1)<|python_end|>", "has to be the whole turn"),
     ],
 )  # fmt: skip

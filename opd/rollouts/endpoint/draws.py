@@ -1,0 +1,31 @@
+"""Which of several like turns of an episode a turn is, so that each is sampled with a seed of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class Draws:
+    """The turns of one session, counted by their number in a conversation: parallel conversations have the same numbers.
+
+    A request that comes again, because its client did not wait for the turn, gets the draw that it had, and so the same seed. No
+    other request gets that draw: two equal requests with one seed would be sampled alike.
+    """
+
+    def __init__(self) -> None:
+        self._drawn: Counter[int] = Counter()
+        """Number of a turn -> turns that were asked for."""
+        self._lost: dict[tuple[int, str], list[int]] = {}
+        """Number of a turn and identity of its request -> draws that nobody waited for."""
+
+    def take(self, number: int, identity: str) -> int:
+        """The draw of a turn, from 1 on."""
+        lost = self._lost.get((number, identity))
+        if lost:
+            return lost.pop(0)
+        self._drawn[number] += 1
+        return self._drawn[number]
+
+    def lose(self, number: int, identity: str, draw: int) -> None:
+        """Nobody waits for the turn any more."""
+        self._lost.setdefault((number, identity), []).append(draw)
