@@ -82,8 +82,8 @@ def _value(node: ast.expr | None) -> Any:
             return value
         case ast.Name(id=name) if name in _OF_JSON:
             return _OF_JSON[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value) as number) if not isinstance(
-            value, bool
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value) as number) if (
+            not isinstance(value, bool)
         ):
             return -_value(number)
         case ast.List(elts=elements):
