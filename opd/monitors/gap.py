@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from statistics import fmean
 
 from opd.monitors.signal import WHOLE_STEP, History, Signal
+from opd.step_record import StepRecord
 
 
 def _read(history: History) -> Mapping[str, float]:
-    return {WHOLE_STEP: fmean(record.logprob_gap for record in history.last) / history.tolerance}
+    gaps = [record.logprob_gap for record in history.last if _has_fresh_tokens(record)]
+    return {WHOLE_STEP: fmean(gaps) / history.tolerance} if gaps else {}
+
+
+def _has_fresh_tokens(record: StepRecord) -> bool:
+    """Whether the step trained on tokens of the weights that it began with: others tell nothing, and their gap stands as 0."""
+    return not record.skipped and (not record.token_ages or "0" in record.token_ages)
 
 
 SIGNAL = Signal(

@@ -114,6 +114,14 @@ def test_the_gap_is_a_share_of_the_tolerance() -> None:
     assert reading("gap", steps) == pytest.approx({WHOLE_STEP: 0.6})
 
 
+def test_steps_without_a_token_of_the_newest_weights_tell_nothing_of_the_gap() -> None:
+    old = [step(1, token_ages={"1": 40}), step(2, skipped=True)]
+    assert reading("gap", old) == {}
+    assert reading("gap", [*old, step(3, token_ages={"0": 9, "1": 40}, logprob_gap=0.02)]) == pytest.approx(
+        {WHOLE_STEP: 1}
+    )
+
+
 def test_the_gradient_is_compared_with_the_median_of_the_steps_before() -> None:
     before = [step(number, grad_norm=norm) for number, norm in enumerate((1.0, 2.0, 90.0), start=1)]
     last = [*before[1:], step(4, grad_norm=30.0)]
