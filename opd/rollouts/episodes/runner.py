@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -27,7 +28,7 @@ from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
 from opd.rollouts.episodes.compaction import Compactor
 from opd.rollouts.episodes.delegation import Delegation, in_order
-from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
+from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, checked
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tool_formats.records import BadCall
@@ -207,9 +208,11 @@ class _Agent:
         for turn in range(limit):
             who, sampled = await self._turn(segment, turn)
             answer = await self._answer(segment, sampled, opening.dialogue, who)
-            self._said += [f"environment: {text}" for text in answer.texts]
-            if turn + 1 < limit:  # nobody reads what follows the last turn, so it needs no summary and no room
+            if turn + 1 < limit:
                 segment = await self._go_on(segment, sampled, answer, opening)
+            else:  # the policy does not read what follows the last turn, so it needs no summary and no room
+                with suppress(BadObservation):
+                    self._note(answer)
         raise EpisodeEnd("curriculum" if limit < self._options.max_turns else "turns")
 
     async def _turn(self, segment: Segment, turn: int) -> tuple[str, Sampled]:
@@ -239,6 +242,7 @@ class _Agent:
     async def _go_on(self, segment: Segment, sampled: Sampled, answer: Answer, opening: Opening) -> Segment:
         """The segment that the next turn follows: this one with what the environment answered, or a compacted one."""
         ids = answer.ids(opening.dialogue)
+        self._note(answer)
         self._compactor.add(sampled.token_ids, ids)
         compaction = self._compactor.due(len(segment.ids) + len(ids))
         if compaction is None:
@@ -250,6 +254,10 @@ class _Agent:
         self._said.append(f"summary: {summary}")
         kept = self._compactor.cut(compaction.keep_last)
         return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], "summary", segment)
+
+    def _note(self, answer: Answer) -> None:
+        """Keep for people what the environment said. Raises: BadObservation for what nobody can read."""
+        self._said += [f"environment: {checked(text)}" for text in answer.texts]
 
     async def _begin(self) -> Opening:
         request = self._request

@@ -95,6 +95,14 @@ def test_a_step_like_no_other(step: Any, told: str) -> None:
     assert bad.calls[-1] == ("close",) and found.rollouts, "what was written before it is trained"
 
 
+@pytest.mark.parametrize(("max_turns", "reason"), [(9, "observation"), (1, "turns")])
+@pytest.mark.parametrize("seen", ["x" * (10 << 20), "\x1b[2J"], ids=["10 MB", "control"])
+def test_what_nobody_can_read_is_not_kept_for_people(seen: str, max_turns: int, reason: str) -> None:
+    found = beside_a_good_one(options={"step": Outcome(observation=seen)}, max_turns=max_turns)
+    assert found.stop_reason == reason
+    assert seen not in found.text and len(found.text) < 200
+
+
 @pytest.mark.parametrize(("hangs", "turns"), [("class", 0), ("reset", 0), ("close", 3)])
 def test_an_environment_may_hang_anywhere(hangs: str, turns: int) -> None:
     Stuck.over.clear()
