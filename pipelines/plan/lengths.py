@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from opd.config import PipelineConfig
 from opd.packing import tree_limit
@@ -17,7 +18,7 @@ HUNDREDTH = 2.3263
 """Standard deviations above the mean of a normal distribution's 99th percentile."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Written:
     """The lengths of one step: each prompt's responses, in tokens."""
 
@@ -35,6 +36,7 @@ class Written:
         """Prompt and response tokens of all rows."""
         return sum(self.prompt + length for length in self.responses)
 
+    @cached_property
     def units(self) -> list[tuple[RowSize, tuple[int, ...]]]:
         """What is laid out together, and its responses: a response with its prompt, or trees of responses to one prompt."""
         found = []
@@ -43,13 +45,6 @@ class Written:
                 size = self.prompt + sum(responses)
                 others = tuple(f"{number}/{place}/{i}" for i in range(1, len(responses)))
                 found.append((RowSize(f"{number}/{place}/0", domain, size, others), responses))
-        return found
-
-    def sizes(self) -> dict[str, list[int]]:
-        """Domain -> sizes of its units."""
-        found: dict[str, list[int]] = {}
-        for unit, _ in self.units():
-            found.setdefault(unit.domain, []).append(unit.length)
         return found
 
 

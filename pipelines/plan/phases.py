@@ -9,7 +9,7 @@ sync      new weights: gathered, sent, put in place, proven
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opd.config import PipelineConfig
@@ -107,8 +107,7 @@ class Work:
         if self.config.teachers.elsewhere or not self.models.scorers:
             return []
         workers = self.places.teachers.workers
-        sizes = lengths.sizes()
-        rows = {name: self._rows_of(name, sizes) for name in self.models.scorers}
+        rows = {name: self._rows_of(name, lengths) for name in self.models.scorers}
         loads = [(0, worker) for worker in range(workers)]
         found = [Seconds(overhead=self.spec.overheads.phase.s + self.spec.overheads.stream.s) for _ in range(workers)]
         for name in sorted(rows, key=lambda one: -sum(rows[one])):
@@ -117,11 +116,11 @@ class Work:
             heapq.heappush(loads, (load + sum(rows[name]), worker))
         return found
 
-    def _rows_of(self, name: str, sizes: Mapping[str, Sequence[int]]) -> list[int]:
+    def _rows_of(self, name: str, lengths: Written) -> list[int]:
         """Sizes of the units of the domains that a teacher scores."""
         scoring = self.models.inputs.scoring
-        mine = [domain for domain, given in scoring.items() if name in [one.teacher.name for one in given]]
-        return [size for domain in mine for size in sizes.get(domain, ())]
+        mine = {domain for domain, given in scoring.items() if name in [one.teacher.name for one in given]}
+        return [unit.length for unit, _ in lengths.units if unit.domain in mine]
 
     def _scored(self, name: str, sizes: Sequence[int]) -> Seconds:
         place, shape, dtype = self.places.teachers, self.models.scorers[name], self.config.teachers.dtype
@@ -171,7 +170,7 @@ class Work:
     def train(self, lengths: Written) -> Trained:
         """The busiest rank, which the others wait for in every micro-batch; then the optimiser."""
         place, config = self.places.trainer, self.config
-        units = {unit.sample_id: (unit, responses) for unit, responses in lengths.units()}
+        units = {unit.sample_id: (unit, responses) for unit, responses in lengths.units}
         rows = [unit for unit, _ in units.values()]
         plan = plan_micro_batches(rows, place.workers, config.trainer.micro_batch_tokens)
         ranks = [[[units[i] for i in part if i in units] for part in rank] for rank in plan]
@@ -223,10 +222,9 @@ class Work:
         shape, seen = self.models.student, lengths.tokens / len(lengths.responses) / 2
         responses = sum(lengths.responses)
         prompts = lengths.prompt * len(lengths.groups)
-        units, sizes = lengths.units(), lengths.sizes()
-        scored = sum(one.forward(sum(self._rows_of(name, sizes)), seen) for name, one in self.models.scorers.items())
-        laid_out = sum(unit.length for unit, _ in units)
-        asked = sum(self._asked(units))
+        scored = sum(one.forward(sum(self._rows_of(name, lengths)), seen) for name, one in self.models.scorers.items())
+        laid_out = sum(unit.length for unit, _ in lengths.units)
+        asked = sum(self._asked(lengths.units))
         heads = 2 * responses * shape.head * self._head_passes()
         return {
             "rollout": shape.forward(prompts + responses, seen) + 2 * responses * shape.head,
