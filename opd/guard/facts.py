@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from opd.guard.session import Session
 from opd.guard.shell.fields import UNKNOWN, plain
@@ -39,6 +41,11 @@ WITH_VALUE = {
     "nc": {"-w", "-p", "-s"},
 }
 """Options whose next argument is their value."""
+IN_DIRECTORY = {
+    **dict.fromkeys(("git", "ninja"), ("-C",)),
+    **dict.fromkeys(("tar", "bsdtar", "make", "gmake"), ("-C", "--directory")),
+}
+"""Options after which a program looks for its files in another directory."""
 _URL = re.compile(r"\b(?:https?|ftp|git|ssh|rsync|git\+https|svn|wss?)://[^\s'\"<>|;)\]}]+")
 _HOST_PATH = re.compile(r"(?:[\w.-]+@)?([\w-]+(?:\.[\w-]+)+|[\w.-]+@[\w-]+|localhost|\d+\.\d+\.\d+\.\d+):(?!//)(.*)")
 _DEV_TCP = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/")
@@ -124,7 +131,7 @@ def facts(argv: list[str], session: Session, streams: Streams, tags: frozenset[s
     )
     if program == "git":
         call = replace(call, git=call.args[0] if call.args else "", args=call.args[1:])
-    reads, writes = _files(call, operands, values, session)
+    reads, writes = _files(call, operands + _elsewhere(program, argv, operands), values, session)
     urls, hosts = addresses(call)
     opened = (host for path in streams.reads + streams.writes for host in _DEV_TCP.findall(path))
     hosts = tuple(dict.fromkeys([*hosts, *opened]))
@@ -160,6 +167,18 @@ def _options(program: str, argv: list[str]) -> tuple[list[str], list[str], list[
         else:
             operands.append(arg)
     return flags, operands, values
+
+
+def _elsewhere(program: str, argv: list[str], operands: list[str]) -> list[str]:
+    """The operands as seen from the directories that options such as `-C` name."""
+    names = IN_DIRECTORY.get(program)
+    if names is None:
+        return []
+    places = [after for name, after in pairwise(argv) if name in names]
+    places += [
+        arg[len(name) :].removeprefix("=") for arg in argv for name in names if arg.startswith(name) and arg != name
+    ]
+    return [posixpath.join(place, one) for place in places for one in operands if one != "-" and one[0] != "/"]
 
 
 def _short(arg: str) -> list[str]:
@@ -216,8 +235,10 @@ def _paths_of(argument: str, session: Session, copies: bool) -> list[str]:
         return []
     found = session.paths(argument, copies)
     for mark in (":/", "=/", "@/"):
-        if mark in argument:
-            found += session.paths(argument[argument.index(mark) + 1 :], copies)
+        before, there, after = argument.partition(mark)
+        if there:
+            found += session.paths("/" + after, copies)
+            found += session.paths(before, copies) if mark == ":/" and before.startswith("/") else []
     return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from opd.environments.records import ToolCall
@@ -23,6 +24,7 @@ from opd.guard.shell.fields import MARKS, plain
 from opd.guard.shell.nodes import Unreadable
 from opd.guard.shell.programs import PROGRAMS
 from opd.guard.shell.walk import MAX_NESTED, Run, Walker
+from opd.guard.shell.ways import every
 from opd.text import one_line, readable
 
 Kind = Literal["shell", "scripts", "python", "read", "write", "text"]
@@ -134,15 +136,16 @@ class Guard:
         unread, said = "", BUSY
         try:
             for name, value in call.arguments.items():
-                self._walk(walker, call, self._kind(call.name, name), value)
+                every(session, partial(self._walk, walker, call, self._kind(call.name, name), value))
         except Unreadable as error:
             unread, said = str(error), error.said or BUSY
         except Exception as error:  # noqa: BLE001 whatever a policy writes, no call may end its run
             unread = f"to read it failed with {one_line(repr(error), 200)}"
-        hit = self._rules.first(walker.calls, session)
+        calls = list(dict.fromkeys(walker.calls))
+        hit = self._rules.first(calls, session)
         if unread and (hit is None or hit.rule.verdict != "block"):
-            return Finding(suspicion="unreadable", reason=unread, hit=hit, calls=walker.calls, said=said)
-        return Finding(suspicion="none", calls=walker.calls) if hit is None else _found(hit, walker.calls)
+            return Finding(suspicion="unreadable", reason=unread, hit=hit, calls=calls, said=said)
+        return Finding(suspicion="none", calls=calls) if hit is None else _found(hit, calls)
 
     def _kind(self, tool: str, name: str) -> Kind:
         """What an argument of a tool is: as the tool is described, else by its name."""

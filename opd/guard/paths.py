@@ -128,7 +128,13 @@ def _one_of(globs: Iterable[str]) -> re.Pattern[str]:
 
 
 def _leads_to(pattern: str, name: str) -> bool:
-    """Whether the shell may expand a pattern to a well-known path, or to something in a directory that is given as `NAME/**`."""
+    """Whether the shell may expand a pattern to a well-known path, or to something in a directory that is given as `NAME/**`; with
+    `NAME/*` only where nothing of the pattern says what in there."""
+    if name.endswith("/*"):
+        depth = name.count("/")
+        parts = pattern.split("/")
+        anything = len(parts) > depth and all(set(part) <= set("*?") for part in parts[depth:])
+        return anything and _leads_to("/".join(parts[:depth]), name.removesuffix("/*"))
     if not name.endswith("/**"):
         return _says_something(pattern) and _expands(pattern, name)
     directory = name.removesuffix("/**")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,10 @@ MAX_WRITTEN = 1 << 16
 """Characters of a text that grows; of a longer one we say that we do not know it."""
 MAX_PATH = 4096
 """Characters of a path that the system takes: no link or file has a longer one."""
+SHELL = ("cwd", "variables", "functions", "positional")
+"""What a session knows of the shell; a subshell changes it for itself alone."""
 FILES = ("links", "copies", "written", "appended")
-"""What a session knows of files; a subshell changes it for all."""
+"""What it knows of files; a subshell changes it for all."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +49,8 @@ class Session:
     """Names of variables that the last call used."""
     begins_at: str = ""
     """Where a new shell begins, if calls do not share one; `cwd` if not given."""
+    others: list[Session] = field(default_factory=list)
+    """Other states that the episode may be in, since nobody knows which commands succeeded (`opd.guard.shell.ways`)."""
 
     def __post_init__(self) -> None:
         self.begins_at = self.begins_at or self.cwd
@@ -57,11 +62,16 @@ class Session:
         new.links, new.copies = dict(self.links), dict(self.copies)
         new.written, new.appended = dict(self.written), dict(self.appended)
         new.positional, new.read_variables = list(self.positional), []
+        new.others = [other.copy() for other in self.others]
         return new
+
+    def same(self, other: Session) -> bool:
+        """Whether the other one is in the same state, apart from `others`."""
+        return all(getattr(self, name) == getattr(other, name) for name in SHELL + FILES)
 
     def become(self, other: Session) -> None:
         """Take over the state of a copy: its call is let through."""
-        for name in ("cwd", "variables", "functions", "positional", "read_variables", *FILES):
+        for name in (*SHELL, "read_variables", *FILES, "others"):
             setattr(self, name, getattr(other, name))
 
     def absolute(self, path: str, copies: bool = True) -> str:
@@ -141,12 +151,24 @@ class Session:
         """The text of a file as far as the episode wrote it; None if it did not, or if we do not know it."""
         return self.written.get(path, self.appended.get(path))
 
+    def script_at(self, field: str) -> str | None:
+        """The same by the argument that names it."""
+        return self.script(self.absolute(field))
+
     def wrote_some(self, path: str) -> bool:
         """Whether the episode wrote a part of this file."""
         return path in self.written or path in self.appended
+
+    def set_back(self, kept: Mapping[str, str | None]) -> None:
+        """Give variables the values that they had; None: none."""
+        self.variables |= {name: value for name, value in kept.items() if value is not None}
+        for name in [name for name, value in kept.items() if value is None]:
+            self.variables.pop(name, None)
 
     def next_call(self) -> None:
         """Forget what does not last from one call to the next."""
         self.read_variables = []
         if not self.keeps_shell:
             self.cwd, self.variables, self.functions, self.positional = self.begins_at, {}, {}, []
+        for other in self.others:
+            other.next_call()

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import posixpath
 from dataclasses import dataclass, field
 
 from opd.guard.shell.fields import ACTIVE
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A command that code starts: a script, or a program with its arguments."""
+
+    command: str | list[str]
+    cwd: str = ""
+    """Where, from the directory of the code itself."""
 
 
 @dataclass(slots=True)
@@ -21,13 +31,12 @@ class Code:
     """Dotted names, import aliases resolved."""
     env: list[str] = field(default_factory=list)
     """Variables of the environment that it asks for by name."""
-    shell: list[str | list[str]] = field(default_factory=list)
-    """Commands that it runs: a script, or a program with its arguments."""
+    shell: list[Started] = field(default_factory=list)
     nested: list[str] = field(default_factory=list)
     """Code of the same language that it evaluates."""
     tags: set[str] = field(default_factory=set)
     cwd: str = ""
-    """Where it changes to, if it does."""
+    """Where it has changed to so far, from where it begins."""
 
     def mention(self, text: str, globs: bool) -> None:
         """Note a string of the code; with `globs` as one that may be expanded."""
@@ -36,4 +45,4 @@ class Code:
         text = text.translate(ACTIVE) if globs else text
         self.strings.append(text)
         if not any(c.isspace() for c in text):
-            self.mentions.append(text)
+            self.mentions.append(posixpath.join(self.cwd, text))

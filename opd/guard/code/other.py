@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from opd.guard.code import Code
+from opd.guard.code import Code, Started
 from opd.guard.shell.reader import unescape
 
 _STRING = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
@@ -31,9 +31,9 @@ def read_other(language: str, text: str) -> Code:
         code.mention(literal, globs="*" in literal)
     code.uses = _NAME.findall(_STRING.sub("''", text))
     if language in BACKTICK_RUNS:
-        code.shell += [a or b or c for a, b, c in _BACKTICKS.findall(text)]
+        code.shell += [Started(a or b or c) for a, b, c in _BACKTICKS.findall(text)]
     if _RUNS.search(text):
-        code.shell += [literal for literal in literals if literal.strip()]
+        code.shell += [Started(literal) for literal in literals if literal.strip()]
     if _WRITES.search(text):
         code.writes += code.mentions
     if _EVALUATES.search(text) and _DECODES.search(text):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import posixpath
 import textwrap
 import traceback
 import warnings
 from typing import Any
 
-from opd.guard.code import Code
+from opd.guard.code import Code, Started
 from opd.guard.code.folding import UNKNOWABLE, Folder
+from opd.guard.shell.fields import UNKNOWN
 from opd.guard.shell.nodes import Unreadable
 
 _SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn"}
@@ -141,18 +143,20 @@ class _PythonReader(ast.NodeVisitor):
         elif called in _ENVIRONMENT and node.args:
             self._asked(node.args[0])
         elif called == "os.chdir" and isinstance(first, str):
-            self.code.cwd = first
+            self.code.cwd = posixpath.join(self.code.cwd, first)
         else:
             self._writes(node, called, first)
         for child in [node.func, *node.args, *(word.value for word in node.keywords)]:
             self.visit(child)
 
     def _shell(self, node: ast.Call, first: Any) -> None:
+        given = next((self.fold.value(word.value) for word in node.keywords if word.arg == "cwd"), "")
+        cwd = posixpath.join(self.code.cwd, given if isinstance(given, str) else UNKNOWN if given is UNKNOWABLE else "")
         if isinstance(first, str) or (isinstance(first, list) and all(isinstance(one, str) for one in first) and first):
-            self.code.shell.append(first)
+            self.code.shell.append(Started(first, cwd))
         elif node.args and isinstance(node.args[0], ast.List) and node.args[0].elts:
             known = [self.fold.value(one) for one in node.args[0].elts]
-            self.code.shell.append([one if isinstance(one, str) else "…" for one in known])
+            self.code.shell.append(Started([one if isinstance(one, str) else "…" for one in known], cwd))
 
     def _nested(self, first: Any) -> None:
         if isinstance(first, bytes):
@@ -185,6 +189,6 @@ class _PythonReader(ast.NodeVisitor):
 
     def _written(self, path: Any) -> None:
         if isinstance(path, str):
-            self.code.writes.append(path)
+            self.code.writes.append(posixpath.join(self.code.cwd, path))
         else:
             self.code.tags.add("writes_unknown")

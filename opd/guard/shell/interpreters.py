@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from opd.guard.facts import Streams
 from opd.guard.shell.fields import UNKNOWN, known, plain
 from opd.guard.shell.walk import Handler, Run, Walker
+from opd.guard.shell.ways import apart
 from opd.guard.shell.wrappers import option
 
 _INLINE = {"python": "c", "perl": "eE", "ruby": "e", "node": "ep", "php": "r"}
@@ -33,7 +35,8 @@ def shell(walker: Walker, run: Run) -> str | None:
     walker.note(run)
     streams = run.streams
     if streams.stdin is not None and known(streams.stdin):
-        return walker.text(streams.stdin, Streams(), walker.hidden(streams.sources))
+        inside = partial(walker.text, streams.stdin, Streams(), walker.hidden(streams.sources))
+        return apart(walker.session, inside)
     if streams.has_stdin:
         walker.tag("unseen")
     return None
@@ -65,14 +68,11 @@ def _inline_shell(walker: Walker, run: Run, rest: list[str]) -> str | None:
     if not rest or not known(rest[0]):
         walker.tag("unseen")
         return None
-    kept, walker.session.positional = walker.session.positional, rest[2:]
     text = plain(rest[0])
     if len(rest) > 1:
         text = text.replace("$0", plain(rest[1])).replace("${0}", plain(rest[1]))
-    try:
-        return walker.text(text, run.streams, walker.hidden(run.streams.sources))
-    finally:
-        walker.session.positional = kept
+    inside = partial(walker.text, text, run.streams, walker.hidden(run.streams.sources))
+    return apart(walker.session, partial(walker.with_arguments, rest[2:], inside))
 
 
 def _script_file(walker: Walker, run: Run, argv: list[str], operands: list[str]) -> str | None:
@@ -81,7 +81,7 @@ def _script_file(walker: Walker, run: Run, argv: list[str], operands: list[str])
     text = walker.session.script(path)
     if text is not None:
         place = argv.index(operands[0])
-        return walker.file_code(text, run.but(argv[place:]))
+        return apart(walker.session, partial(walker.file_code, text, run.but(argv[place:])))
     if walker.session.wrote_some(path) or not known(operands[0]):
         walker.tag("unseen")
     return None
@@ -170,7 +170,17 @@ def awk(walker: Walker, run: Run) -> str | None:
 def trap(walker: Walker, run: Run) -> str | None:
     walker.note(run.but(run.argv[:1]))
     if len(run.argv) > 2 and known(run.argv[1]) and plain(run.argv[1]) not in ("-", ""):
-        walker.text(plain(run.argv[1]))
+        apart(walker.session, partial(walker.text, plain(run.argv[1])))
+    return ""
+
+
+def alias(walker: Walker, run: Run) -> str | None:
+    """What an alias stands for is gone through where it is set."""
+    walker.note(run)
+    for arg in run.argv[1:]:
+        _, equals, text = arg.partition("=")
+        if equals and known(text):
+            apart(walker.session, partial(walker.text, plain(text)))
     return ""
 
 
@@ -179,5 +189,5 @@ def make(walker: Walker, run: Run) -> str | None:
     if option(run.argv, "-f") in ("-", "/dev/stdin") and run.streams.stdin:
         for line in run.streams.stdin.split("\n"):
             if line.startswith("\t"):
-                walker.text(line.strip().lstrip("@-"))
+                apart(walker.session, partial(walker.text, line.strip().lstrip("@-")))
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal as OneOf
 
 
 class Unreadable(ValueError):
@@ -93,10 +94,11 @@ class Simple:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Bodies that may run one after the other: braces, subshells, branches and loops alike."""
+    """Bodies that may run: one after the other in braces and subshells; tests and branches in turn, and a last `else`, of an `if`;
+    the subject and the branches of a `case`; test and body of a loop."""
 
     bodies: tuple[Script, ...]
-    subshell: bool = False
+    kind: OneOf["braces", "subshell", "if", "case", "loop"] = "braces"
     redirects: list[Redirect] = field(default_factory=list)
 
 
@@ -122,6 +124,10 @@ Command = Simple | Group | For | Function
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     commands: tuple[Command, ...]
+    when: str = ""
+    """`&&` or `||` if it depends on the one before."""
+    negated: bool = False
+    background: bool = False
 
 
 Script = tuple[Pipeline, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from opd.guard.shell.nodes import (
     Assignment,
@@ -49,6 +50,14 @@ def _said(text: str, at: int) -> str:
     return f"{where}: syntax error near unexpected token `{token[1]}'\n{where}: `{text.split(chr(10))[line]}'"
 
 
+def _to_background(found: list[Pipeline]) -> None:
+    """Mark the last list such as `a && b`: behind it stands `&`."""
+    for index in range(len(found) - 1, -1, -1):
+        found[index] = replace(found[index], background=True)
+        if not found[index].when:
+            return
+
+
 class Parser(Reader):
     """Reads a script from left to right, without going back."""
 
@@ -66,27 +75,31 @@ class Parser(Reader):
         """Pipelines up to one of the reserved words, a closing parenthesis, `;;` or the end."""
         found: list[Pipeline] = []
         while True:
-            self._separators()
+            ends_with, when = self._separators()
+            if ends_with == "&":
+                _to_background(found)
             reserved = self._reserved()
             if not self.peek() or self.peek() == ")" or self.peek(2) == ";;" or reserved in ends:
                 return tuple(found)
             if reserved in ENDS_LIST:
                 raise Unreadable(f"{reserved} where no such part is open")
-            found.append(self._pipeline())
+            found.append(self._pipeline(when if found else ""))
 
-    def _separators(self) -> None:
-        """Skip what ends a command: line ends, `;`, `&`, `&&` and `||`."""
+    def _separators(self) -> tuple[str, str]:
+        """Skip what ends a command: line ends, `;`, `&`, `&&` and `||`. The first of them, and the last if it is `&&` or `||`."""
+        first = when = ""
         while True:
             self.skip_blanks()
-            if self.peek() == "\n":
+            one = self.peek(2) if self.peek(2) in ("&&", "||") else self.peek()
+            if one == "\n":
                 self.at += 1
                 self.read_heredocs()
-            elif self.peek(2) in ("&&", "||"):
-                self.at += 2
-            elif (self.peek() == ";" and self.peek(2) != ";;") or (self.peek() == "&" and self.peek(2) != "&>"):
-                self.at += 1
+            elif one in ("&&", "||") or (one == ";" and self.peek(2) != ";;") or (one == "&" and self.peek(2) != "&>"):
+                self.at += len(one)
+                when = one if len(one) == 2 else ""
             else:
-                return
+                return first, when
+            first = first or one
 
     def _reserved(self) -> str:
         """The reserved word that stands here, or nothing."""
@@ -96,9 +109,11 @@ class Parser(Reader):
         following = self.text[match.end() : match.end() + 1]
         return match[0] if not following or following in ENDS_WORD else ""
 
-    def _pipeline(self) -> Pipeline:
-        while self._reserved() in ("!", "time", "coproc"):
-            self.at += len(self._reserved())
+    def _pipeline(self, when: str) -> Pipeline:
+        negated = background = False
+        while (reserved := self._reserved()) in ("!", "time", "coproc"):
+            negated, background = negated or reserved == "!", background or reserved == "coproc"
+            self.at += len(reserved)
             self.skip_blanks()
             if self.peek(2) == "-p":
                 self.at += 2
@@ -107,7 +122,7 @@ class Parser(Reader):
         while True:
             self.skip_blanks()
             if self.peek() != "|" or self.peek(2) == "||":
-                return Pipeline(tuple(commands))
+                return Pipeline(tuple(commands), when, negated, background)
             self.at += 2 if self.peek(2) == "|&" else 1
             while self.following() == "\n":
                 self.at += 1
@@ -131,17 +146,15 @@ class Parser(Reader):
             return self._case()
         if reserved == "[[":
             return self._test()
-        bodies: tuple[Script, ...] | None = None
         if reserved in ("if", "while", "until", "{"):
             bodies = self._bodies(reserved)
-        elif self.peek(2) == "((" and self.arithmetic_end(self.at) > 0:
+            return Group(bodies, {"if": "if", "{": "braces"}.get(reserved, "loop"), self._redirects())  # type: ignore[arg-type]
+        if self.peek(2) == "((" and self.arithmetic_end(self.at) > 0:
             self._skip_arithmetic()
-            bodies = ()
-        elif self.peek() == "(":
+            return Group((), "braces", self._redirects())
+        if self.peek() == "(":
             self.at += 1
-            return Group((self.script(")"),), True, self._redirects())
-        if bodies is not None:
-            return Group(bodies, False, self._redirects())
+            return Group((self.script(")"),), "subshell", self._redirects())
         if match := _FUNCTION.match(self.text, self.at):
             self.at = match.end()
             return Function(match[1] or match[2], self._command())
@@ -181,7 +194,7 @@ class Parser(Reader):
         if self.peek(2) == "((":
             self._skip_arithmetic()
             self._separators()
-            return Group(self._bodies(self._expect("do")), False, self._redirects())
+            return Group(((), *self._bodies(self._expect("do"))), "loop", self._redirects())
         name = self._plain_word()
         self.skip_blanks()
         words: list[Word] = []
@@ -218,7 +231,7 @@ class Parser(Reader):
             self._separators()
             if self._reserved() == "esac":
                 self.at += len("esac")
-                return Group(tuple(bodies), False, self._redirects())
+                return Group(tuple(bodies), "case", self._redirects())
             if self.peek() == "(":
                 self.at += 1
             while self.following() != ")":

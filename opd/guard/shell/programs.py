@@ -5,10 +5,12 @@ Each handler notes the call and goes on into what it runs. The walker is given t
 
 from __future__ import annotations
 
-from opd.guard.shell.interpreters import awk, evaluate, language, make, shell, source, trap
-from opd.guard.shell.state import cd, copies, declare, read, set_positional, tee
+from opd.guard.shell.assigned import declare, mapfile, printf, read, unset
+from opd.guard.shell.interpreters import alias, awk, evaluate, language, make, shell, source, trap
+from opd.guard.shell.many import find, parallel, xargs
+from opd.guard.shell.state import cd, copies, set_positional, tee
 from opd.guard.shell.walk import Handler
-from opd.guard.shell.wrappers import WRAPPERS, docker, find, parallel, runner, script, wrapped, xargs
+from opd.guard.shell.wrappers import WRAPPERS, docker, runner, script, wrapped
 
 PROGRAMS: dict[str, Handler] = {
     **dict.fromkeys(WRAPPERS, wrapped),
@@ -20,12 +22,16 @@ PROGRAMS: dict[str, Handler] = {
     **dict.fromkeys(("awk", "gawk", "mawk", "nawk"), awk),
     **dict.fromkeys(("cd", "pushd", "popd"), cd),
     **dict.fromkeys(("export", "declare", "local", "readonly", "typeset"), declare),
-    **dict.fromkeys(("read", "mapfile", "readarray", "unset"), read),
+    **dict.fromkeys(("mapfile", "readarray"), mapfile),
     **dict.fromkeys(("cp", "mv", "ln", "link"), copies),
     **dict.fromkeys(("script", "su"), script),
     **dict.fromkeys(("docker", "podman"), docker),
     **dict.fromkeys(("uv", "poetry", "pipenv"), runner),
     **dict.fromkeys(("make", "gmake"), make),
+    "read": read,
+    "unset": unset,
+    "printf": printf,
+    "alias": alias,
     "eval": evaluate,
     "source": source,
     ".": source,

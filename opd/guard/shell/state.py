@@ -10,33 +10,21 @@ from opd.guard.shell.walk import Run, Walker
 
 
 def cd(walker: Walker, run: Run) -> str | None:
-    session = walker.session
-    operands = [arg for arg in run.argv[1:] if not arg.startswith("-")]
+    """`cd`, `pushd`, `popd`, which are taken to succeed; `cd -` goes back."""
+    session, program = walker.session, plain(run.argv[0])
+    operands = [arg for arg in run.argv[1:] if not arg.startswith("-") or arg == "-"]
     walker.note(run.but([run.argv[0], *operands]))
-    if plain(run.argv[0]) == "pushd":
-        session.variables["DIRSTACK"] = session.cwd
+    before = session.cwd
     target = operands[0] if operands else session.home
-    if plain(run.argv[0]) == "popd":
-        target = session.variables.get("DIRSTACK", session.cwd)
+    if program == "popd":
+        target = session.variables.get("DIRSTACK", before)
+    elif target == "-":
+        target = session.variables.get("OLDPWD", before)
     there = session.absolute(target) if known(target) and len(target) <= MAX_PATH else ""
-    session.cwd = there if there and len(there) <= MAX_PATH else posixpath.join(session.cwd, UNKNOWN)
-    return ""
-
-
-def declare(walker: Walker, run: Run) -> str | None:
-    walker.note(run)
-    for arg in run.argv[1:]:
-        name, equals, value = arg.partition("=")
-        if equals and not arg.startswith("-"):
-            walker.session.variables[plain(name)] = value
-            walker.tag(f"sets:{plain(name)}")
-    return ""
-
-
-def read(walker: Walker, run: Run) -> str | None:
-    walker.note(run)
-    for arg in run.argv[1:]:
-        walker.session.variables.pop(plain(arg), None)
+    session.cwd = there if there and len(there) <= MAX_PATH else posixpath.join(before, UNKNOWN)
+    session.variables["OLDPWD"] = before
+    if program == "pushd":
+        session.variables["DIRSTACK"] = before
     return ""
 
 

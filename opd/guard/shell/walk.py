@@ -1,27 +1,29 @@
 """Goes through a script without running it, and lists the calls that it would make.
 
-Both branches of an `if` and the body of every loop are gone through once. What a program prints is worked out where it can be
-(`outputs`), so that text which is built and then run is seen as what it is.
+All branches are gone through, each in the states of the shell in which it may run (`ways`). What a program prints is worked out
+where it can be (`outputs`), so that text which is built and then run is seen as what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import posixpath
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from opd.guard.code import Code
+from opd.guard.code import Code, Started
 from opd.guard.code.other import read_other
 from opd.guard.code.python import read_python
 from opd.guard.facts import Call, Streams, addresses, facts, urls_in
-from opd.guard.session import FILES, Session
+from opd.guard.session import Session
 from opd.guard.shell.arrays import array, assign
+from opd.guard.shell.compound import group, loop_over
 from opd.guard.shell.expand import Expander
 from opd.guard.shell.fields import UNKNOWN, has_glob, known, plain
 from opd.guard.shell.nodes import (
     Assignment,
     For,
     Function,
-    Group,
     Pipeline,
     Process,
     Redirect,
@@ -34,14 +36,18 @@ from opd.guard.shell.nodes import Command as Node
 from opd.guard.shell.outputs import DECODERS, output
 from opd.guard.shell.parser import parse
 from opd.guard.shell.reader import MAX_CHARACTERS
+from opd.guard.shell.ways import Step, apart, in_turn, joined
 from opd.guard.shell.work import ARGUMENT, COMMAND, GLOB, PYTHON, Work
 
 MAX_CALLS = 512
 MAX_NESTED = 12
 MAX_WRAPPED = 32
 """Programs that are each started by the one before, such as `nohup nice timeout 5 ls`."""
-MAX_ROUNDS = 16
-"""Words of a `for` loop that its body is gone through for."""
+SUCCEED = frozenset((
+    "cd", "pushd", "popd", "mkdir", "true", ":", "echo", "printf", "pwd", "export", "declare", "local", "readonly", "typeset", "set",
+    "unset", "shopt", "umask", "alias",
+))  # fmt: skip
+"""Programs that are taken to succeed. Of others nobody knows, but for `false`."""
 NOWHERE = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
 
 
@@ -76,10 +82,12 @@ class Walker:
         """Tags of all that is gone through at the moment, such as `decoded`."""
         self.behind: dict[str, tuple[str, ...]] = {}
         """The programs behind the path of a process substitution."""
+        self._success: bool | None = None
+        """Whether the last command succeeds; None if nobody knows."""
         self._nested = 0
         self._wrapped = 0
         self._work = Work()
-        self._expander = Expander(session, self.script, self._work)
+        self._expander = Expander(session, self._substituted, self._work)
 
     def text(self, text: str, streams: Streams | None = None, tags: frozenset[str] = frozenset()) -> str | None:
         """Go through a script inside of the script; what it prints, if known. Raises: Unreadable."""
@@ -98,21 +106,37 @@ class Walker:
 
     def script(self, script: Script, streams: Streams | None = None) -> str | None:
         """Go through the pipelines of a script; what they print together, if known."""
-        outputs = [self._pipeline(pipeline, streams or Streams()) for pipeline in script]
-        return "".join(o for o in outputs if o is not None) if None not in outputs else None
+        if not script:
+            return ""
+        steps = [Step(one.when, partial(self._pipeline, one, streams or Streams())) for one in script]
+        starts = [index for index, step in enumerate(steps) if not step.when]
+        lists = [steps[start:end] for start, end in zip(starts, [*starts[1:], len(steps)], strict=True)]
+        return joined([self._in_turn(one) for one in lists])
 
-    def _pipeline(self, pipeline: Pipeline, outer: Streams) -> str | None:
+    def _in_turn(self, steps: Sequence[Step]) -> str | None:
+        before = len(self.calls)
+        printed = in_turn(self.session, steps)
+        if self.session.others:  # most calls are the same in each of the states
+            self.calls[before:] = dict.fromkeys(self.calls[before:])
+        return printed
+
+    def _substituted(self, script: Script) -> str | None:
+        return apart(self.session, partial(self.script, script))
+
+    def _pipeline(self, pipeline: Pipeline, outer: Streams) -> tuple[bool | None, str | None]:
         text, sources = outer.stdin, outer.sources
+        alone = len(pipeline.commands) == 1 and not pipeline.background
         last, before = 0, len(self.calls)
         for index, command in enumerate(pipeline.commands):
             last, before = before, len(self.calls)
             given = Streams(stdin=text, has_stdin=index > 0 or outer.has_stdin, sources=sources)
-            text = self._command(command, given)
+            run = partial(self._command, command, given)
+            text = run() if alone else apart(self.session, run)
             sources = tuple(dict.fromkeys([*sources, *(c.program for c in self.calls[before:] if c.program)]))
             if index:
                 feeds = tuple(call.line() for call in self.calls[before:])
                 self.calls[last:before] = [replace(call, feeds=feeds) for call in self.calls[last:before]]
-        return text
+        return (None if pipeline.negated else self._success), text
 
     def _command(self, node: Node, given: Streams) -> str | None:
         self._work.spend(COMMAND)
@@ -123,26 +147,13 @@ class Walker:
             return ""
         streams = self._connect(node.redirects, given)
         self._bare_redirects(streams)
-        printed = self._for(node, streams) if isinstance(node, For) else self._group(node, streams)
+        if isinstance(node, For):
+            values = [field for word in node.words for field in self._expander.fields(word)]
+            printed = loop_over(self.session, node, values, partial(self.script, streams=streams))
+        else:
+            printed = group(self.session, node, streams, self.script)
+        self._success = None
         return self._written(streams, printed)
-
-    def _group(self, node: Group, streams: Streams) -> str | None:
-        kept = self.session.copy() if node.subshell else None
-        outputs = [self.script(body, streams) for body in node.bodies]
-        if kept is not None:
-            for name in FILES:
-                setattr(kept, name, getattr(self.session, name))
-            self.session.become(kept)
-        whole = "".join(o for o in outputs if o is not None) if None not in outputs else None
-        return whole if len(node.bodies) == 1 else None
-
-    def _for(self, node: For, streams: Streams) -> str | None:
-        values = [field for word in node.words for field in self._expander.fields(word)]
-        outputs: list[str | None] = []
-        for value in values[:MAX_ROUNDS] or [UNKNOWN]:
-            self.session.variables[node.name] = value
-            outputs.append(self.script(node.body, streams))
-        return "".join(o for o in outputs if o is not None) if None not in outputs else None
 
     def _simple(self, node: Simple, given: Streams) -> str | None:
         self.session.read_variables = []
@@ -155,15 +166,19 @@ class Walker:
         if not argv:
             self._assign(values)
             self._bare_redirects(streams)
+            self._success = None if len(self.calls) > before else True
             return streams.stdin if any(r.operator == "<" for r in node.redirects) else ""
         used = self.session.read_variables
-        if values:
-            kept, self.session.variables = self.session.variables, dict(self.session.variables)
-            self._assign(values)
+        kept = {name: self.session.variables.get(name) for name in (one.name.partition("[")[0] for one, _ in values)}
+        self._assign(values)
         self.session.read_variables = used
         printed = self.run(Run(argv, streams, self._tags(values)))
-        if values:
-            self.session.variables = kept
+        for state in (self.session, *self.session.others) if kept else ():
+            state.set_back(kept)
+        if node.redirects or argv[0] in self.session.functions:
+            self._success = None
+        else:
+            self._success = argv[0] in SUCCEED or (False if argv[0] == "false" else None)
         return self._written(streams, printed)
 
     def _value(self, assignment: Assignment) -> str:
@@ -180,7 +195,7 @@ class Walker:
         if len(word) == 1 and isinstance(word[0], Process):
             path = f"/dev/fd/{63 - len(self.session.written)}"
             before = len(self.calls)
-            self.session.written[path] = self.script(word[0].body)
+            self.session.written[path] = self._substituted(word[0].body)
             self.behind[path] = tuple(c.program for c in self.calls[before:])
             return [path]
         return self._expander.fields(word)
@@ -248,24 +263,28 @@ class Walker:
 
     def run(self, run: Run) -> str | None:
         """Note what one program call does; what it prints, if known. Raises: Unreadable."""
+        if run.argv[0] in self.session.functions:
+            return self._function(run.argv[0], run)
+        return self.program(run)
+
+    def program(self, run: Run) -> str | None:
+        """The same for a program that cannot be a function of the shell."""
         if self._wrapped >= MAX_WRAPPED:
             raise Unreadable("too deeply nested")
         self._wrapped += 1
         try:
-            return self._run(run)
+            return self._program(run)
         finally:
             self._wrapped -= 1
 
-    def _run(self, run: Run) -> str | None:
+    def _program(self, run: Run) -> str | None:
         name = plain(run.argv[0]).rpartition("/")[2] if known(run.argv[0]) else ""
-        if name in self.session.functions:
-            return self._function(name, run)
         special = self._special.get(name)
         if special is not None:
             return special(self, run)
         if "/" in run.argv[0] and (text := self.session.script(self.session.absolute(run.argv[0]))):
             self.note(run)
-            return self.file_code(text, run)
+            return apart(self.session, partial(self.file_code, text, run))
         self.note(run)
         return output(run.argv, run.streams.stdin, self.session)
 
@@ -281,13 +300,21 @@ class Walker:
     def _function(self, name: str, run: Run) -> str | None:
         if self._nested >= MAX_NESTED:
             raise Unreadable("too deeply nested")
-        kept, self.session.positional = self.session.positional, run.argv[1:]
+        body: Node = self.session.functions[name]  # type: ignore[assignment]
         self._nested += 1
         try:
-            return self._command(self.session.functions[name], run.streams)  # type: ignore[arg-type]
+            return self.with_arguments(run.argv[1:], partial(self._command, body, run.streams))
         finally:
             self._nested -= 1
-            self.session.positional = kept
+
+    def with_arguments(self, arguments: list[str], act: Callable[[], str | None]) -> str | None:
+        """Do this where `$1` and the others are these."""
+        kept, self.session.positional = self.session.positional, arguments
+        try:
+            return act()
+        finally:
+            for state in (self.session, *self.session.others):
+                state.positional = kept
 
     def file_code(self, text: str, run: Run) -> str | None:
         """Go through a script file that the episode wrote, by its first line."""
@@ -296,11 +323,7 @@ class Walker:
             if language in first:
                 self.code(language, text, run)
                 return None
-        kept, self.session.positional = self.session.positional, run.argv[1:]
-        try:
-            return self.text(text, run.streams)
-        finally:
-            self.session.positional = kept
+        return self.with_arguments(run.argv[1:], partial(self.text, text, run.streams))
 
     def hidden(self, sources: tuple[str, ...]) -> frozenset[str]:
         """The tag of code that came out of these programs, if one of them decodes."""
@@ -313,34 +336,38 @@ class Walker:
         self._work.spend(len(text) * PYTHON)
         found = read_python(text) if language == "python" else read_other(language, text)
         self._nested += 1
-        before, cwd = self.tags, self.session.cwd
+        before = self.tags
         try:
-            self._code_call(language, found, run)
-            self.tags = self.tags | ({"decoded"} if "decodes" in found.tags else set())
-            for nested in found.nested:
-                self.code(language, nested, run)
-            for command in found.shell:
-                if isinstance(command, list):
-                    self.run(Run(command, Streams(), self.tags))
-                else:
-                    self._shell_in_code(language, command)
+            apart(self.session, partial(self._read_code, language, found, run))
         finally:
             self._nested -= 1
-            self.tags, self.session.cwd = before, cwd
+            self.tags = before
 
-    def _shell_in_code(self, language: str, command: str) -> None:
+    def _read_code(self, language: str, found: Code, run: Run) -> None:
+        self._code_call(language, found, run)
+        self.tags = self.tags | ({"decoded"} if "decodes" in found.tags else set())
+        for nested in found.nested:
+            self.code(language, nested, run)
+        for started in found.shell:
+            apart(self.session, partial(self._started, language, started))
+
+    def _started(self, language: str, started: Started) -> None:
+        """Go through a command that code starts."""
+        self.session.cwd = self.session.absolute(started.cwd)
+        if isinstance(started.command, list):
+            self.program(Run(started.command, Streams(), self.tags))
+            return
         try:
-            self.text(command)
+            self.text(started.command)
         except Unreadable:
             if language == "python":
                 raise  # elsewhere any string of the code is tried as a command, and most are none
 
     def _code_call(self, language: str, found: Code, run: Run) -> None:
         session = self.session
-        if found.cwd:
-            session.cwd = session.absolute(found.cwd)
         writes = [path for name in found.writes for path in session.paths(name)]
-        reads = [path for name in found.mentions for path in session.paths(name) if path not in writes]
+        later = [posixpath.join(found.cwd, name) for name in found.mentions] if found.cwd else []
+        reads = [path for name in found.mentions + later for path in session.paths(name) if path not in writes]
         strings = tuple(plain(text) for text in found.strings)
         tags = (found.tags - {"decodes"}) | (
             {"decoded"} if "decodes" in found.tags and (found.shell or found.nested) else set()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
-from opd.guard.facts import Streams
-from opd.guard.shell.fields import ACTIVE, STAR, UNKNOWN, plain
-from opd.guard.shell.nodes import Unreadable
+from opd.guard.session import Session
+from opd.guard.shell.fields import plain
 from opd.guard.shell.walk import Run, Walker
-
-MAX_FOUND = 1024
-"""Roots of a `find` times patterns of names."""
+from opd.guard.shell.ways import apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,46 +23,49 @@ class Wrapper:
     """Operands before the command, such as the time of `timeout`."""
     assignments: bool = False
     """True if `NAME=value` may stand before the command."""
+    chdir: tuple[str, ...] = ()
+    """Options whose value is the directory in which the command runs."""
 
 
-def _wrapper(valued: str = "", operands: int = 0, assignments: bool = False) -> Wrapper:
-    return Wrapper(frozenset(valued.split()), operands, assignments)
+def takes(valued: str = "", operands: int = 0, assignments: bool = False, chdir: tuple[str, ...] = ()) -> Wrapper:
+    return Wrapper(frozenset(valued.split()), operands, assignments, chdir)
 
 
 WRAPPERS = {
-    "sudo": _wrapper(
+    "sudo": takes(
         "-u -g -C -h -p -U -D -R -T -r -t --user --group --close-from --host --prompt --other-user --chdir --chroot "
         "--command-timeout --role --type",
         assignments=True,
+        chdir=("-D", "--chdir"),
     ),
-    "doas": _wrapper("-u -C"),
-    "env": _wrapper("-u -C --unset --chdir", assignments=True),
-    "nice": _wrapper("-n --adjustment"),
-    "ionice": _wrapper("-c -n --class --classdata"),
-    "timeout": _wrapper("-k -s --kill-after --signal", 1),
-    "nohup": _wrapper(),
-    "time": _wrapper("-f -o --format --output"),
-    "stdbuf": _wrapper("-i -o -e --input --output --error"),
-    "setsid": _wrapper(),
-    "command": _wrapper(),
-    "builtin": _wrapper(),
-    "exec": _wrapper("-a"),
-    "busybox": _wrapper(),
-    "toybox": _wrapper(),
-    "chroot": _wrapper("--groups --userspec", 1),
-    "unshare": _wrapper(),
-    "strace": _wrapper("-e -o -p -s"),
-    "ltrace": _wrapper("-e -o -p -s"),
-    "watch": _wrapper("-n --interval"),
-    "flock": _wrapper("-w -E --timeout --wait --conflict-exit-code", 1),
-    "ssh": _wrapper("-o -p -i -l -F -J", 1),
+    "doas": takes("-u -C"),
+    "env": takes("-u -C --unset --chdir", assignments=True, chdir=("-C", "--chdir")),
+    "nice": takes("-n --adjustment"),
+    "ionice": takes("-c -n --class --classdata"),
+    "timeout": takes("-k -s --kill-after --signal", 1),
+    "nohup": takes(),
+    "time": takes("-f -o --format --output"),
+    "stdbuf": takes("-i -o -e --input --output --error"),
+    "setsid": takes(),
+    "command": takes(),
+    "builtin": takes(),
+    "exec": takes("-a"),
+    "busybox": takes(),
+    "toybox": takes(),
+    "chroot": takes("--groups --userspec", 1),
+    "unshare": takes(),
+    "strace": takes("-e -o -p -s"),
+    "ltrace": takes("-e -o -p -s"),
+    "watch": takes("-n --interval"),
+    "flock": takes("-w -E --timeout --wait --conflict-exit-code", 1),
+    "ssh": takes("-o -p -i -l -F -J", 1),
 }
 
 
-_UV = _wrapper(
+_UV = takes(
     "-p --with --with-requirements --python --extra --group --package --project --directory --env-file --index-url"
 )
-_DOCKER = _wrapper(
+_DOCKER = takes(
     "-v -w -e -u -p -h -l -m --name --network --volume --env --env-file --user --workdir --publish --mount --entrypoint "
     "--hostname --label --memory --cpus --gpus --platform",
     1,
@@ -85,9 +87,22 @@ def wrapped(walker: Walker, run: Run) -> str | None:
     if not inner:
         walker.session.written.update(dict.fromkeys(run.streams.truncates))
         return None
+    place = outer[-1] if name == "chroot" else next(filter(None, (option(outer, one) for one in wrapper.chdir)), "")
     if name == "ssh" or plain(outer[-1]) in AS_TEXT.get(name, ()):
-        return walker.text(" ".join(plain(a) for a in inner), run.streams)
-    return walker.run(Run(inner, run.streams, run.tags | tags))
+        text = " ".join(plain(a) for a in inner)
+        return _inside(walker.session, place, partial(walker.text, text, run.streams))
+    goes_on = partial(walker.program, Run(inner, run.streams, run.tags | tags))
+    return _inside(walker.session, place, goes_on) if place else goes_on()
+
+
+def _inside(session: Session, place: str, act: Callable[[], str | None]) -> str | None:
+    """Do this in a process of its own that begins in this directory."""
+
+    def moved() -> str | None:
+        session.cwd = session.absolute(place)
+        return act()
+
+    return apart(session, moved)
 
 
 def _apart(argv: list[str], wrapper: Wrapper, options: tuple[str, ...]) -> list[str]:
@@ -130,93 +145,15 @@ def _value_follows(arg: str, valued: frozenset[str]) -> bool:
     return next(taken, 0) == len(arg) - 1 > 0
 
 
-def xargs(walker: Walker, run: Run) -> str | None:
-    inner, _ = inner_command(run.argv[1:], _wrapper("-I -n -L -P -d -s -a -E --max-args --delimiter --max-procs"))
-    mark = option(run.argv, "-I")
-    items = run.streams.stdin.split() if run.streams.stdin is not None else [UNKNOWN]
-    walker.note(run.but(run.argv[:1]))
-    if not inner:
-        return None
-    given = Streams(sources=run.streams.sources)
-    if mark:
-        for item in items[:16]:
-            walker.run(Run([arg.replace(mark, item) for arg in inner], given, run.tags))
-        return None
-    return walker.run(Run([*inner, *items[:64]], given, run.tags))
-
-
 def option(argv: list[str], name: str) -> str:
-    """The value of a short option, written apart or joined."""
+    """The value of an option, written apart or joined."""
     for index, arg in enumerate(argv):
         if plain(arg) == name and index + 1 < len(argv):
             return plain(argv[index + 1])
-        if arg.startswith(name) and len(arg) > len(name):
-            return plain(arg)[len(name) :]
+        joined = f"{name}=" if name.startswith("--") else name
+        if arg.startswith(joined) and len(arg) > len(joined):
+            return plain(arg)[len(joined) :]
     return ""
-
-
-def parallel(walker: Walker, run: Run) -> str | None:
-    walker.note(run.but(run.argv[:1]))
-    if ":::" not in run.argv:
-        return None
-    place = run.argv.index(":::")
-    inner, _ = inner_command(run.argv[1:place], _wrapper("-j -I"))
-    for item in run.argv[place + 1 : place + 17]:
-        called = [arg.replace("{}", item) for arg in inner]
-        walker.run(Run(called if called != inner else [*inner, item], Streams(), run.tags))
-    return None
-
-
-def find(walker: Walker, run: Run) -> str | None:
-    argv = [plain(arg) for arg in run.argv]
-    found = _found(argv)
-    walker.note(run)
-    call = walker.calls[-1]
-    roots = [walker.session.absolute(root) for root in _roots(argv)]
-    outward = any(root in ("/", "/home", "/root", "/opt", "/srv", "/mnt", "/var", "/usr", "/tmp") for root in roots)
-    call = replace(call, tags=call.tags | ({"outward"} if outward else set()))
-    deletes = tuple(p for one in found for p in walker.session.paths(one)) if "-delete" in argv else ()
-    walker.calls[-1] = replace(call, writes=(*call.writes, *deletes))
-    for index, arg in enumerate(argv):
-        if arg in ("-exec", "-execdir", "-ok", "-okdir"):
-            inner = []
-            for one in run.argv[index + 1 :]:
-                if plain(one) in (";", "+"):
-                    break
-                inner.append(one)
-            for target in found if inner else ():
-                walker.run(
-                    Run(
-                        [one.replace("{}", target) for one in inner],
-                        Streams(),
-                        run.tags,
-                    )
-                )
-    return None
-
-
-def _roots(argv: list[str]) -> list[str]:
-    roots = []
-    for arg in argv[1:]:
-        if arg.startswith(("-", "(", "!")):
-            break
-        roots.append(arg)
-    return roots or ["."]
-
-
-def _found(argv: list[str]) -> list[str]:
-    """Globs of what a find may find: its roots with the patterns of its names. Raises: Unreadable if they are too many."""
-    names = [argv[i + 1] for i, arg in enumerate(argv[:-1]) if arg in ("-name", "-iname")]
-    roots = _roots(argv)
-    if len(roots) * len(names) > MAX_FOUND:
-        raise Unreadable("too much to find")
-    flat = "-maxdepth" in argv and argv[argv.index("-maxdepth") + 1 :][:1] == ["1"]
-    middle = "" if flat else STAR + STAR + "/"
-    return [
-        f"{root.rstrip('/')}/{middle}{name.translate(ACTIVE)}" if name != "." else root
-        for root in roots
-        for name in names or ["*"]
-    ]
 
 
 def script(walker: Walker, run: Run) -> str | None:
@@ -224,7 +161,7 @@ def script(walker: Walker, run: Run) -> str | None:
     walker.note(run)
     for index, arg in enumerate(run.argv[1:-1], 1):
         if arg.startswith("-") and arg.endswith("c"):
-            walker.text(plain(run.argv[index + 1]), run.streams)
+            apart(walker.session, partial(walker.text, plain(run.argv[index + 1]), run.streams))
     return None
 
 
@@ -234,7 +171,7 @@ def runner(walker: Walker, run: Run) -> str | None:
         walker.note(run)
         return None
     inner, _ = inner_command(run.argv[2:], _UV)
-    return walker.run(run.but(inner)) if inner else None
+    return walker.program(run.but(inner)) if inner else None
 
 
 def docker(walker: Walker, run: Run) -> str | None:
@@ -244,5 +181,5 @@ def docker(walker: Walker, run: Run) -> str | None:
     if place:
         inner, _ = inner_command(run.argv[place + 1 :], _DOCKER)
         if inner:
-            walker.run(run.but(inner))
+            walker.program(run.but(inner))
     return None

@@ -1,0 +1,95 @@
+"""Compound commands: in which states of the shell each body runs, and in which it is left afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from opd.guard.facts import Streams
+from opd.guard.session import Session
+from opd.guard.shell.fields import UNKNOWN, known
+from opd.guard.shell.nodes import For, Group, Literal, Script, Simple
+from opd.guard.shell.ways import Output, apart, distinct, in_each, joined, settle, states
+
+Walk = Callable[[Script, Streams], Output]
+MAX_ROUNDS = 16
+"""Words of a `for` loop, or lines that a `while read` reads, that the body is gone through for."""
+
+
+def group(session: Session, node: Group, streams: Streams, walk: Walk) -> Output:
+    """Go through the bodies of a group; what it prints, if that does not depend on a branch."""
+    if node.kind == "subshell":
+        return apart(session, partial(walk, node.bodies[0], streams))
+    if node.kind == "braces":
+        return joined([walk(body, streams) for body in node.bodies])
+    bodies: list[Callable[[], object]] = [partial(walk, body, streams) for body in node.bodies]
+    if node.kind == "loop":
+        lines = _lines(node, streams)
+        if lines:
+            bodies = [partial(_by_line, walk, node.bodies, streams, lines)]
+        settle(session, _loop(session, bodies))
+    else:
+        settle(session, (_if if node.kind == "if" else _case)(session, bodies))
+    return None
+
+
+def _if(session: Session, bodies: Sequence[Callable[[], object]]) -> list[Session]:
+    """A branch runs behind its own test and those before it. The last of an odd number is the `else`."""
+    ways, ended = states(session), list[Session]()
+    for index in range(0, len(bodies) - 1, 2):
+        ways = in_each(session, ways, bodies[index])
+        ended += in_each(session, ways, bodies[index + 1])
+    return [*ended, *(in_each(session, ways, bodies[-1]) if len(bodies) % 2 else ways)]
+
+
+def _case(session: Session, bodies: Sequence[Callable[[], object]]) -> list[Session]:
+    """One branch runs, or none; the first body is the subject."""
+    ways = in_each(session, states(session), bodies[0])
+    return [*ways, *(way for body in bodies[1:] for way in in_each(session, ways, body))]
+
+
+def _loop(session: Session, bodies: Sequence[Callable[[], object]]) -> list[Session]:
+    """The test runs first and last, the body never or many times: twice is enough to see what a round does to the next."""
+    ways = done = in_each(session, states(session), bodies[0])
+    for _ in range(2 if len(bodies) > 1 else 0):
+        ways = in_each(session, ways, bodies[1])
+        if len(distinct([*done, *ways])) == len(done):
+            break
+        ways = in_each(session, ways, bodies[0])
+        done = distinct([*done, *ways])
+    return done
+
+
+def _lines(node: Group, streams: Streams) -> list[str]:
+    """The lines that a `while read ...` gets, if they are known: the first, and of the others those that may be paths."""
+    test = node.bodies[0]
+    first = test[0].commands[0] if test else None
+    if not isinstance(first, Simple) or not first.words or first.words[0] != (Literal("read"),):
+        return []
+    if streams.stdin is None or not known(streams.stdin):
+        return []
+    first_line, *others = streams.stdin.split("\n")
+    return [first_line, *(line for line in others if "/" in line or "." in line)][:MAX_ROUNDS]
+
+
+def _by_line(walk: Walk, bodies: Sequence[Script], streams: Streams, lines: Sequence[str]) -> None:
+    for line in lines:
+        walk(bodies[0], replace(streams, stdin=line + "\n"))
+        walk(bodies[1], streams)
+
+
+def loop_over(session: Session, node: For, values: Sequence[str], walk: Callable[[Script], Output]) -> Output:
+    """Go through the body of a `for` for each of its words; what it prints, if that is known."""
+    printed: list[Output] = []
+
+    def one_round(value: str) -> None:
+        session.variables[node.name] = value
+        said = walk(node.body)
+        printed.append(said)
+
+    ways = before = states(session)
+    for value in values[:MAX_ROUNDS] or [UNKNOWN]:
+        ways = in_each(session, ways, partial(one_round, value))
+    settle(session, ways if any(map(known, values)) else [*ways, *before])
+    return joined(printed)
