@@ -5,10 +5,10 @@ from __future__ import annotations
 import posixpath
 import re
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
+from opd.guard.code import Code
 from opd.guard.session import Session
-from opd.guard.shell.fields import UNKNOWN, plain
+from opd.guard.shell.fields import known, plain
 
 WRITERS = frozenset((
     "touch", "truncate", "chmod", "chown", "chgrp", "rm", "rmdir", "unlink", "shred", "tee", "mkdir", "mkfifo",
@@ -41,13 +41,14 @@ WITH_VALUE = {
     "nc": {"-w", "-p", "-s"},
 }
 """Options whose next argument is their value."""
-IN_DIRECTORY = {
-    **dict.fromkeys(("git", "ninja"), ("-C",)),
-    **dict.fromkeys(("tar", "bsdtar", "make", "gmake"), ("-C", "--directory")),
-}
-"""Options after which a program looks for its files in another directory."""
+GIT_FILES = frozenset(
+    {"grep", "diff", "show", "log", "ls-files", "add", "checkout", "restore", "blame", "archive", "apply", "rm", "mv"}
+)
+"""Sub-commands of git whose arguments may be files."""
 _URL = re.compile(r"\b(?:https?|ftp|git|ssh|rsync|git\+https|svn|wss?)://[^\s'\"<>|;)\]}]+")
 _HOST_PATH = re.compile(r"(?:[\w.-]+@)?([\w-]+(?:\.[\w-]+)+|[\w.-]+@[\w-]+|localhost|\d+\.\d+\.\d+\.\d+):(?!//)(.*)")
+_BUNDLE = re.compile(r"-?\w*C\w*")
+"""Letters of `tar`, one of which takes the next argument for the directory."""
 _DEV_TCP = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/")
 _DOMAIN = re.compile(r"(?:[\w-]+\.)+[a-z]{2,}(?::\d+)?(?:/.*)?", re.IGNORECASE)
 _DIALLERS = frozenset((
@@ -118,7 +119,7 @@ class Streams:
 def facts(argv: list[str], session: Session, streams: Streams, tags: frozenset[str] = frozenset()) -> Call:
     """Read a program call; `argv` are fields, its first is the program."""
     name = argv[0].rpartition("/")[2]
-    program = "" if UNKNOWN in name else plain(name)
+    program = plain(name) if known(name) else ""
     flags, operands, values = _options(program, argv[1:])
     call = Call(
         program=program,
@@ -143,6 +144,28 @@ def facts(argv: list[str], session: Session, streams: Streams, tags: frozenset[s
         urls=urls,
         hosts=hosts,
     )
+
+
+def code_facts(language: str, found: Code, session: Session, streams: Streams, tags: frozenset[str]) -> Call:
+    """Inline code as one call of its language."""
+    writes = [path for name in found.writes for path in session.paths(name)]
+    reads = [path for name in found.mentions for path in session.paths(name) if path not in writes]
+    strings = tuple(plain(text) for text in found.strings)
+    decoded = {"decoded"} if "decodes" in found.tags and (found.shell or found.nested) else set()
+    call = Call(
+        program=language,
+        args=strings,
+        reads=tuple(dict.fromkeys([*reads, *streams.reads])),
+        writes=tuple(dict.fromkeys([*writes, *streams.writes])),
+        urls=tuple(url for text in strings for url in urls_in(text)),
+        uses=tuple(dict.fromkeys(found.uses)),
+        env=tuple(dict.fromkeys([*found.env, *session.read_variables])),
+        text="\n".join(strings) if found.writes else "",
+        sources=streams.sources,
+        tags=tags | (found.tags - {"decodes"}) | decoded,
+    )
+    hosts = addresses(replace(call, argv=call.urls))[1]
+    return replace(call, hosts=hosts, argv=("-c", *strings[:8]))
 
 
 def _options(program: str, argv: list[str]) -> tuple[list[str], list[str], list[str]]:
@@ -170,15 +193,18 @@ def _options(program: str, argv: list[str]) -> tuple[list[str], list[str], list[
 
 
 def _elsewhere(program: str, argv: list[str], operands: list[str]) -> list[str]:
-    """The operands as seen from the directories that options such as `-C` name."""
-    names = IN_DIRECTORY.get(program)
-    if names is None:
+    """The operands as seen from the directories in which `git -C` and `tar -C` look for them."""
+    if program not in ("git", "tar", "bsdtar") or (program == "git" and operands[:1] and operands[0] not in GIT_FILES):
         return []
-    places = [after for name, after in pairwise(argv) if name in names]
-    places += [
-        arg[len(name) :].removeprefix("=") for arg in argv for name in names if arg.startswith(name) and arg != name
-    ]
-    return [posixpath.join(place, one) for place in places for one in operands if one != "-" and one[0] != "/"]
+    place, places = "", []
+    for index, arg in enumerate(argv):
+        long = arg.startswith("--dir") and program != "git"
+        if long or arg == "-C" or (program != "git" and _BUNDLE.fullmatch(arg) and (index == 1 or arg[0] == "-")):
+            value = arg.partition("=")[2] if long and "=" in arg else "".join(argv[index + 1 : index + 2])
+            place = posixpath.join(place, value)
+            places.append(place)
+    names = operands[1:] if program == "git" else operands
+    return [posixpath.join(there, one) for there in places for one in names if one not in ("", "-") and one[0] != "/"]
 
 
 def _short(arg: str) -> list[str]:

@@ -141,7 +141,7 @@ class Guard:
             unread, said = str(error), error.said or BUSY
         except Exception as error:  # noqa: BLE001 whatever a policy writes, no call may end its run
             unread = f"to read it failed with {one_line(repr(error), 200)}"
-        calls = list(dict.fromkeys(walker.calls))
+        calls = list(dict.fromkeys(walker.calls))  # most are the same in each state that the shell may be in
         hit = self._rules.first(calls, session)
         if unread and (hit is None or hit.rule.verdict != "block"):
             return Finding(suspicion="unreadable", reason=unread, hit=hit, calls=calls, said=said)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from opd.guard.shell.fields import UNKNOWN, has_glob, plain
+from opd.guard.shell.fields import has_glob, known, plain
 
 OUTSIDE = "outside:"
 """Begins a glob that is compared only with paths outside of the directory where the session begins."""
@@ -115,7 +115,7 @@ class PathGlobs:
             return True
         if self._outside is not None and self._outside.fullmatch(text) and not _under(text, cwd):
             return True
-        if not has_glob(path) or UNKNOWN in path:
+        if not has_glob(path) or not known(path):
             return False
         if text.count("*") > MAX_STARS:
             return bool(self._such_as) and _says_something(text)
@@ -133,7 +133,7 @@ def _leads_to(pattern: str, name: str) -> bool:
     if name.endswith("/*"):
         depth = name.count("/")
         parts = pattern.split("/")
-        anything = len(parts) > depth and all(set(part) <= set("*?") for part in parts[depth:])
+        anything = len(parts) > depth and "**" not in parts and all(set(part) <= set("*?") for part in parts[depth:])
         return anything and _leads_to("/".join(parts[:depth]), name.removesuffix("/*"))
     if not name.endswith("/**"):
         return _says_something(pattern) and _expands(pattern, name)

@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opd.guard.shell.fields import UNKNOWN, glob_regex, has_glob, plain
+from opd.guard.shell.fields import UNKNOWN, UNSET, glob_regex, has_glob, plain
 
 MAX_LISTED = 256
 MAX_LINKS = 16
@@ -16,7 +16,7 @@ MAX_WRITTEN = 1 << 16
 """Characters of a text that grows; of a longer one we say that we do not know it."""
 MAX_PATH = 4096
 """Characters of a path that the system takes: no link or file has a longer one."""
-SHELL = ("cwd", "variables", "functions", "positional")
+SHELL = ("cwd", "before", "stack", "variables", "functions", "positional")
 """What a session knows of the shell; a subshell changes it for itself alone."""
 FILES = ("links", "copies", "written", "appended")
 """What it knows of files; a subshell changes it for all."""
@@ -34,6 +34,10 @@ class Session:
     root: Path | None = None
     """A directory of this machine that is the `/` of the episode: links and globs are looked up there. None: only the links
     that the episode made are known, and a glob is compared with well-known names."""
+    before: str = ""
+    """The working directory before the last `cd`; that of the beginning if there was none."""
+    stack: list[str] = field(default_factory=list)
+    """What `pushd` keeps, the last one first."""
     variables: dict[str, str] = field(default_factory=dict)
     functions: dict[str, object] = field(default_factory=dict)
     positional: list[str] = field(default_factory=list)
@@ -54,6 +58,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.begins_at = self.begins_at or self.cwd
+        self.before = self.before or self.cwd
 
     def copy(self) -> Session:
         """A session of its own with the same state."""
@@ -61,13 +66,48 @@ class Session:
         new.variables, new.functions = dict(self.variables), dict(self.functions)
         new.links, new.copies = dict(self.links), dict(self.copies)
         new.written, new.appended = dict(self.written), dict(self.appended)
-        new.positional, new.read_variables = list(self.positional), []
+        new.stack, new.positional, new.read_variables = list(self.stack), list(self.positional), []
         new.others = [other.copy() for other in self.others]
         return new
 
-    def same(self, other: Session) -> bool:
-        """Whether the other one is in the same state, apart from `others`."""
-        return all(getattr(self, name) == getattr(other, name) for name in SHELL + FILES)
+    def alike(self, other: Session) -> bool:
+        """Whether the other state is this one, or so near that only one of them is looked at: both are somewhere in the directory
+        where the session begins, or the episode may have written a file in one of them alone."""
+        return (
+            all(
+                getattr(self, name) == getattr(other, name)
+                for name in ("variables", "functions", "positional", "links", "copies")
+            )
+            and self._place(self.cwd) == self._place(other.cwd)
+            and self._place(self.before) == self._place(other.before)
+            and _agree(self.written, other.written)
+            and _agree(self.appended, other.appended)
+        )
+
+    def _place(self, directory: str) -> str:
+        inside = directory == self.begins_at or directory.startswith(self.begins_at.rstrip("/") + "/")
+        return self.begins_at if inside else directory
+
+    def take_files(self, other: Session) -> None:
+        """Know also what another state, one that is alike, knows of files."""
+        self.written = other.written | self.written
+        self.appended = other.appended | self.appended
+
+    def entries(self) -> set[tuple[str, ...]]:
+        """What it knows, piece by piece, to compare it with another state."""
+        texts = {
+            (name, key, str(value))
+            for name in ("variables", "links", "copies", "written", "appended")
+            for key, value in getattr(self, name).items()
+        }
+        functions = {("function", name, str(id(body))) for name, body in self.functions.items()}
+        return texts | functions | {("cwd", self._place(self.cwd)), ("positional", *self.positional)}
+
+    @property
+    def size(self) -> int:
+        """How many things it knows, which is what a copy of it costs."""
+        known = (self.variables, self.functions, self.links, self.copies, self.written, self.appended)
+        return sum(len(one) for one in known)
 
     def become(self, other: Session) -> None:
         """Take over the state of a copy: its call is let through."""
@@ -115,6 +155,8 @@ class Session:
 
     def paths(self, field: str, copies: bool = True) -> list[str]:
         """The absolute paths that an argument may mean: its glob's files where they can be listed, else one pattern."""
+        if UNSET in field:
+            return [*self.paths(field.replace(UNSET, UNKNOWN), copies), *self.paths(field.replace(UNSET, ""), copies)]
         path = self.absolute(field, copies)
         if self.root is not None and has_glob(path) and UNKNOWN not in path:
             found = self._listed(plain(path))
@@ -169,6 +211,14 @@ class Session:
         """Forget what does not last from one call to the next."""
         self.read_variables = []
         if not self.keeps_shell:
-            self.cwd, self.variables, self.functions, self.positional = self.begins_at, {}, {}, []
+            self.cwd = self.before = self.begins_at
+            self.variables, self.functions, self.stack, self.positional = {}, {}, [], []
+        for path in [path for path in self.written if path.startswith("/dev/fd/")]:
+            del self.written[path]
         for other in self.others:
             other.next_call()
+
+
+def _agree(some: Mapping[str, str | None], others: Mapping[str, str | None]) -> bool:
+    """Whether both say the same of what both know."""
+    return all(others[name] == text for name, text in some.items() if name in others)

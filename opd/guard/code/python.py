@@ -113,6 +113,14 @@ class _PythonReader(ast.NodeVisitor):
             for statement in [*node.body, *node.orelse]:
                 self.visit(statement)
 
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """What a function mentions is meant where it is called."""
+        before = len(self.code.mentions)
+        self.generic_visit(node)
+        self.code.later += self.code.mentions[before:]
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
     def _set(self, targets: list[ast.expr], value: Any) -> None:
         for target in targets:
             if isinstance(target, ast.Name):
@@ -135,15 +143,16 @@ class _PythonReader(ast.NodeVisitor):
         """A call: of a shell, of code, of what opens, writes or removes files."""
         called = self.fold.name(node.func)
         self.code.uses.append(called)
-        first = self.fold.value(node.args[0]) if node.args else UNKNOWABLE
+        named = [word.value for word in node.keywords if word.arg == "args"]
+        first = self.fold.value([*node.args, *named][0]) if node.args or named else UNKNOWABLE
         if called in _SHELLS or called in _PROCESSES or called.startswith(("os.exec", "os.spawn")):
             self._shell(node, first)
         elif called in ("exec", "eval", "compile", "builtins.exec", "builtins.eval"):
             self._nested(first)
         elif called in _ENVIRONMENT and node.args:
             self._asked(node.args[0])
-        elif called == "os.chdir" and isinstance(first, str):
-            self.code.cwd = posixpath.join(self.code.cwd, first)
+        elif called in ("os.chdir", "contextlib.chdir") and isinstance(first, str):
+            self.code.changes_to(first)
         else:
             self._writes(node, called, first)
         for child in [node.func, *node.args, *(word.value for word in node.keywords)]:

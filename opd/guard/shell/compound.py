@@ -15,23 +15,31 @@ from opd.guard.shell.ways import Output, apart, distinct, in_each, joined, settl
 Walk = Callable[[Script, Streams], Output]
 MAX_ROUNDS = 16
 """Words of a `for` loop, or lines that a `while read` reads, that the body is gone through for."""
+FIRST_LINES = 3
 
 
 def group(session: Session, node: Group, streams: Streams, walk: Walk) -> Output:
-    """Go through the bodies of a group; what it prints, if that does not depend on a branch."""
+    """Go through the bodies of a group; what it prints, or, if it has branches, what it may print, a line each."""
     if node.kind == "subshell":
         return apart(session, partial(walk, node.bodies[0], streams))
     if node.kind == "braces":
         return joined([walk(body, streams) for body in node.bodies])
-    bodies: list[Callable[[], object]] = [partial(walk, body, streams) for body in node.bodies]
-    if node.kind == "loop":
-        lines = _lines(node, streams)
-        if lines:
-            bodies = [partial(_by_line, walk, node.bodies, streams, lines)]
-        settle(session, _loop(session, bodies))
+    printed: list[Output] = []
+
+    def run(body: Script) -> None:
+        said = walk(body, streams)
+        printed.append(said)
+
+    bodies = [partial(run, body) for body in node.bodies]
+    if node.kind == "if":
+        settle(session, _if(session, bodies))
+    elif node.kind == "case":
+        settle(session, _case(session, bodies))
+    elif lines := _lines(node, streams):
+        settle(session, in_each(session, states(session), partial(_by_line, walk, node.bodies, streams, lines)))
     else:
-        settle(session, (_if if node.kind == "if" else _case)(session, bodies))
-    return None
+        settle(session, _loop(session, *bodies))
+    return joined(list(dict.fromkeys(printed)), "\n") if node.kind != "loop" else None
 
 
 def _if(session: Session, bodies: Sequence[Callable[[], object]]) -> list[Session]:
@@ -44,33 +52,33 @@ def _if(session: Session, bodies: Sequence[Callable[[], object]]) -> list[Sessio
 
 
 def _case(session: Session, bodies: Sequence[Callable[[], object]]) -> list[Session]:
-    """One branch runs, or none; the first body is the subject."""
+    """One branch runs; the first body is the subject."""
     ways = in_each(session, states(session), bodies[0])
-    return [*ways, *(way for body in bodies[1:] for way in in_each(session, ways, body))]
+    return [way for body in bodies[1:] for way in in_each(session, ways, body)] or ways
 
 
-def _loop(session: Session, bodies: Sequence[Callable[[], object]]) -> list[Session]:
+def _loop(session: Session, test: Callable[[], object], body: Callable[[], object]) -> list[Session]:
     """The test runs first and last, the body never or many times: twice is enough to see what a round does to the next."""
-    ways = done = in_each(session, states(session), bodies[0])
-    for _ in range(2 if len(bodies) > 1 else 0):
-        ways = in_each(session, ways, bodies[1])
-        if len(distinct([*done, *ways])) == len(done):
+    ways = done = in_each(session, states(session), test)
+    for _ in range(2):
+        after = in_each(session, ways, body)
+        if all(any(one.alike(way) for one in done) for way in after):
             break
-        ways = in_each(session, ways, bodies[0])
+        ways = in_each(session, after, test)
         done = distinct([*done, *ways])
     return done
 
 
 def _lines(node: Group, streams: Streams) -> list[str]:
-    """The lines that a `while read ...` gets, if they are known: the first, and of the others those that may be paths."""
+    """The lines that a `while read ...` gets, if they are known: the first few, and of the others those that may be paths."""
     test = node.bodies[0]
-    first = test[0].commands[0] if test else None
+    first = test[0].pipelines[0].commands[0] if test else None
     if not isinstance(first, Simple) or not first.words or first.words[0] != (Literal("read"),):
         return []
     if streams.stdin is None or not known(streams.stdin):
         return []
-    first_line, *others = streams.stdin.split("\n")
-    return [first_line, *(line for line in others if "/" in line or "." in line)][:MAX_ROUNDS]
+    lines = streams.stdin.removesuffix("\n").split("\n")
+    return [line for n, line in enumerate(lines) if n < FIRST_LINES or "/" in line or "." in line][:MAX_ROUNDS]
 
 
 def _by_line(walk: Walk, bodies: Sequence[Script], streams: Streams, lines: Sequence[str]) -> None:

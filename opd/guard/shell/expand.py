@@ -16,6 +16,7 @@ from opd.guard.shell.fields import (
     SETTLED,
     STAR,
     UNKNOWN,
+    UNSET,
     VALUE,
     braces,
     glob_regex,
@@ -32,6 +33,11 @@ MAX_VALUE = 1 << 16
 MAX_TRIES = 1 << 22
 """Characters that a pattern may be tried on to cut or to replace something; where it takes more, the result is not known."""
 
+ENVIRONMENT = (
+    "HOME", "USER", "PATH", "SHELL", "TMP", "TEMP", "LANG", "LC_", "TERM", "EDITOR", "HOSTNAME", "RANDOM", "BASH", "SECONDS", "UID",
+    "XDG_", "VIRTUAL_ENV", "CONDA", "PYTHON", "GO", "CARGO", "RUST", "JAVA", "NVM", "NODE", "NPM", "GITHUB_", "RUNNER_", "CI", "LD_",
+)  # fmt: skip
+"""Beginnings of names that a shell has from its environment, so that they are hardly empty."""
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _SLICE = re.compile(r"\s*(-?[0-9]{1,9})\s*(?::\s*(-?[0-9]{1,9})?\s*)?")
 """Offset and length of `${x:1:2}`; what has to be worked out is none."""
@@ -64,7 +70,7 @@ class Expander:
 
     def _home(self, text: str) -> str:
         name, slash, rest = text.partition("/")
-        places = {"~": self.session.home, "~+": self.session.cwd, "~root": "/root"}
+        places = {"~": self.session.home, "~+": self.session.cwd, "~-": self.session.before, "~root": "/root"}
         return places[name] + slash + rest if name in places else text
 
     def _text(self, word: Word, split: bool) -> str:
@@ -101,7 +107,7 @@ class Expander:
             value = None if value is None else self._lookup(value)
         elif part.operator:
             return self._operate(part, value)
-        return UNKNOWN if value is None else value
+        return _missing(part.name) if value is None else value
 
     def _lookup(self, name: str) -> str | None:
         """The value of a variable; None if it is not known."""
@@ -112,8 +118,8 @@ class Expander:
             return BREAK.join(session.positional) if session.positional else None
         if _NUMBER.fullmatch(name) and name != "0":
             return session.positional[int(name) - 1] if int(name) <= len(session.positional) else None
-        if name == "PWD":
-            return session.cwd
+        if name in ("PWD", "OLDPWD"):
+            return session.cwd if name == "PWD" else session.before
         if name == "IFS":
             return session.variables.get(name, " \t\n")
         base, bracket, index = name.partition("[")
@@ -133,7 +139,7 @@ class Expander:
             return self._text(operand, split=False) if value else ""
         if value is None or not known(value):
             self._text(operand, split=False)
-            return UNKNOWN
+            return _missing(part.name) if value is None else UNKNOWN
         if operator == "length":
             return str(value.count(BREAK) + 1 if part.name.endswith(EVERY) else len(value))
         pattern = self._text(operand, split=True)
@@ -143,6 +149,12 @@ class Expander:
             return UNKNOWN
         every = part.name in ("@", "*") or part.name.endswith(EVERY)
         return _each(value, operator, pattern, part.name in ("@", "*")) if every else changed(value, operator, pattern)
+
+
+def _missing(name: str) -> str:
+    """The mark of a variable that the episode did not set."""
+    own = _NUMBER.fullmatch(name) or (name.isidentifier() and not name.startswith(ENVIRONMENT))
+    return UNSET if own and name != "0" else UNKNOWN
 
 
 def _each(value: str, operator: str, operand: str, from_one: bool) -> str:

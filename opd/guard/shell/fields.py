@@ -18,13 +18,17 @@ OPEN, COMMA, CLOSE = "\ue004", "\ue005", "\ue006"
 """Unquoted `{`, `,` and `}`."""
 BREAK = "\ue007"
 """Where one field ends and the next begins."""
-MARKS = re.compile("[\ue000-\ue007]")
+UNSET = "\ue008"
+"""A variable that nobody set: nothing, or something of the environment."""
+MARKS = re.compile("[\ue000-\ue008]")
 _BRACES = re.compile(f"[{OPEN}{COMMA}{CLOSE}]")
 ACTIVE = str.maketrans({"*": STAR, "?": ONE, "[": SET, "{": OPEN, ",": COMMA, "}": CLOSE})
-PLAIN = str.maketrans({UNKNOWN: "…", STAR: "*", ONE: "?", SET: "[", OPEN: "{", COMMA: ",", CLOSE: "}", BREAK: " "})
+PLAIN = str.maketrans(
+    {UNKNOWN: "…", UNSET: "…", STAR: "*", ONE: "?", SET: "[", OPEN: "{", COMMA: ",", CLOSE: "}", BREAK: " "}
+)
 SETTLED = str.maketrans({OPEN: "{", COMMA: ",", CLOSE: "}"})
 """For marks of braces that turned out to be characters."""
-VALUE = {mark: text for mark, text in PLAIN.items() if mark != ord(UNKNOWN)}
+VALUE = {mark: text for mark, text in PLAIN.items() if mark not in (ord(UNKNOWN), ord(UNSET))}
 """For text in which nothing but the unknown keeps its mark."""
 MAX_FIELDS = 256
 
@@ -36,7 +40,7 @@ def plain(field: str) -> str:
 
 def known(field: str) -> bool:
     """True if nothing of the field depends on what runs before."""
-    return UNKNOWN not in field
+    return UNKNOWN not in field and UNSET not in field
 
 
 def has_glob(field: str) -> bool:

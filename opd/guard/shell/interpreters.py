@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 
 from opd.guard.facts import Streams
 from opd.guard.shell.fields import UNKNOWN, known, plain
+from opd.guard.shell.nodes import Group, Unreadable
+from opd.guard.shell.parser import parse
 from opd.guard.shell.walk import Handler, Run, Walker
 from opd.guard.shell.ways import apart
-from opd.guard.shell.wrappers import option
 
 _INLINE = {"python": "c", "perl": "eE", "ruby": "e", "node": "ep", "php": "r"}
 _INLINE_LONG = {"--eval", "--print", "--run"}
@@ -35,8 +38,7 @@ def shell(walker: Walker, run: Run) -> str | None:
     walker.note(run)
     streams = run.streams
     if streams.stdin is not None and known(streams.stdin):
-        inside = partial(walker.text, streams.stdin, Streams(), walker.hidden(streams.sources))
-        return apart(walker.session, inside)
+        return walker.text(streams.stdin, Streams(), walker.hidden(streams.sources))
     if streams.has_stdin:
         walker.tag("unseen")
     return None
@@ -72,7 +74,7 @@ def _inline_shell(walker: Walker, run: Run, rest: list[str]) -> str | None:
     if len(rest) > 1:
         text = text.replace("$0", plain(rest[1])).replace("${0}", plain(rest[1]))
     inside = partial(walker.text, text, run.streams, walker.hidden(run.streams.sources))
-    return apart(walker.session, partial(walker.with_arguments, rest[2:], inside))
+    return walker.with_arguments(rest[2:], inside)
 
 
 def _script_file(walker: Walker, run: Run, argv: list[str], operands: list[str]) -> str | None:
@@ -81,7 +83,7 @@ def _script_file(walker: Walker, run: Run, argv: list[str], operands: list[str])
     text = walker.session.script(path)
     if text is not None:
         place = argv.index(operands[0])
-        return apart(walker.session, partial(walker.file_code, text, run.but(argv[place:])))
+        return walker.file_code(text, run.but(argv[place:]))
     if walker.session.wrote_some(path) or not known(operands[0]):
         walker.tag("unseen")
     return None
@@ -175,19 +177,21 @@ def trap(walker: Walker, run: Run) -> str | None:
 
 
 def alias(walker: Walker, run: Run) -> str | None:
-    """What an alias stands for is gone through where it is set."""
+    """An alias is a function that gives its arguments on."""
     walker.note(run)
     for arg in run.argv[1:]:
-        _, equals, text = arg.partition("=")
+        name, equals, text = arg.partition("=")
         if equals and known(text):
-            apart(walker.session, partial(walker.text, plain(text)))
+            with suppress(Unreadable):
+                walker.session.functions[plain(name)] = Group((parse(f'{plain(text)} "$@"'),))
     return ""
 
 
 def make(walker: Walker, run: Run) -> str | None:
     walker.note(run)
-    if option(run.argv, "-f") in ("-", "/dev/stdin") and run.streams.stdin:
+    file = next((after for name, after in pairwise(run.argv) if name in ("-f", "--file")), "")
+    if file in ("-", "/dev/stdin") and run.streams.stdin:
         for line in run.streams.stdin.split("\n"):
             if line.startswith("\t"):
-                apart(walker.session, partial(walker.text, line.strip().lstrip("@-")))
+                walker.text(line.strip().lstrip("@-"))
     return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from opd.guard.facts import Streams
-from opd.guard.shell.fields import ACTIVE, STAR, UNKNOWN, plain
+from opd.guard.shell.fields import ACTIVE, STAR, UNKNOWN, known, plain
 from opd.guard.shell.nodes import Unreadable
 from opd.guard.shell.walk import Run, Walker
-from opd.guard.shell.wrappers import inner_command, option, takes
+from opd.guard.shell.wrappers import inner_command, takes
 
 MAX_FOUND = 1024
 """Roots of a `find` times patterns of names."""
@@ -21,42 +22,44 @@ _PARALLEL = takes("-j -I -a --jobs --arg-file --colsep -C -N -n")
 
 
 def xargs(walker: Walker, run: Run) -> str | None:
-    inner, _ = inner_command(run.argv[1:], _XARGS)
-    options = run.argv[: len(run.argv) - len(inner)]
-    mark = option(options, "-I")
-    file = option(options, "-a") or option(options, "--arg-file")
+    """Items from standard input or `-a FILE` become arguments."""
+    taken = inner_command(run.argv[1:], _XARGS)
+    mark = plain(taken.values.get("-I", ""))
+    file = taken.values.get("-a", taken.values.get("--arg-file", ""))
     text = walker.session.script_at(file) if file else run.streams.stdin
     items = text.split() if text is not None else [UNKNOWN]
     walker.note(run.but([run.argv[0], file] if file else run.argv[:1]))
-    if not inner:
+    if not taken.argv:
         return None
     given = Streams(sources=run.streams.sources)
-    if mark:
-        for item in items[:MAX_ONE_BY_ONE]:
-            walker.program(Run([arg.replace(mark, item) for arg in inner], given, run.tags))
-        return None
-    return walker.program(Run([*inner, *items[:MAX_AT_ONCE]], given, run.tags))
+    one_by_one = mark or taken.values.keys() & {"-n", "-L", "--max-args"}
+    if not one_by_one:
+        return walker.program(Run([*taken.argv, *chosen(items, MAX_AT_ONCE)], given, run.tags))
+    for item in chosen(items, MAX_ONE_BY_ONE):
+        called = [arg.replace(mark, item) for arg in taken.argv] if mark else [*taken.argv, item]
+        walker.program(Run(called, given, run.tags))
+    return None
+
+
+def chosen(items: Sequence[str], many: int) -> list[str]:
+    """The first of many items, and of the others those that may be paths."""
+    return [*items[:many], *[item for item in items[many:] if "/" in item or not known(item)][:MAX_AT_ONCE]]
 
 
 def parallel(walker: Walker, run: Run) -> str | None:
+    """Items behind `:::`, in the files behind `::::` or `-a`, or from standard input; the command is a text for the shell."""
     marks = [index for index, arg in enumerate(run.argv) if arg.startswith(":::")] or [len(run.argv)]
-    inner, _ = inner_command(run.argv[1 : marks[0]], _PARALLEL)
-    options = run.argv[: marks[0] - len(inner)]
-    files = [option(options, "-a") or option(options, "--arg-file")]
+    taken = inner_command(run.argv[1 : marks[0]], _PARALLEL)
     given: list[str] = []
+    files = [taken.values[name] for name in ("-a", "--arg-file") if name in taken.values]
     for start, end in zip(marks, [*marks[1:], len(run.argv)], strict=True):
-        follows = run.argv[start + 1 : end]
-        if run.argv[start : start + 1] and run.argv[start].startswith("::::"):
-            files += follows
-        else:
-            given += follows
-    files = [file for file in files if file]
+        (files if run.argv[start:][:1] == ["::::"] else given).extend(run.argv[start + 1 : end])
     walker.note(run.but([run.argv[0], *files]))
     texts = [walker.session.script_at(file) for file in files] or ([] if given else [run.streams.stdin])
     items = given + [item for text in texts for item in ([UNKNOWN] if text is None else text.split("\n")) if item]
-    for item in items[:MAX_ONE_BY_ONE] if inner else ():
-        called = [arg.replace("{}", item) for arg in inner]
-        walker.program(Run(called if called != inner else [*inner, item], Streams(), run.tags))
+    command = " ".join(map(plain, taken.argv))
+    for item in chosen(items, MAX_ONE_BY_ONE) if taken.argv else ():
+        walker.text(command.replace("{}", item) if "{}" in command else f"{command} {item}", Streams(), run.tags)
     return None
 
 
@@ -94,7 +97,7 @@ def _roots(argv: list[str]) -> list[str]:
 def _found(argv: list[str]) -> list[str]:
     """Globs of what a find may find: its roots with the patterns of its names. Raises: Unreadable if they are too many."""
     names = [argv[i + 1] for i, arg in enumerate(argv[:-1]) if arg in ("-name", "-iname")]
-    paths = [argv[i + 1] for i, arg in enumerate(argv[:-1]) if arg in ("-path", "-ipath", "-wholename", "-iwholename")]
+    paths = [] if names else _path_patterns(argv)
     roots = _roots(argv)
     if len(roots) * (len(names) + len(paths)) > MAX_FOUND:
         raise Unreadable("too much to find")
@@ -106,4 +109,15 @@ def _found(argv: list[str]) -> list[str]:
         f"{root.rstrip('/')}/{middle}{name.translate(ACTIVE)}" if name != "." else root
         for root in roots
         for name in names or ([] if whole else ["*"])
+    ]
+
+
+def _path_patterns(argv: list[str]) -> list[str]:
+    """The patterns of whole paths that are looked for, and not left out."""
+    return [
+        argv[i + 1]
+        for i, arg in enumerate(argv[:-1])
+        if arg in ("-path", "-ipath", "-wholename", "-iwholename")
+        and argv[i - 1] not in ("!", "-not")
+        and argv[i + 2 : i + 3] != ["-prune"]
     ]

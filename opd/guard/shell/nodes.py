@@ -95,7 +95,7 @@ class Simple:
 @dataclass(frozen=True, slots=True)
 class Group:
     """Bodies that may run: one after the other in braces and subshells; tests and branches in turn, and a last `else`, of an `if`;
-    the subject and the branches of a `case`; test and body of a loop."""
+    the subject and the branches of a `case`, of which an empty one stands for none; test and body of a loop."""
 
     bodies: tuple[Script, ...]
     kind: OneOf["braces", "subshell", "if", "case", "loop"] = "braces"
@@ -126,8 +126,17 @@ class Pipeline:
     commands: tuple[Command, ...]
     when: str = ""
     """`&&` or `||` if it depends on the one before."""
-    negated: bool = False
+    unsure: bool = False
+    """True if `!` or `coproc` stands in front of it, so that its success is not that of its last command."""
+
+
+@dataclass(frozen=True, slots=True)
+class List:
+    """Pipelines that depend on each other: `a && b || c`."""
+
+    pipelines: tuple[Pipeline, ...]
     background: bool = False
+    """True if `&` stands behind it, so that all of it runs in a subshell."""
 
 
-Script = tuple[Pipeline, ...]
+Script = tuple[List, ...]

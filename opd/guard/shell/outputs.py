@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from opd.guard.code.texts import inflated
 from opd.guard.session import Session
-from opd.guard.shell.fields import UNKNOWN, plain
+from opd.guard.shell.fields import UNKNOWN, UNSET, plain
 from opd.guard.shell.reader import unescape
 
 MAX_OUTPUT = 1 << 16
@@ -44,13 +44,17 @@ def output(argv: list[str], stdin: str | None, session: Session) -> str | None:
     """The standard output of a call; None if it is not known."""
     program = plain(argv[0]).rpartition("/")[2]
     made = _PROGRAMS.get(program)
-    if made is None or any(UNKNOWN in arg for arg in argv):
+    if made is None or any(UNKNOWN in arg or arg == UNSET for arg in argv):
         return None
     try:
-        text = made([plain(arg) for arg in argv[1:]], stdin, session)
+        text = made([plain(arg.replace(UNSET, "")) for arg in argv[1:]], stdin, session)
     except (ValueError, OSError, EOFError, zlib.error):
         return None
     return None if text is None or len(text) > MAX_OUTPUT else text
+
+
+def _nothing(args: list[str], stdin: str | None, session: Session) -> str:
+    return ""
 
 
 def _echo(args: list[str], stdin: str | None, session: Session) -> str:
@@ -92,7 +96,7 @@ def _cat(args: list[str], stdin: str | None, session: Session) -> str | None:
 
 
 def _written(path: str, session: Session) -> str | None:
-    return session.written.get(session.absolute(path))
+    return session.script_at(path)
 
 
 def _given(args: list[str], stdin: str | None, session: Session) -> str | None:
@@ -202,6 +206,7 @@ def _rot13(args: list[str], stdin: str | None, session: Session) -> str | None:
 
 
 _PROGRAMS: dict[str, Callable[[list[str], str | None, Session], str | None]] = {
+    **dict.fromkeys(("true", "false", ":", "test", "[", "[["), _nothing),
     "echo": _echo,
     "printf": _printf,
     "cat": _cat,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from opd.guard.shell.nodes import (
     Assignment,
@@ -11,12 +10,14 @@ from opd.guard.shell.nodes import (
     For,
     Function,
     Group,
+    List,
     Literal,
     Pipeline,
     Redirect,
     Script,
     Simple,
     Unreadable,
+    Variable,
     Word,
 )
 from opd.guard.shell.reader import ENDS_WORD, Reader
@@ -26,6 +27,7 @@ _REDIRECT = re.compile(r"(\d+|\{\w+\})?(<<<|<<-|<<|<&|<>|&>>|&>|>>|>&|>\||<(?!\(
 _FUNCTION = re.compile(r"(?:function[ \t]+)?([\w.:-]+)[ \t]*\([ \t]*\)\s*|function[ \t]+([\w.:-]+)\s+(?=[{(])")
 _RESERVED = re.compile(r"(if|then|elif|else|fi|while|until|for|select|done|do|case|esac|\{|\}|!|\[\[|time|coproc)")
 _TOKEN = re.compile(r"\s*(\|\||&&|;;|[|&;()<>]|[^\s|&;()<>]+)")
+ENDS_CASE = (";;", ";&")
 ENDS_LIST = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
 
 
@@ -50,14 +52,6 @@ def _said(text: str, at: int) -> str:
     return f"{where}: syntax error near unexpected token `{token[1]}'\n{where}: `{text.split(chr(10))[line]}'"
 
 
-def _to_background(found: list[Pipeline]) -> None:
-    """Mark the last list such as `a && b`: behind it stands `&`."""
-    for index in range(len(found) - 1, -1, -1):
-        found[index] = replace(found[index], background=True)
-        if not found[index].when:
-            return
-
-
 class Parser(Reader):
     """Reads a script from left to right, without going back."""
 
@@ -73,17 +67,19 @@ class Parser(Reader):
 
     def _list(self, ends: frozenset[str]) -> Script:
         """Pipelines up to one of the reserved words, a closing parenthesis, `;;` or the end."""
-        found: list[Pipeline] = []
+        found: list[List] = []
+        current: list[Pipeline] = []
         while True:
-            ends_with, when = self._separators()
-            if ends_with == "&":
-                _to_background(found)
+            first, when = self._separators()
+            if current and not when:
+                found.append(List(tuple(current), first == "&"))
+                current = []
             reserved = self._reserved()
-            if not self.peek() or self.peek() == ")" or self.peek(2) == ";;" or reserved in ends:
-                return tuple(found)
+            if not self.peek() or self.peek() == ")" or self.peek(2) in ENDS_CASE or reserved in ends:
+                return (*found, List(tuple(current))) if current else tuple(found)
             if reserved in ENDS_LIST:
                 raise Unreadable(f"{reserved} where no such part is open")
-            found.append(self._pipeline(when if found else ""))
+            current.append(self._pipeline(when if current else ""))
 
     def _separators(self) -> tuple[str, str]:
         """Skip what ends a command: line ends, `;`, `&`, `&&` and `||`. The first of them, and the last if it is `&&` or `||`."""
@@ -94,7 +90,11 @@ class Parser(Reader):
             if one == "\n":
                 self.at += 1
                 self.read_heredocs()
-            elif one in ("&&", "||") or (one == ";" and self.peek(2) != ";;") or (one == "&" and self.peek(2) != "&>"):
+            elif (
+                one in ("&&", "||")
+                or (one == ";" and self.peek(2) not in ENDS_CASE)
+                or (one == "&" and self.peek(2) != "&>")
+            ):
                 self.at += len(one)
                 when = one if len(one) == 2 else ""
             else:
@@ -110,9 +110,9 @@ class Parser(Reader):
         return match[0] if not following or following in ENDS_WORD else ""
 
     def _pipeline(self, when: str) -> Pipeline:
-        negated = background = False
+        unsure = False
         while (reserved := self._reserved()) in ("!", "time", "coproc"):
-            negated, background = negated or reserved == "!", background or reserved == "coproc"
+            unsure = unsure or reserved != "time"
             self.at += len(reserved)
             self.skip_blanks()
             if self.peek(2) == "-p":
@@ -122,7 +122,7 @@ class Parser(Reader):
         while True:
             self.skip_blanks()
             if self.peek() != "|" or self.peek(2) == "||":
-                return Pipeline(tuple(commands), when, negated, background)
+                return Pipeline(tuple(commands), when, unsure)
             self.at += 2 if self.peek(2) == "|&" else 1
             while self.following() == "\n":
                 self.at += 1
@@ -197,11 +197,12 @@ class Parser(Reader):
             return Group(((), *self._bodies(self._expect("do"))), "loop", self._redirects())
         name = self._plain_word()
         self.skip_blanks()
-        words: list[Word] = []
+        words: list[Word] = [(Variable("@", quoted=True),)]
         if self.peek() == "\n":
             self._separators()
         if self.text.startswith("in", self.at) and self.text[self.at + 2 : self.at + 3] in (" ", "\t", ";", "\n"):
             self.at += 2
+            words = []
             while self.following() not in (";", "\n", "&", ""):
                 words.append(self.word())
         self._separators()
@@ -223,7 +224,8 @@ class Parser(Reader):
         self.at += len("case")
         self.skip_blanks()
         subject = Simple((), ((Literal(":"),), self.word()))
-        bodies: list[Script] = [(Pipeline((subject,)),)]
+        bodies: list[Script] = [(List((Pipeline((subject,)),)),)]
+        falls, every = False, False
         self._separators()
         if self._plain_word() != "in":
             raise Unreadable("case without in")
@@ -231,18 +233,26 @@ class Parser(Reader):
             self._separators()
             if self._reserved() == "esac":
                 self.at += len("esac")
-                return Group(tuple(bodies), "case", self._redirects())
-            if self.peek() == "(":
-                self.at += 1
-            while self.following() != ")":
-                if self.peek() == "|":
-                    self.at += 1
-                else:
-                    self.word()
-            self.at += 1
-            bodies.append(self._list(frozenset({"esac"})))
+                return Group(tuple(bodies if every else [*bodies, ()]), "case", self._redirects())
+            every = self._patterns() or every
+            body = self._list(frozenset({"esac"}))
+            bodies += [bodies[-1] + body, body] if falls else [body]
+            falls = self.peek(2) == ";&" or self.peek(3) == ";;&"
             while self.peek() in (";", "&"):
                 self.at += 1
+
+    def _patterns(self) -> bool:
+        """Skip the patterns of a branch; whether one of them is `*`."""
+        if self.peek() == "(":
+            self.at += 1
+        start = self.at
+        while self.following() != ")":
+            if self.peek() == "|":
+                self.at += 1
+            else:
+                self.word()
+        self.at += 1
+        return "*" in map(str.strip, self.text[start : self.at - 1].split("|"))
 
     def _test(self) -> Command:
         """`[[ ... ]]` as a call of `[[`: what is compared are its operands."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from opd.guard.shell.assigned import declare, mapfile, printf, read, unset
 from opd.guard.shell.interpreters import alias, awk, evaluate, language, make, shell, source, trap
 from opd.guard.shell.many import find, parallel, xargs
-from opd.guard.shell.state import cd, copies, set_positional, tee
+from opd.guard.shell.state import cd, copies, set_positional, shift, tee
 from opd.guard.shell.walk import Handler
 from opd.guard.shell.wrappers import WRAPPERS, docker, runner, script, wrapped
 
@@ -39,6 +39,7 @@ PROGRAMS: dict[str, Handler] = {
     "parallel": parallel,
     "find": find,
     "set": set_positional,
+    "shift": shift,
     "tee": tee,
     "trap": trap,
 }

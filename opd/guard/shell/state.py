@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 
 from opd.guard.session import MAX_PATH
-from opd.guard.shell.fields import UNKNOWN, known, plain
+from opd.guard.shell.fields import UNKNOWN, UNSET, known, plain
 from opd.guard.shell.walk import Run, Walker
 
 
@@ -15,16 +15,16 @@ def cd(walker: Walker, run: Run) -> str | None:
     operands = [arg for arg in run.argv[1:] if not arg.startswith("-") or arg == "-"]
     walker.note(run.but([run.argv[0], *operands]))
     before = session.cwd
-    target = operands[0] if operands else session.home
-    if program == "popd":
-        target = session.variables.get("DIRSTACK", before)
+    target = (operands[0] if operands else session.home).replace(UNSET, "")
+    if program == "popd" or (program == "pushd" and not operands):
+        target = session.stack.pop(0) if session.stack else before
     elif target == "-":
-        target = session.variables.get("OLDPWD", before)
+        target = session.before
+    if program == "pushd":
+        session.stack.insert(0, before)
     there = session.absolute(target) if known(target) and len(target) <= MAX_PATH else ""
     session.cwd = there if there and len(there) <= MAX_PATH else posixpath.join(before, UNKNOWN)
-    session.variables["OLDPWD"] = before
-    if program == "pushd":
-        session.variables["DIRSTACK"] = before
+    session.before = before
     return ""
 
 
@@ -45,6 +45,14 @@ def set_positional(walker: Walker, run: Run) -> str | None:
     walker.note(run)
     if "--" in run.argv:
         walker.session.positional = run.argv[run.argv.index("--") + 1 :]
+    return ""
+
+
+def shift(walker: Walker, run: Run) -> str | None:
+    """The first of `$1` and the others are gone."""
+    walker.note(run)
+    count = plain(run.argv[1]) if len(run.argv) > 1 else "1"
+    walker.session.positional = walker.session.positional[int(count) if count.isdecimal() else 1 :]
     return ""
 
 

@@ -6,24 +6,25 @@ where it can be (`outputs`), so that text which is built and then run is seen as
 
 from __future__ import annotations
 
-import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from opd.guard.code import Code, Started
 from opd.guard.code.other import read_other
 from opd.guard.code.python import read_python
-from opd.guard.facts import Call, Streams, addresses, facts, urls_in
+from opd.guard.facts import Call, Streams, code_facts, facts
 from opd.guard.session import Session
 from opd.guard.shell.arrays import array, assign
+from opd.guard.shell.builtins import BUILTINS, STOPS, SUCCEED
 from opd.guard.shell.compound import group, loop_over
 from opd.guard.shell.expand import Expander
-from opd.guard.shell.fields import UNKNOWN, has_glob, known, plain
+from opd.guard.shell.fields import UNKNOWN, UNSET, has_glob, known, plain
 from opd.guard.shell.nodes import (
     Assignment,
     For,
     Function,
+    List,
     Pipeline,
     Process,
     Redirect,
@@ -36,18 +37,15 @@ from opd.guard.shell.nodes import Command as Node
 from opd.guard.shell.outputs import DECODERS, output
 from opd.guard.shell.parser import parse
 from opd.guard.shell.reader import MAX_CHARACTERS
-from opd.guard.shell.ways import Step, apart, in_turn, joined
+from opd.guard.shell.ways import Step, apart, in_turn, joined, settle, states
 from opd.guard.shell.work import ARGUMENT, COMMAND, GLOB, PYTHON, Work
 
 MAX_CALLS = 512
 MAX_NESTED = 12
+MAX_RECURSION = 2
+"""Times that a function is gone through inside of itself."""
 MAX_WRAPPED = 32
 """Programs that are each started by the one before, such as `nohup nice timeout 5 ls`."""
-SUCCEED = frozenset((
-    "cd", "pushd", "popd", "mkdir", "true", ":", "echo", "printf", "pwd", "export", "declare", "local", "readonly", "typeset", "set",
-    "unset", "shopt", "umask", "alias",
-))  # fmt: skip
-"""Programs that are taken to succeed. Of others nobody knows, but for `false`."""
 NOWHERE = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
 
 
@@ -84,8 +82,12 @@ class Walker:
         """The programs behind the path of a process substitution."""
         self._success: bool | None = None
         """Whether the last command succeeds; None if nobody knows."""
-        self._nested = 0
-        self._wrapped = 0
+        self._stops = False
+        """Whether the last list has a command after which nothing more may run."""
+        self._open: list[str] = []
+        """The functions that are gone through at the moment."""
+        self._different: set[Call] = set()
+        self._nested = self._wrapped = 0
         self._work = Work()
         self._expander = Expander(session, self._substituted, self._work)
 
@@ -94,8 +96,8 @@ class Walker:
         if self._nested >= MAX_NESTED:
             raise Unreadable("too deeply nested")
         self._work.spend(len(text))
-        if UNKNOWN in text:
-            text = text.replace(UNKNOWN, "__unknown__")
+        if not known(text):
+            text = text.replace(UNKNOWN, "__unknown__").replace(UNSET, "")
         before, self.tags = self.tags, self.tags | tags
         self._nested += 1
         try:
@@ -106,26 +108,28 @@ class Walker:
 
     def script(self, script: Script, streams: Streams | None = None) -> str | None:
         """Go through the pipelines of a script; what they print together, if known."""
-        if not script:
-            return ""
-        steps = [Step(one.when, partial(self._pipeline, one, streams or Streams())) for one in script]
-        starts = [index for index, step in enumerate(steps) if not step.when]
-        lists = [steps[start:end] for start, end in zip(starts, [*starts[1:], len(steps)], strict=True)]
-        return joined([self._in_turn(one) for one in lists])
+        printed = []
+        stopped: list[Session] = []
+        for one in script:
+            self._stops = False
+            printed.append(self._list(one, streams or Streams()))
+            stopped += states(self.session) if self._stops else []
+        if stopped:  # what comes behind a `return` or a `break` may be left out
+            settle(self.session, [*states(self.session), *stopped])
+        return joined(printed)
 
-    def _in_turn(self, steps: Sequence[Step]) -> str | None:
-        before = len(self.calls)
-        printed = in_turn(self.session, steps)
-        if self.session.others:  # most calls are the same in each of the states
-            self.calls[before:] = dict.fromkeys(self.calls[before:])
-        return printed
+    def _list(self, one: List, streams: Streams) -> str | None:
+        steps = [Step(pipeline.when, partial(self._pipeline, pipeline, streams)) for pipeline in one.pipelines]
+        run = partial(in_turn, self.session, steps)
+        return apart(self.session, run) if one.background else run()
 
     def _substituted(self, script: Script) -> str | None:
+        self._work.spend(COMMAND + self.session.size)
         return apart(self.session, partial(self.script, script))
 
     def _pipeline(self, pipeline: Pipeline, outer: Streams) -> tuple[bool | None, str | None]:
         text, sources = outer.stdin, outer.sources
-        alone = len(pipeline.commands) == 1 and not pipeline.background
+        alone = len(pipeline.commands) == 1
         last, before = 0, len(self.calls)
         for index, command in enumerate(pipeline.commands):
             last, before = before, len(self.calls)
@@ -136,14 +140,15 @@ class Walker:
             if index:
                 feeds = tuple(call.line() for call in self.calls[before:])
                 self.calls[last:before] = [replace(call, feeds=feeds) for call in self.calls[last:before]]
-        return (None if pipeline.negated else self._success), text
+        return (None if pipeline.unsure else self._success), text
 
     def _command(self, node: Node, given: Streams) -> str | None:
-        self._work.spend(COMMAND)
+        self._work.spend(COMMAND + self.session.size)
         if isinstance(node, Simple):
             return self._simple(node, given)
         if isinstance(node, Function):
             self.session.functions[node.name] = node.body
+            self._success = True
             return ""
         streams = self._connect(node.redirects, given)
         self._bare_redirects(streams)
@@ -152,6 +157,8 @@ class Walker:
             printed = loop_over(self.session, node, values, partial(self.script, streams=streams))
         else:
             printed = group(self.session, node, streams, self.script)
+        if isinstance(node, For) or node.kind in ("loop", "subshell"):
+            self._stops = False
         self._success = None
         return self._written(streams, printed)
 
@@ -168,18 +175,25 @@ class Walker:
             self._bare_redirects(streams)
             self._success = None if len(self.calls) > before else True
             return streams.stdin if any(r.operator == "<" for r in node.redirects) else ""
-        used = self.session.read_variables
-        kept = {name: self.session.variables.get(name) for name in (one.name.partition("[")[0] for one, _ in values)}
-        self._assign(values)
-        self.session.read_variables = used
-        printed = self.run(Run(argv, streams, self._tags(values)))
-        for state in (self.session, *self.session.others) if kept else ():
-            state.set_back(kept)
+        printed = self._with_variables(values, Run(argv, streams, self._tags(values)))
+        self._stops = self._stops or argv[0] in STOPS
         if node.redirects or argv[0] in self.session.functions:
             self._success = None
         else:
             self._success = argv[0] in SUCCEED or (False if argv[0] == "false" else None)
         return self._written(streams, printed)
+
+    def _with_variables(self, values: list[tuple[Assignment, str]], run: Run) -> str | None:
+        """Note a call for which these variables are set."""
+        used = self.session.read_variables
+        kept = {name: self.session.variables.get(name) for name in (one.name.partition("[")[0] for one, _ in values)}
+        self._assign(values)
+        self.session.read_variables = used
+        try:
+            return self.run(run)
+        finally:
+            for state in (self.session, *self.session.others) if kept else ():
+                state.set_back(kept)
 
     def _value(self, assignment: Assignment) -> str:
         """The value that is assigned; items of an array with a mark between them."""
@@ -219,7 +233,7 @@ class Walker:
                 continue
             if operator in ("<", "<>", "<&"):
                 streams.reads += paths
-                streams.stdin, streams.has_stdin = self.session.written.get(paths[0]), True
+                streams.stdin, streams.has_stdin = self.session.script(paths[0]), True
             if operator not in ("<", "<&"):
                 self._opened(redirect, streams, [path for path in paths if path not in NOWHERE])
         return streams
@@ -243,19 +257,22 @@ class Walker:
 
     def _written(self, streams: Streams, printed: str | None) -> str | None:
         """Note what was printed where it went; what is left for the standard output."""
-        for path in streams.truncates:
-            self.session.wrote(path, printed)
-        for path in streams.appends:
-            self.session.appends(path, printed)
+        for state in (self.session, *self.session.others):
+            for path in streams.truncates:
+                state.wrote(path, printed)
+            for path in streams.appends:
+                state.appends(path, printed)
         return "" if streams.truncates or streams.appends else printed
 
     def add(self, call: Call) -> None:
         """Note a call. Raises: Unreadable if there are too many."""
-        if len(self.calls) >= MAX_CALLS:
-            raise Unreadable("too many calls")
         own = self.session.written
         reads = tuple(path for path in call.reads if path not in own)
-        self.calls.append(replace(call, reads=reads, tags=call.tags | self.tags))
+        call = replace(call, reads=reads, tags=call.tags | self.tags)
+        self._different.add(call)
+        if len(self._different) > MAX_CALLS:
+            raise Unreadable("too many calls")
+        self.calls.append(call)
 
     def tag(self, tag: str) -> None:
         """Add a tag to the call that was noted last."""
@@ -263,8 +280,9 @@ class Walker:
 
     def run(self, run: Run) -> str | None:
         """Note what one program call does; what it prints, if known. Raises: Unreadable."""
-        if run.argv[0] in self.session.functions:
-            return self._function(run.argv[0], run)
+        name = run.argv[0]
+        if name in self.session.functions and self._open.count(name) < MAX_RECURSION:
+            return self._function(name, run)
         return self.program(run)
 
     def program(self, run: Run) -> str | None:
@@ -281,7 +299,8 @@ class Walker:
         name = plain(run.argv[0]).rpartition("/")[2] if known(run.argv[0]) else ""
         special = self._special.get(name)
         if special is not None:
-            return special(self, run)
+            own = name in BUILTINS and run.argv[0] == name
+            return special(self, run) if own else apart(self.session, partial(special, self, run))
         if "/" in run.argv[0] and (text := self.session.script(self.session.absolute(run.argv[0]))):
             self.note(run)
             return apart(self.session, partial(self.file_code, text, run))
@@ -302,10 +321,13 @@ class Walker:
             raise Unreadable("too deeply nested")
         body: Node = self.session.functions[name]  # type: ignore[assignment]
         self._nested += 1
+        self._open.append(name)
         try:
             return self.with_arguments(run.argv[1:], partial(self._command, body, run.streams))
         finally:
             self._nested -= 1
+            self._open.pop()
+            self._stops = False
 
     def with_arguments(self, arguments: list[str], act: Callable[[], str | None]) -> str | None:
         """Do this where `$1` and the others are these."""
@@ -344,7 +366,7 @@ class Walker:
             self.tags = before
 
     def _read_code(self, language: str, found: Code, run: Run) -> None:
-        self._code_call(language, found, run)
+        self.add(code_facts(language, found, self.session, run.streams, run.tags))
         self.tags = self.tags | ({"decoded"} if "decodes" in found.tags else set())
         for nested in found.nested:
             self.code(language, nested, run)
@@ -362,27 +384,3 @@ class Walker:
         except Unreadable:
             if language == "python":
                 raise  # elsewhere any string of the code is tried as a command, and most are none
-
-    def _code_call(self, language: str, found: Code, run: Run) -> None:
-        session = self.session
-        writes = [path for name in found.writes for path in session.paths(name)]
-        later = [posixpath.join(found.cwd, name) for name in found.mentions] if found.cwd else []
-        reads = [path for name in found.mentions + later for path in session.paths(name) if path not in writes]
-        strings = tuple(plain(text) for text in found.strings)
-        tags = (found.tags - {"decodes"}) | (
-            {"decoded"} if "decodes" in found.tags and (found.shell or found.nested) else set()
-        )
-        call = Call(
-            program=language,
-            args=strings,
-            reads=tuple(dict.fromkeys([*reads, *run.streams.reads])),
-            writes=tuple(dict.fromkeys([*writes, *run.streams.writes])),
-            urls=tuple(url for text in strings for url in urls_in(text)),
-            uses=tuple(dict.fromkeys(found.uses)),
-            env=tuple(dict.fromkeys([*found.env, *session.read_variables])),
-            text="\n".join(strings) if found.writes else "",
-            sources=run.streams.sources,
-            tags=run.tags | tags,
-        )
-        hosts = addresses(replace(call, argv=call.urls))[1]
-        self.add(replace(call, hosts=hosts, argv=("-c", *strings[:8])))

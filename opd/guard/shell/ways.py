@@ -1,7 +1,7 @@
 """The states that a shell may be in: nobody knows before a script runs which of its commands succeed.
 
 `cd /; grep -q x notes && cd /workspace; cat tests/x` reads one of two files. So what comes behind a command that may be left out
-is gone through once for each state. States that are the same count once, and of many a few are kept.
+is gone through once for each state. States that are alike count once, and of many a few are kept.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import TypeVar
 from opd.guard.session import FILES, Session
 
 T = TypeVar("T")
-
 MAX_WAYS = 4
-"""States that are kept. Of more than that, those in other directories come first, because most paths are relative."""
+"""States that are kept. Of more than that, those come first that know most of what no other one does."""
 
 Output = str | None
 """What commands print; None if it is not known."""
@@ -41,18 +40,27 @@ def in_each(session: Session, ways: Sequence[Session], act: Callable[[], object]
     return distinct(after)
 
 
+def every(session: Session, act: Callable[[], object]) -> None:
+    """Do this in every state that the session may be in. If it raises, the others stay as they are."""
+    if not session.others:
+        act()
+        return
+    after, waiting = list[Session](), states(session)
+    try:
+        while waiting:
+            enter(session, waiting.pop(0))
+            try:
+                act()
+            finally:
+                after += states(session)
+    finally:
+        settle(session, [*after, *waiting])
+
+
 def enter(session: Session, way: Session) -> None:
     """Let the session be in this state alone."""
     session.become(way.copy())
     session.others = []
-
-
-def every(session: Session, act: Callable[[], object]) -> None:
-    """Do this in every state that the session may be in."""
-    if session.others:
-        settle(session, in_each(session, states(session), act))
-    else:
-        act()
 
 
 def states(session: Session) -> list[Session]:
@@ -70,28 +78,58 @@ def settle(session: Session, ways: Iterable[Session]) -> None:
 
 
 def distinct(ways: Iterable[Session]) -> list[Session]:
-    """The states without repetitions, at most `MAX_WAYS`."""
+    """One of all states that are alike, at most `MAX_WAYS`."""
     kept: list[Session] = []
     for way in ways:
-        if not any(way.same(one) for one in kept):
+        twin = next((one for one in kept if one.alike(way)), None)
+        if twin is None:
             kept.append(way)
-    if len(kept) > MAX_WAYS:
-        seen: set[str] = set()
-        elsewhere = [way for way in kept if way.cwd not in seen and not seen.add(way.cwd)]  # type: ignore[func-returns-value]
-        kept = [*elsewhere, *(way for way in kept if way not in elsewhere)][:MAX_WAYS]
-    return kept
+        else:
+            twin.take_files(way)
+        if len(kept) > 2 * MAX_WAYS:
+            kept = _most_telling(kept)
+    return kept if len(kept) <= MAX_WAYS else _most_telling(kept)
+
+
+def _most_telling(ways: Sequence[Session]) -> list[Session]:
+    """The first state, and then again and again the one with most that those before it do not have."""
+    known = [way.entries() for way in ways]
+    kept, seen = [0], set(known[0])
+    while len(kept) < MAX_WAYS:
+        left = [index for index in range(len(ways)) if index not in kept]
+        best = max(left, key=lambda index: sum(map(_weight, known[index] - seen)))
+        kept.append(best)
+        seen |= known[best]
+    return [ways[index] for index in kept]
+
+
+def _weight(entry: tuple[str, ...]) -> int:
+    """A path weighs more than a number: it is what the rules are about."""
+    return 8 if any("/" in part for part in entry[1:]) else 1
 
 
 def apart(session: Session, act: Callable[[], T]) -> T:
-    """Do this in a subshell: afterwards the shell is where it was, and only files have changed."""
+    """Do this in a process of its own: afterwards the shell is where it was, and only files have changed."""
     kept, used = session.copy(), session.read_variables
     try:
         return act()
     finally:
+        used = [*used, *session.read_variables]
+        _back(session, kept)
+        session.read_variables = used
+
+
+def _back(session: Session, kept: Session) -> None:
+    """Take over the files of each state that the session may be in, and all else from `kept`."""
+    after = states(session) if session.others else [session]
+    kept.others = []
+    ways = [kept.copy() for _ in after[1:]] + [kept]
+    for way, state in zip(ways, after[::-1], strict=True):
         for name in FILES:
-            setattr(kept, name, getattr(session, name))
-        kept.read_variables = [*used, *session.read_variables]
-        session.become(kept)
+            setattr(way, name, getattr(state, name))
+    session.become(kept)
+    if len(ways) > 1:
+        settle(session, ways[::-1])
 
 
 def in_turn(session: Session, steps: Sequence[Step]) -> Output:
@@ -103,7 +141,7 @@ def in_turn(session: Session, steps: Sequence[Step]) -> Output:
     for step in steps:
         runs = {"&&": good or bad, "||": bad or good}.get(step.when, good)
         worked, failed, said = _step(session, runs, step)
-        printed += said
+        printed.append(said)
         if step.when == "||":
             good, bad = distinct([*good, *worked]), failed
         else:
@@ -112,8 +150,8 @@ def in_turn(session: Session, steps: Sequence[Step]) -> Output:
     return joined(printed)
 
 
-def _step(session: Session, runs: Sequence[Session], step: Step) -> tuple[list[Session], list[Session], list[Output]]:
-    """The states in which a step may have succeeded, those in which it may have failed, and what it printed."""
+def _step(session: Session, runs: Sequence[Session], step: Step) -> tuple[list[Session], list[Session], Output]:
+    """The states in which a step may have succeeded, those in which it may have failed, and what it may have printed."""
     worked: list[Session] = []
     failed: list[Session] = []
     printed: list[Output] = []
@@ -124,10 +162,10 @@ def _step(session: Session, runs: Sequence[Session], step: Step) -> tuple[list[S
         worked += [] if success is False else after
         failed += [] if success else after
         printed += [] if said in printed else [said]
-    return distinct(worked), distinct(failed), printed
+    return distinct(worked), distinct(failed), joined(printed, "\n")
 
 
-def joined(printed: Sequence[Output]) -> Output:
-    """What several commands print together."""
+def joined(printed: Sequence[Output], by: str = "") -> Output:
+    """What several commands print together, or, with a line end, what one of them prints."""
     texts = [text for text in printed if text is not None]
-    return "".join(texts) if len(texts) == len(printed) else None
+    return by.join(texts) if len(texts) == len(printed) else None

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 
-from opd.guard.session import Session
 from opd.guard.shell.fields import plain
 from opd.guard.shell.walk import Run, Walker
-from opd.guard.shell.ways import apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,8 @@ WRAPPERS = {
     "busybox": takes(),
     "toybox": takes(),
     "chroot": takes("--groups --userspec", 1),
-    "unshare": takes(),
+    "unshare": takes("-w -S -G -R --wd --setuid --setgid --root", chdir=("-w", "--wd")),
+    "nsenter": takes("-t -S -G --target --setuid --setgid --wd", chdir=("--wd",)),
     "strace": takes("-e -o -p -s"),
     "ltrace": takes("-e -o -p -s"),
     "watch": takes("-n --interval"),
@@ -78,7 +76,8 @@ def wrapped(walker: Walker, run: Run) -> str | None:
     name = plain(run.argv[0]).rpartition("/")[2]
     wrapper = WRAPPERS[name]
     run = run.but(_apart(run.argv, wrapper, AS_TEXT.get(name, ())))
-    inner, tags = inner_command(run.argv[1:], wrapper)
+    taken = inner_command(run.argv[1:], wrapper)
+    inner = taken.argv
     outer = run.argv[: len(run.argv) - len(inner)]
     if name not in ("exec", "command", "builtin", "busybox", "toybox", "nohup") or not inner:
         walker.note(run.but(outer if inner else run.argv))
@@ -87,45 +86,56 @@ def wrapped(walker: Walker, run: Run) -> str | None:
     if not inner:
         walker.session.written.update(dict.fromkeys(run.streams.truncates))
         return None
-    place = outer[-1] if name == "chroot" else next(filter(None, (option(outer, one) for one in wrapper.chdir)), "")
+    place = (
+        outer[-1] if name == "chroot" else next((taken.values[one] for one in wrapper.chdir if one in taken.values), "")
+    )
+    if place:  # each of these is a process of its own, so that this ends with it
+        walker.session.cwd = walker.session.absolute(place)
     if name == "ssh" or plain(outer[-1]) in AS_TEXT.get(name, ()):
-        text = " ".join(plain(a) for a in inner)
-        return _inside(walker.session, place, partial(walker.text, text, run.streams))
-    goes_on = partial(walker.program, Run(inner, run.streams, run.tags | tags))
-    return _inside(walker.session, place, goes_on) if place else goes_on()
-
-
-def _inside(session: Session, place: str, act: Callable[[], str | None]) -> str | None:
-    """Do this in a process of its own that begins in this directory."""
-
-    def moved() -> str | None:
-        session.cwd = session.absolute(place)
-        return act()
-
-    return apart(session, moved)
+        return walker.text(" ".join(plain(a) for a in inner), run.streams)
+    return walker.program(Run(inner, run.streams, run.tags | taken.tags))
 
 
 def _apart(argv: list[str], wrapper: Wrapper, options: tuple[str, ...]) -> list[str]:
     """The arguments with a text that is joined to one of these options as an argument of its own: `env -S'ls -l'`."""
     index = 1
     while index < len(argv) and ((arg := plain(argv[index])).startswith("-") or "=" in arg):
-        for option in options:
-            joined = f"{option}=" if option.startswith("--") else option
+        for one in options:
+            joined = f"{one}=" if one.startswith("--") else one
             if arg.startswith(joined) and len(arg) > len(joined):
-                return [*argv[:index], option, argv[index][len(joined) :], *argv[index + 1 :]]
-        index += 2 if _value_follows(arg, wrapper.valued) else 1
+                return [*argv[:index], one, argv[index][len(joined) :], *argv[index + 1 :]]
+        name, value = option(arg, wrapper.valued)
+        index += 2 if name and value is None else 1
     return argv
 
 
-def inner_command(argv: list[str], wrapper: Wrapper) -> tuple[list[str], frozenset[str]]:
-    """The command inside of a wrapper's arguments, and tags of what is set for it."""
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """A command inside of a wrapper's arguments."""
+
+    argv: list[str]
+    values: Mapping[str, str]
+    """Values of the wrapper's own options, by the names in `Wrapper.valued`."""
+    tags: frozenset[str]
+    """Tags of what is set for the command."""
+
+
+def inner_command(argv: list[str], wrapper: Wrapper) -> Inner:
+    """The command inside of a wrapper's arguments."""
     index, operands, options = 0, wrapper.operands, True
     tags: set[str] = set()
+    values: dict[str, str] = {}
     while index < len(argv):
         arg = plain(argv[index])
         if options and arg.startswith("-") and arg != "-":
             options = arg != "--"
-            index += 2 if _value_follows(arg, wrapper.valued) else 1
+            for name, joined in [option(arg, wrapper.valued)] if options else []:
+                follows = joined is None and name
+                values[name] = (
+                    "".join(argv[index + 1 : index + 2]) if follows else argv[index][len(arg) - len(joined or "") :]
+                )
+                index += bool(follows)
+            index += 1
         elif wrapper.assignments and re.match(r"[A-Za-z_]\w*=", arg):
             tags.add(f"sets:{arg.partition('=')[0]}")
             index += 1
@@ -134,26 +144,22 @@ def inner_command(argv: list[str], wrapper: Wrapper) -> tuple[list[str], frozens
             index += 1
         else:
             break
-    return argv[index:], frozenset(tags)
+    return Inner(argv[index:], values, frozenset(tags))
 
 
-def _value_follows(arg: str, valued: frozenset[str]) -> bool:
-    """Whether the value of an option is the next argument. A long option may be cut short, short ones may stand together."""
+def option(arg: str, valued: Collection[str]) -> tuple[str, str | None]:
+    """The option with a value that an argument is, and its value if that is joined to it; without a name if it is none.
+
+    A long option may be cut short, short ones may stand together.
+    """
     if arg.startswith("--"):
-        return arg != "--" and any(name.startswith(arg) for name in valued)
-    taken = (index for index, letter in enumerate(arg) if index and f"-{letter}" in valued)
-    return next(taken, 0) == len(arg) - 1 > 0
-
-
-def option(argv: list[str], name: str) -> str:
-    """The value of an option, written apart or joined."""
-    for index, arg in enumerate(argv):
-        if plain(arg) == name and index + 1 < len(argv):
-            return plain(argv[index + 1])
-        joined = f"{name}=" if name.startswith("--") else name
-        if arg.startswith(joined) and len(arg) > len(joined):
-            return plain(arg)[len(joined) :]
-    return ""
+        name, equals, value = arg.partition("=")
+        whole = next((one for one in sorted(valued) if one.startswith(name)), "") if name != "--" else ""
+        return whole, value if equals else None
+    for index, letter in enumerate(arg):
+        if index and f"-{letter}" in valued:
+            return f"-{letter}", arg[index + 1 :] or None
+    return "", None
 
 
 def script(walker: Walker, run: Run) -> str | None:
@@ -161,7 +167,7 @@ def script(walker: Walker, run: Run) -> str | None:
     walker.note(run)
     for index, arg in enumerate(run.argv[1:-1], 1):
         if arg.startswith("-") and arg.endswith("c"):
-            apart(walker.session, partial(walker.text, plain(run.argv[index + 1]), run.streams))
+            walker.text(plain(run.argv[index + 1]), run.streams)
     return None
 
 
@@ -170,8 +176,10 @@ def runner(walker: Walker, run: Run) -> str | None:
     if run.argv[1:2] != ["run"]:
         walker.note(run)
         return None
-    inner, _ = inner_command(run.argv[2:], _UV)
-    return walker.program(run.but(inner)) if inner else None
+    taken = inner_command(run.argv[2:], _UV)
+    if place := taken.values.get("--directory"):
+        walker.session.cwd = walker.session.absolute(place)
+    return walker.program(run.but(taken.argv)) if taken.argv else None
 
 
 def docker(walker: Walker, run: Run) -> str | None:
@@ -179,7 +187,7 @@ def docker(walker: Walker, run: Run) -> str | None:
     walker.note(run)
     place = next((i for i, arg in enumerate(run.argv) if plain(arg) in ("exec", "run")), 0)
     if place:
-        inner, _ = inner_command(run.argv[place + 1 :], _DOCKER)
+        inner = inner_command(run.argv[place + 1 :], _DOCKER).argv
         if inner:
             walker.program(run.but(inner))
     return None

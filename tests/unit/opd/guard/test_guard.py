@@ -241,7 +241,7 @@ def test_a_blocked_call_changes_nothing() -> None:
     assert not guard.check(call("cd /; X=1; cat tests/a"), session).allowed
     assert (session.cwd, session.variables) == ("/workspace", {})
     assert guard.check(call("cd src; X=1"), session).allowed
-    assert (session.cwd, session.variables) == ("/workspace/src", {"X": "1", "OLDPWD": "/workspace"})
+    assert (session.cwd, session.variables) == ("/workspace/src", {"X": "1"})
 
 
 def test_a_new_shell_for_each_call() -> None:
