@@ -166,7 +166,7 @@ def spec_of(root: Path, args: argparse.Namespace, seed: int) -> dict[str, Any]:
         "trainer": {"ranks": 1, "steps": args.steps, "samples_per_step": args.samples, "lr": 5.0e-4, "warmup_steps": 5},
         "checkpoint": {"every": 1000},
         "evaluate": {"every": part_length(args.steps), "samples": args.exam},
-        "experts": {_named(arm): _expert(root, arm, guards[arm]) for arm in ARMS},
+        "experts": {_named(arm): _expert(root, arm, guards[arm]) for arm in args.arms},
     }
 
 
@@ -203,7 +203,7 @@ def measure(root: Path, args: argparse.Namespace, seed: int) -> dict[str, Any]:
     """All arms with one seed."""
     write(root, args, seed)
     opd("experts", "train", "spec.yaml", cwd=root)
-    return {arm: figures(root, arm) for arm in ARMS}
+    return {arm: figures(root, arm) for arm in args.arms}
 
 
 def part_length(steps: int) -> int:
@@ -305,6 +305,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tasks", type=int, default=2000)
     add("--exam", type=int, default=200, help="tasks of an exam")
     add("--on-hit", choices=("keep", "mask", "negative"), default="keep")
+    add("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all three")
     add("--seeds", type=int, nargs="+", default=[0], help="of base, tasks and training (default 0)")
     add("--root", type=Path, help="directory that keeps everything; default: a temporary one")
     add("--json", type=Path)
