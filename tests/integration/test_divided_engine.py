@@ -93,10 +93,8 @@ def folder_of(owner: psutil.Process) -> Path:
 def test_two_processes_write_what_one_does_and_take_weights_as_it_does(
     tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any
 ) -> None:
-    """Greedy and sampled: at first, after one of the two was killed, after pushes, and for a model of another shape. No process and
-    no memory outlives the engine."""
+    """Greedy and sampled, and after pushes. No process and no memory outlives the engine."""
     student = make_model_dir(tmp_path / "student", seed=0)
-    other = make_model_dir(tmp_path / "other", hidden=128, heads=4, seed=3)
     shared = left_in_memory()
     one, two = (start_engine(divided(student, size), student, tiny_tokenizer) for size in (1, 2))
     assert len(parts(two)) == 2
@@ -107,13 +105,24 @@ def test_two_processes_write_what_one_does_and_take_weights_as_it_does(
     assert set(listening) <= {"127.0.0.1", "::1"}
     assert written(one) == written(two)
 
+    trainer = start_trainer(config(student))
+    assert_pushes_arrive(trainer, two, tmp_path)
+    stop(one, trainer)
+    assert_stops_without_a_trace(two, shared)
+
+
+@pytest.mark.slow  # two more starts of two processes
+@pytest.mark.usefixtures("ray")
+def test_a_divided_engine_starts_again(tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any) -> None:
+    """After one of its processes was killed, and for a model of another shape, it writes what one process does."""
+    student = make_model_dir(tmp_path / "student", seed=0)
+    other = make_model_dir(tmp_path / "other", hidden=128, heads=4, seed=3)
+    one, two = (start_engine(divided(student, size), student, tiny_tokenizer) for size in (1, 2))
     before = [owner_of(two), *parts(two)]
     before[2].kill()
     assert written(two) == written(one), "started again"
     assert all(map(gone, before)), "a process that is killed takes the worker and the other one with it"
 
-    trainer = start_trainer(config(student))
-    assert_pushes_arrive(trainer, two, tmp_path)
     before = parts(two)
     for engine in (one, two):
         engine.load(other)
@@ -121,8 +130,7 @@ def test_two_processes_write_what_one_does_and_take_weights_as_it_does(
     assert written(one) == written(two)
     assert all(map(gone, before)), "the engine that was replaced has ended"
     assert len(parts(two)) == 2
-    stop(one, trainer)
-    assert_stops_without_a_trace(two, shared)
+    stop(one, two)
 
 
 def assert_pushes_arrive(trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, root: Path) -> None:
