@@ -24,7 +24,7 @@ from opd.guard.shell.fields import MARKS, plain
 from opd.guard.shell.nodes import Unreadable
 from opd.guard.shell.programs import PROGRAMS
 from opd.guard.shell.walk import MAX_NESTED, Run, Walker
-from opd.guard.shell.ways import every
+from opd.guard.shell.ways import every, settle, states
 from opd.text import one_line, readable
 
 Kind = Literal["shell", "scripts", "python", "read", "write", "text"]
@@ -124,6 +124,8 @@ class Guard:
         """Whether the call may run. Only if it may, the session takes over what it changes."""
         after = session.copy()
         after.next_call()
+        if after.others:
+            settle(after, states(after))  # where calls do not share a shell, few are left
         finding = self.stage_one(call, after)
         verdict = self._verdict(call, finding)
         if verdict.allowed:

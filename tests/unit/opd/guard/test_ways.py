@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opd.environments.records import ToolCall
-from opd.guard.guard import Guard
+from opd.guard.guard import Guard, GuardOptions
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.guard.shell.ways import MAX_WAYS
 
@@ -250,3 +250,11 @@ def test_states_that_are_the_same_count_once_and_others_are_few() -> None:
 def test_the_same_call_in_many_states_counts_once() -> None:
     script = "test -n x && A=1; test -n y && B=1; " + "; ".join(f"sed -i s/a/b/ src/f{n}.py" for n in range(200))
     assert allowed(script)
+
+
+def test_states_of_the_shell_end_with_a_shell() -> None:
+    guard = Guard(RuleSet([shipped_rules()]), options=GuardOptions(keeps_shell=False))
+    session = guard.session()
+    for command, others in (("test -f a && x=1; test -f b && y=1", 3), ("ls", 0)):
+        guard.check(ToolCall(name="bash", arguments={"command": command}), session)
+        assert len(session.others) == others
