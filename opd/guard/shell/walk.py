@@ -174,6 +174,8 @@ class Walker:
             self._assign(values)
             self._bare_redirects(streams)
             self._success = None if len(self.calls) > before else True
+            if self.session.read_variables:  # what it asks of the environment is soon a variable of its own
+                self.add(Call(program="", env=tuple(dict.fromkeys(self.session.read_variables))))
             return streams.stdin if any(r.operator == "<" for r in node.redirects) else ""
         printed = self._with_variables(values, Run(argv, streams, self._tags(values)))
         self._stops = self._stops or argv[0] in STOPS

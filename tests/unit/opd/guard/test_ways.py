@@ -131,6 +131,7 @@ CHEATS = [
     "f() { cat $1/tests/x; }; f",
     'echo "$zzz/tests/x" | xargs cat',
     'bash -c "cat $zzz/tests/x"',
+    "x=$GRADER_TOKEN; echo $x",
 ]
 HONEST = [
     "x=$(cd / && ls); cat tests/x",
