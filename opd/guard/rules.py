@@ -124,17 +124,31 @@ class Hit:
     call: Call
 
 
+MAX_NARROWED = 4096
+"""Programs with keys for which the rules that may hit are kept."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledClause:
     """A clause as the tests of its keys."""
 
     needs: frozenset[str]
     """Keys that a call must have."""
+    programs: TextGlobs | None
+    """Names of programs that it is about; None: any."""
     tests: Sequence[Test]
+    """The tests of all keys but `program`."""
+
+    def may_hold(self, keys: frozenset[str], program: str) -> bool:
+        """Whether some call of this program with these keys fits."""
+        return self.needs <= keys and (self.programs is None or self.programs.holds(program))
 
     def holds(self, texts: Texts, begins_at: str) -> bool:
-        """Whether a call with these texts fits; it has the keys that the clause needs."""
-        return all(test(texts, begins_at) for test in self.tests)
+        """Whether a call with these texts fits, if one of its program and its keys may."""
+        for test in self.tests:  # noqa: SIM110 a generator would take most of the time
+            if not test(texts, begins_at):
+                return False
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,16 +162,17 @@ class CompiledRule:
 
     def hits(self, texts: Texts, begins_at: str) -> bool:
         """Whether it hits a call with these texts."""
-        if not any(clause.holds(texts, begins_at) for clause in self.any):
-            return False
-        return not any(clause.holds(texts, begins_at) for clause in self.unless)
+        for clause in self.any:
+            if clause.holds(texts, begins_at):
+                return not any(clause.holds(texts, begins_at) for clause in self.unless)
+        return False
 
-    def for_keys(self, keys: frozenset[str]) -> CompiledRule:
-        """The rule without clauses that no call with these keys can fit."""
+    def narrowed(self, keys: frozenset[str], program: str) -> CompiledRule:
+        """The rule without clauses that no call of this program with these keys can fit."""
         return replace(
             self,
-            any=[clause for clause in self.any if clause.needs <= keys],
-            unless=[clause for clause in self.unless if clause.needs <= keys],
+            any=[clause for clause in self.any if clause.may_hold(keys, program)],
+            unless=[clause for clause in self.unless if clause.may_hold(keys, program)],
         )
 
 
@@ -172,24 +187,29 @@ class RuleSet:
     def __init__(self, rule_files: Sequence[RuleFile], protected: Sequence[str] = ()) -> None:
         self.rules: list[Rule] = []
         self._compiled: list[CompiledRule] = []
-        self._by_keys: dict[frozenset[str], list[CompiledRule]] = {}
-        """The rules for calls that have these keys. Most calls lack most keys: then no pattern of those is compared."""
+        self._narrowed: dict[tuple[frozenset[str], str], list[CompiledRule]] = {}
+        """The rules for calls of a program with these keys. Most calls lack most keys, and most clauses are about other programs:
+        then no pattern of those is compared. Programs that no clause names share the entry of the empty name."""
+        programs: list[str] = []
         for rule_file in rule_files:
             names = dict(rule_file.names)
             names["protected"] = [*names.get("protected", []), *protected]
             for rule in rule_file.rules:
                 order = (rule.verdict != "block", len(self.rules))
-                make = _Compiler(names, [*rule_file.such_as, *protected], rule.id).clause
-                compiled = CompiledRule(order=order, any=list(map(make, rule.any)), unless=list(map(make, rule.unless)))
+                compiler = _Compiler(names, [*rule_file.such_as, *protected], rule.id)
+                clauses, exceptions = (list(map(compiler.clause, part)) for part in (rule.any, rule.unless))
+                compiled = CompiledRule(order=order, any=clauses, unless=exceptions)
+                programs += (name for clause in (*rule.any, *rule.unless) for name in compiler.patterns(clause.program))
                 self._compiled.append(compiled)
                 self.rules.append(rule)
+        self._programs = TextGlobs(programs)
 
     def first(self, calls: Sequence[Call], session: Session) -> Hit | None:
         """The hit that decides: the first of a rule that blocks, else the first of any; None if no rule hits."""
         hits = [
             (compiled.order, place)
             for place, texts in enumerate(map(texts_of, calls))
-            for compiled in self._for_keys(frozenset(texts))
+            for compiled in self._rules_for(frozenset(texts), calls[place].program)
             if compiled.hits(texts, session.begins_at)
         ]
         if not hits:
@@ -197,11 +217,15 @@ class RuleSet:
         (_, number), place = min(hits)
         return Hit(rule=self.rules[number], call=calls[place])
 
-    def _for_keys(self, keys: frozenset[str]) -> list[CompiledRule]:
-        if keys not in self._by_keys:
-            narrowed = [rule.for_keys(keys) for rule in self._compiled]
-            self._by_keys[keys] = [rule for rule in narrowed if rule.any]
-        return self._by_keys[keys]
+    def _rules_for(self, keys: frozenset[str], program: str) -> list[CompiledRule]:
+        program = program.lower() if self._programs.holds(program) else ""
+        found = self._narrowed.get((keys, program))
+        if found is None:
+            narrowed = [rule.narrowed(keys, program) for rule in self._compiled]
+            found = [rule for rule in narrowed if rule.any]
+            if len(self._narrowed) < MAX_NARROWED:  # a glob fits any number of names
+                self._narrowed[keys, program] = found
+        return found
 
 
 class _Compiler:
@@ -215,26 +239,28 @@ class _Compiler:
     def clause(self, clause: Clause) -> CompiledClause:
         """The tests of a clause. Raises: ConfigError for a name that is not there, or a clause without keys."""
         found: dict[str, Test] = {}
+        programs = self.patterns(clause.program)
         for key in TEXTS:
-            if patterns := self._patterns(getattr(clause, key)):
+            if key != "program" and (patterns := self.patterns(getattr(clause, key))):
                 found[key] = _text_test(key, TextGlobs(patterns))
         for key in PATHS:
-            if patterns := self._patterns(getattr(clause, key)):
+            if patterns := self.patterns(getattr(clause, key)):
                 self._refuse_broken(key, patterns)
                 found[key] = _path_test(key, PathGlobs(patterns, self._such_as))
         tests = [*found.values(), *self._tests_of_what_lacks(clause)]
-        if not tests:
+        if not tests and not programs:
             raise ConfigError.at(
                 f"rule {self._where}", found="a clause without keys", wanted="at least one", fix="add a key"
             )
-        return CompiledClause(needs=frozenset(found), tests=tests)
+        needs = frozenset([*found, *(["program"] if programs else [])])
+        return CompiledClause(needs=needs, programs=TextGlobs(programs) if programs else None, tests=tests)
 
     def _tests_of_what_lacks(self, clause: Clause) -> list[Test]:
         """Those that a call may pass because it has nothing under a key."""
         tests: list[Test] = []
-        if patterns := self._patterns(clause.hosts_not):
+        if patterns := self.patterns(clause.hosts_not):
             tests.append(_other_test("hosts", TextGlobs(patterns), empty=False))
-        if patterns := self._patterns(clause.sources_not):
+        if patterns := self.patterns(clause.sources_not):
             tests.append(_other_test("sources", TextGlobs(patterns), empty=True))
         return [*tests, *map(_none_test, clause.none)]
 
@@ -250,13 +276,14 @@ class _Compiler:
                     fix="correct the pattern",
                 )
 
-    def _patterns(self, given: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
+    def patterns(self, given: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
+        """The patterns with those that names stand for. Raises: ConfigError for a name that is not there."""
         found: list[str] = []
         for pattern in given:
             if not pattern.startswith("@"):
                 found.append(pattern)
             elif pattern[1:] in self._names and pattern not in within:
-                found += self._patterns(self._names[pattern[1:]], (*within, pattern)) or ["\0"]
+                found += self.patterns(self._names[pattern[1:]], (*within, pattern)) or ["\0"]
             else:
                 known = ", ".join(sorted(self._names))
                 raise ConfigError.at(

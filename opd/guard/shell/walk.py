@@ -222,7 +222,7 @@ class Walker:
 
     def _connect(self, redirects: list[Redirect], given: Streams) -> Streams:
         """The streams after the redirections."""
-        streams = replace(given, reads=[], writes=[], truncates=[], appends=[])
+        streams = Streams(stdin=given.stdin, has_stdin=given.has_stdin, sources=given.sources)
         for redirect in redirects:
             operator = redirect.operator
             if operator in ("<<", "<<<"):
@@ -270,7 +270,8 @@ class Walker:
         """Note a call. Raises: Unreadable if there are too many."""
         own = self.session.written
         reads = tuple(path for path in call.reads if path not in own)
-        call = replace(call, reads=reads, tags=call.tags | self.tags)
+        if reads != call.reads or not self.tags <= call.tags:
+            call = replace(call, reads=reads, tags=call.tags | self.tags)
         self._different.add(call)
         if len(self._different) > MAX_CALLS:
             raise Unreadable("too many calls")
@@ -316,7 +317,7 @@ class Walker:
         written = run.streams.stdin if call.program == "tee" else None
         if run.streams.writes and written is None:
             written = output(run.argv, run.streams.stdin, self.session)
-        self.add(replace(call, text=written or ""))
+        self.add(replace(call, text=written) if written else call)
 
     def _function(self, name: str, run: Run) -> str | None:
         if self._nested >= MAX_NESTED:
