@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,16 @@ def test_what_the_programs_own_tool_gave(text: str, tmp_path: Path) -> None:
         assert (found.stop_reason, found.audit.turns) == ("done", 1)
 
 
+@pytest.fixture
+def usual_depth() -> Iterator[None]:
+    """Python's own limit: torch doubles it for the whole process once something was compiled."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("usual_depth")
 @pytest.mark.parametrize("depth", [500, 50_000])
 def test_a_call_that_is_nested_too_deeply_is_the_programs_fault(depth: int, tmp_path: Path) -> None:
     code = (
