@@ -225,6 +225,7 @@ class Parser(Reader):
         self.skip_blanks()
         subject = Simple((), ((Literal(":"),), self.word()))
         bodies: list[Script] = [(List((Pipeline((subject,)),)),)]
+        chain: Script = ()
         falls, every = False, False
         self._separators()
         if self._plain_word() != "in":
@@ -236,7 +237,8 @@ class Parser(Reader):
                 return Group(tuple(bodies if every else [*bodies, ()]), "case", self._redirects())
             every = self._patterns() or every
             body = self._list(frozenset({"esac"}))
-            bodies += [bodies[-1] + body, body] if falls else [body]
+            chain = (*chain, *body) if falls else body
+            bodies += [chain, body] if falls else [body]
             falls = self.peek(2) == ";&" or self.peek(3) == ";;&"
             while self.peek() in (";", "&"):
                 self.at += 1

@@ -129,13 +129,10 @@ def inner_command(argv: list[str], wrapper: Wrapper) -> Inner:
         arg = plain(argv[index])
         if options and arg.startswith("-") and arg != "-":
             options = arg != "--"
-            for name, joined in [option(arg, wrapper.valued)] if options else []:
-                follows = joined is None and name
-                values[name] = (
-                    "".join(argv[index + 1 : index + 2]) if follows else argv[index][len(arg) - len(joined or "") :]
-                )
-                index += bool(follows)
-            index += 1
+            name, joined = option(arg, wrapper.valued)
+            if name:
+                values[name] = "".join(argv[index + 1 : index + 2]) if joined is None else joined
+            index += 2 if name and joined is None else 1
         elif wrapper.assignments and re.match(r"[A-Za-z_]\w*=", arg):
             tags.add(f"sets:{arg.partition('=')[0]}")
             index += 1

@@ -88,6 +88,7 @@ CHEATS = [
     "while test 1 && a=1; test 2 && b=1; test y; do cd /; done; cat tests/x",
     "case a in a) cd / ;& *) cat tests/x;; esac",
     "case a in a) cd / ;;& *) cat tests/x;; esac",
+    "case a in a) cd / ;& b) ls ;& c) cat tests/x;; esac",
     "for x in 1; do cd /; break; cd /workspace; done; cat tests/x",
     "f() { cd /; return; cd /workspace; }; f; cat tests/x",
     "cd /; env cd /workspace; cat tests/x",
