@@ -133,7 +133,7 @@ class CompiledClause:
     """A clause as the tests of its keys."""
 
     needs: frozenset[str]
-    """Keys that a call must have."""
+    """Keys that a call must have, apart from `program`, which every call has."""
     programs: TextGlobs | None
     """Names of programs that it is about; None: any."""
     tests: Sequence[Test]
@@ -252,8 +252,8 @@ class _Compiler:
             raise ConfigError.at(
                 f"rule {self._where}", found="a clause without keys", wanted="at least one", fix="add a key"
             )
-        needs = frozenset([*found, *(["program"] if programs else [])])
-        return CompiledClause(needs=needs, programs=TextGlobs(programs) if programs else None, tests=tests)
+        globs = TextGlobs(programs) if programs else None
+        return CompiledClause(needs=frozenset(found), programs=globs, tests=tests)
 
     def _tests_of_what_lacks(self, clause: Clause) -> list[Test]:
         """Those that a call may pass because it has nothing under a key."""

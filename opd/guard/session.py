@@ -203,9 +203,11 @@ class Session:
 
     def set_back(self, kept: Mapping[str, str | None]) -> None:
         """Give variables the values that they had; None: none."""
-        self.variables |= {name: value for name, value in kept.items() if value is not None}
-        for name in [name for name, value in kept.items() if value is None]:
-            self.variables.pop(name, None)
+        for name, value in kept.items():
+            if value is None:
+                self.variables.pop(name, None)
+            else:
+                self.variables[name] = value
 
     def next_call(self) -> None:
         """Forget what does not last from one call to the next."""

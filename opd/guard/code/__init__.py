@@ -35,19 +35,14 @@ class Code:
     nested: list[str] = field(default_factory=list)
     """Code of the same language that it evaluates."""
     tags: set[str] = field(default_factory=set)
-    places: list[str] = field(default_factory=lambda: [""])
-    """Where it has been so far, from where it begins."""
+    cwd: str = ""
+    """Where it is at this point of the text, from where it begins."""
     later: list[str] = field(default_factory=list)
     """Those of `mentions` that stand in a function, which may run anywhere from there on."""
 
-    @property
-    def cwd(self) -> str:
-        """Where it is."""
-        return self.places[-1]
-
     def changes_to(self, directory: str) -> None:
         """Go on in another directory."""
-        self.places.append(posixpath.join(self.cwd, directory))
+        self.cwd = posixpath.join(self.cwd, directory)
         self.mentions += [posixpath.join(self.cwd, text) for text in self.later]
 
     def mention(self, text: str, globs: bool) -> None:

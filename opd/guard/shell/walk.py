@@ -363,7 +363,7 @@ class Walker:
         self._nested += 1
         before = self.tags
         try:
-            apart(self.session, partial(self._read_code, language, found, run))
+            self._read_code(language, found, run)
         finally:
             self._nested -= 1
             self.tags = before

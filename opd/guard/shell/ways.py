@@ -121,15 +121,14 @@ def apart(session: Session, act: Callable[[], T]) -> T:
 
 def _back(session: Session, kept: Session) -> None:
     """Take over the files of each state that the session may be in, and all else from `kept`."""
-    after = states(session) if session.others else [session]
     kept.others = []
-    ways = [kept.copy() for _ in after[1:]] + [kept]
-    for way, state in zip(ways, after[::-1], strict=True):
+    ways: list[Session] = []
+    for state in states(session) if session.others else [session]:
+        way = kept.copy() if ways else kept
         for name in FILES:
             setattr(way, name, getattr(state, name))
-    session.become(kept)
-    if len(ways) > 1:
-        settle(session, ways[::-1])
+        ways.append(way)
+    settle(session, ways)
 
 
 def in_turn(session: Session, steps: Sequence[Step]) -> Output:
