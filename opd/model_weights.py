@@ -53,7 +53,9 @@ def obeys_masks(lm: Any) -> bool:
         far = set(kinds) == {"full_attention"}
     else:
         far = not any(getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size", "window_size"))
-    return far and config._attn_implementation == "sdpa" and lm.is_backend_compatible() and not lm._is_stateful
+    # What torch's kernel can do is the same where its scores are written out.
+    kernel = config._attn_implementation in ("sdpa", "eager") and lm._supports_sdpa
+    return far and kernel and lm.is_backend_compatible() and not lm._is_stateful
 
 
 def config_of(model_dir: Path) -> Any:

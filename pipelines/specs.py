@@ -18,6 +18,7 @@ from opd.credit.gae import CUT, GaeSpec
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
+from opd.train.compiled import WRITTEN_OUT_UP_TO
 from opd.train.critic import CriticEngineSpec
 from opd.train.critic_rank import CriticOptions
 from opd.train.deepspeed import TrainerSpec
@@ -156,6 +157,8 @@ def critic_options(config: PipelineConfig, baseline: CriticBaseline, vocab_size:
         max_grad_norm=trainer.max_grad_norm if baseline.max_grad_norm is None else baseline.max_grad_norm,
         grad_accum_dtype=trainer.grad_accum_dtype,
         gradient_checkpointing=trainer.gradient_checkpointing,
+        compile=trainer.compile,
+        eager_attention=eager_attention(config),
         bucket=trainer.bucket,
         timeout_s=config.cluster.phase_timeout_s,
         lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
@@ -180,6 +183,8 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         max_grad_norm=trainer.max_grad_norm,
         grad_accum_dtype=trainer.grad_accum_dtype,
         gradient_checkpointing=trainer.gradient_checkpointing,
+        compile=trainer.compile,
+        eager_attention=eager_attention(config),
         bucket=trainer.bucket,
         head_memory_bytes=trainer.head_memory,
         turn_weights=turn_weights(config),
@@ -188,6 +193,12 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         timeout_s=config.cluster.phase_timeout_s,
         lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
     )
+
+
+def eager_attention(config: PipelineConfig) -> bool:
+    """Whether the trainer's ranks attend by written out scores: where compiling fuses these, rows are short and there is no GPU."""
+    short = config.rollout.max_model_len <= WRITTEN_OUT_UP_TO
+    return config.trainer.compile and short and config.cluster.trainer_gpus == 0
 
 
 def turn_weights(config: PipelineConfig) -> dict[str, TurnWeights]:

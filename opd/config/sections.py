@@ -104,6 +104,9 @@ class TrainerConfig(Strict):
     about 1 % of the gradient over 128 micro-batches."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """Fuse what the model's layers do between matrix products with torch.compile. It takes half a minute of the first step. Without
+    a C++ compiler layers run as they are, with one warning."""
     bucket: int | None = Field(None, ge=1)
     """Numbers of weights that a rank fetches from the others at a time, and of gradients that it keeps until the ranks add
     them up; a single weight may be larger. Less memory on each rank, more messages. Default: 1,000,000,000 weights and

@@ -15,8 +15,6 @@ Shapes: N response tokens, C tokens of a chunk, D student width, E a teacher's w
 from __future__ import annotations
 
 import functools
-import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -24,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opd.compiler import can_compile
 from opd.interfaces import Objective
 from opd.losses.blocks import Block, Given
 from opd.losses.logits import pad, token_logprobs, upcast
@@ -193,7 +192,9 @@ class LossHead(nn.Module):
 def _elementwise_part(loss: Loss, block: Block, part: slice) -> tuple[Given, Any]:
     """What a part of a block gives, and the function that makes values and gradients of it."""
     given = block.given(part, loss.vocab_size)
-    return given, _padded_and_compiled if loss.compiled and given.compiles and _can_compile() else _elementwise
+    return given, _padded_and_compiled if loss.compiled and given.compiles and can_compile(
+        "objective.compile", "the loss runs"
+    ) else _elementwise
 
 
 def _total(stats: Sequence[Tensor], tokens: Tokens) -> Tensor:
@@ -310,14 +311,6 @@ def _padded_and_compiled(
     padded = tuple(pad(column, more) for column in columns)
     values, grad_C_V = _compiled_elementwise()(loss, pad(raw_C_V, more), given.padded(more), padded)
     return tuple(None if v is None else v[:num] for v in values), grad_C_V[:num]
-
-
-@functools.cache
-def _can_compile() -> bool:
-    found = bool(shutil.which("c++") or shutil.which("g++"))
-    if not found:
-        warnings.warn("objective.compile: no C++ compiler (g++), the loss runs eagerly", stacklevel=2)
-    return found
 
 
 @functools.cache

@@ -5,18 +5,24 @@ from __future__ import annotations
 from torch import nn
 
 
-def gathered_together(lm: nn.Module, world_size: int) -> list[type[nn.Module]]:
+def gathered_together(lm: nn.Module, world_size: int, *, compiled: bool = False) -> list[type[nn.Module]]:
     """Classes of layers whose weights are all gathered while any part of the layer runs.
 
     With one rank all layers that are trained: its weights are at hand, and hooks around every module inside cost a small model as
-    much time as the model. With more ranks only layers that must be, since their weights are whole at one time.
+    much time as the model. With more ranks only layers that must be, since their weights are whole at one time. Layers that will
+    be compiled must be, all of them: a hook inside would cut what is compiled into pieces.
     """
+    layers = layers_of(lm)
+    # A frozen layer below the first adapter needs no backward pass, and as one it would be given one (`opd.train.zero`).
+    every = compiled or (world_size == 1 and all(_is_trained(layer) for layer in layers))
+    return list({type(layer): None for layer in layers if every or _must_be_whole(layer)})
+
+
+def layers_of(lm: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a transformers model."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
-    # A frozen layer below the first adapter needs no backward pass, and as one it would be given one (`opd.train.zero`).
-    every = world_size == 1 and all(_is_trained(layer) for layer in layers)
-    return list({type(layer): None for layer in layers if every or _must_be_whole(layer)})
+    return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _is_trained(layer: nn.Module) -> bool:

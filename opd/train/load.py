@@ -23,7 +23,7 @@ from opd.model_files import names_of_files
 from opd.model_weights import Naming, attention
 
 
-def load_share(model_dir: Path, dtype: torch.dtype, *, bucket: int | None = None) -> Any:
+def load_share(model_dir: Path, dtype: torch.dtype, *, bucket: int | None = None, eager_attention: bool = False) -> Any:
     """transformers' causal language model of a directory, of which this rank has its share: see `opd.model_weights.load_causal_lm`.
 
     The ranks have met, and all call this at the same time. With `bucket`, that of the options, weights that are gathered at one
@@ -34,9 +34,10 @@ def load_share(model_dir: Path, dtype: torch.dtype, *, bucket: int | None = None
     empty = Naming(AutoConfig.from_pretrained(model_dir, trust_remote_code=False), dtype).model
     config, cut = empty.config, _Cut(dtype, one_by_one=bucket is not None)
     rows = config.get_text_config(decoder=True).vocab_size
+    attends = "eager" if eager_attention else attention(config)
     with _tensors(model_dir) as tensors, _one_after_the_other(), _cut_when_it_comes(cut, rows):
         lm = type(empty).from_pretrained(
-            None, config=config, state_dict=tensors, dtype=dtype, attn_implementation=attention(config)
+            None, config=config, state_dict=tensors, dtype=dtype, attn_implementation=attends
         )
     for param in lm.parameters():
         cut(param)

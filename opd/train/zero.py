@@ -28,6 +28,7 @@ from opd.errors import RunError
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.model_weights import obeys_masks, whole_shape
+from opd.train.compiled import compile_layers
 from opd.train.exchange import gather_weights_in_place, sum_nothing_at_one_rank
 from opd.train.export import FileTensors, write_model
 from opd.train.gathered import gathered_together
@@ -60,6 +61,8 @@ class ZeroOptions:
     """Type in which gradients are summed over micro-batches and ranks."""
     gradient_checkpointing: bool
     """Recompute activations in the backward pass."""
+    compile: bool = False
+    """Fuse what layers do between matrix products, see `opd.train.compiled`."""
     timeout_s: float
     """Deadline of each operation that the ranks do together."""
     bucket: int | None = None
@@ -74,6 +77,8 @@ class ModelOptions(ZeroOptions):
 
     model_dir: Path
     """Hugging Face directory that the weights are read from."""
+    eager_attention: bool = False
+    """Attend by written out scores, which `compile` fuses, in place of torch's own kernel; see `opd.train.compiled`."""
 
 
 class ZeroEngine:
@@ -307,7 +312,7 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     _without_chance(module, options.gradient_checkpointing)
     # Each step sets its own rate.
     optimizer = adamw(module, options.adamw, lr=0.0)
-    together = gathered_together(module.lm, options.world_size)
+    together = gathered_together(module.lm, options.world_size, compiled=options.compile)
     if together:
         set_z3_leaf_modules(module.lm, together)
         if not all(param.requires_grad for param in module.lm.parameters()):
@@ -315,6 +320,8 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
             module.lm.enable_input_require_grads()
     trained = sum(whole_shape(param).numel() for param in module.parameters() if param.requires_grad)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_deepspeed_config(options, trained))
+    if options.compile:
+        compile_layers(module.lm)
     return engine
 
 

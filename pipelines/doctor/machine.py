@@ -74,7 +74,9 @@ def _compiler() -> Finding:
     found = shutil.which("c++") or shutil.which("g++")
     if found is None:
         return warning(
-            "compiler", "no c++ or g++", "install g++ if you want objective.compile; without it the loss runs eagerly"
+            "compiler",
+            "no c++ or g++",
+            "install g++ if you want objective.compile or trainer.compile; without it both run eagerly",
         )
     return ok("compiler", found)
 

@@ -72,6 +72,7 @@ SAME_BUT_FOR_ROUNDING = (
     "trainer.ranks",
     "trainer.micro_batch_tokens",
     "trainer.gradient_checkpointing",
+    "trainer.compile",
     "trainer.bucket",
     "objective.chunk",
     "objective.compile",

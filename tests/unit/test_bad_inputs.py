@@ -854,10 +854,12 @@ def small_shared_memory(b: Bench) -> None:
 
 def no_compiler(b: Bench) -> None:
     import torch
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from opd.losses import chunked
+    from opd.compiler import can_compile
     from opd.losses.reverse_kl import ReverseKL
     from opd.payloads.hidden_states import TeacherBlock
+    from opd.train.compiled import compile_layers
     from tests.losses import chunked_objective
 
     def loss(compiled: bool) -> float:
@@ -871,14 +873,19 @@ def no_compiler(b: Bench) -> None:
         )  # fmt: skip
         return float(value.detach())
 
-    b.patch.setattr("opd.losses.chunked.shutil.which", lambda _: None)
-    chunked._can_compile.cache_clear()
+    b.patch.setattr("opd.compiler.shutil.which", lambda _: None)
+    can_compile.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"no C\+\+ compiler \(g\+\+\), the loss runs eagerly") as seen:
             assert loss(compiled=True) == loss(compiled=True) == loss(compiled=False)
         assert len(seen) == 1
+        can_compile.cache_clear()
+        layer = GradientCheckpointingLayer()
+        with pytest.warns(UserWarning, match=r"trainer.compile: no C\+\+ compiler \(g\+\+\), layers run eagerly"):
+            compile_layers(torch.nn.Sequential(layer))
+        assert "forward" not in vars(layer), "it runs as it was"
     finally:
-        chunked._can_compile.cache_clear()
+        can_compile.cache_clear()
 
 
 def dead_or_hung_worker(b: Bench) -> None:
@@ -1047,7 +1054,7 @@ CASES = (
     Case(38, "Disk full", "Stops with a message and exit code 3; the last checkpoint is whole.", disk_full),
     Case(39, "Not enough memory", "Refused before anything starts, with the sum by parts and the keys to lower; `opd check` prints the sum. A worker that the system ends all the same is case 42.", too_little_memory),
     Case(40, "`/dev/shm` too small", "New weights go through the temporary directory instead, with a notice.", small_shared_memory),
-    Case(41, "No C++ compiler", "`objective.compile` runs eagerly, with one warning.", no_compiler),
+    Case(41, "No C++ compiler", "`objective.compile` and `trainer.compile` run eagerly, with one warning each.", no_compiler),
     Case(42, "Worker dead or hung", "A teacher worker that died or fell silent is started again once a step, other workers as docs/resume.md says. A missed deadline stops the run with the worker's name and what it was asked.", dead_and_hung_workers),
     Case(43, "Clock set back or forth", "No effect: durations and deadlines are monotonic.", clock_jump),
     Case(44, "Weight push that did not arrive, stale cache", "The probe sees it; the push is made once more; then the run stops before a checkpoint. A prefix cache that is not reset stops it too. The engine is not restarted in place: the resume starts a new one.", push_that_did_not_arrive),

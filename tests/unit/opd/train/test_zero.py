@@ -65,6 +65,8 @@ def test_at_one_rank_every_layer_is_gathered_as_one() -> None:
     for param in model.model.layers[0].parameters():
         param.requires_grad_(requires_grad=False)
     assert gathered_together(model, world_size=1) == []
+    together = gathered_together(model, world_size=2, compiled=True)
+    assert [found.__name__ for found in together] == ["LlamaDecoderLayer"], "hooks inside would cut it into pieces"
 
 
 # A loss that knows of no teacher

@@ -1,0 +1,91 @@
+"""`trainer.compile`: the layers of the real trainer are fused, and nothing but rounding changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from opd import cluster
+from tests.integration.parts import (
+    PROBE,
+    config,
+    mean_gap,
+    plain_logprobs,
+    rollouts,
+    save,
+    start_pool,
+    start_trainer,
+    stop,
+    weights,
+    with_n,
+)
+
+STEPS = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    from opd.config.sections import ClusterConfig
+
+    with cluster.ray_session(ClusterConfig(), 8):
+        yield
+
+
+def test_a_layer_is_compiled_once_and_in_one_piece(tiny_model_dir: Path) -> None:
+    from torch._dynamo.utils import counters
+    from transformers import AutoModelForCausalLM
+
+    from opd.layouts import packed
+    from opd.train.compiled import compile_layers
+
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32, attn_implementation="eager")
+    sizes = [packed([tuple(range(5, 5 + n)) for n in lengths]) for lengths in ((20, 9, 13), (30, 31, 7), (11, 25, 12))]
+    before = [lm.base_model(**one.inputs(lm.dtype)).last_hidden_state for one in sizes]
+    counters.clear()
+    compile_layers(lm)
+    for one, expected in zip(sizes, before, strict=True):
+        found = lm.base_model(**one.inputs(lm.dtype)).last_hidden_state
+        assert (found - expected).abs().max() < 1e-5
+        assert not torch.equal(found, expected), "what is compared would be the same code"
+    assert len(lm.base_model.layers) > 1 and counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["packed", "trees"])
+def test_steps_of_a_compiled_trainer_are_those_of_an_eager_one(
+    n: int, ray: None, tmp_path: Path, make_model_dir: Callable[..., Path]
+) -> None:
+    """Same losses and weights at one rank and at two; and a checkpoint goes on to the same bits in new processes."""
+    student, expert = make_model_dir(tmp_path / "s", seed=0), make_model_dir(tmp_path / "e", seed=1)
+    pool = start_pool(with_n(config(student), n), {"left": expert, "right": expert})
+    rows = rollouts(32)
+    ways: list[dict[str, Any]] = [{}, {"compile": True}, {"compile": True, "ranks": 2}]
+    ways += [{"compile": True, "gradient_checkpointing": True}] if n > 1 else []
+    losses, after = [], []
+    for number, way in enumerate(ways):
+        cfg = with_n(config(student, lr=1e-2, adam_epsilon=1e-3, **way), n)
+        trainer = start_trainer(cfg)
+        losses.append([trainer.train_step(step, rows, pool.score(rows)).loss for step in STEPS[:2]])
+        kept = save(trainer, tmp_path / f"checkpoint-{number}")
+        losses[-1].append(trainer.train_step(STEPS[2], rows, pool.score(rows)).loss)
+        after.append(weights(trainer, tmp_path / f"weights-{number}"))
+        assert mean_gap(trainer.logprobs(PROBE), plain_logprobs(tmp_path / f"weights-{number}", PROBE)) < 1e-5
+        stop(trainer)
+        if way == {"compile": True}:
+            again = start_trainer(cfg)
+            again.load(kept)
+            assert again.train_step(STEPS[2], rows, pool.score(rows)).loss == losses[-1][2]
+            for name, weight in weights(again, tmp_path / "again").items():
+                assert torch.equal(weight, after[-1][name]), name
+            stop(again)
+    stop(pool)
+    assert losses[0][0] > 1.5 * losses[0][2] > 0.02, "it learns"
+    for found, weight_of in zip(losses[1:], after[1:], strict=True):
+        assert found == pytest.approx(losses[0], abs=1e-5)
+        assert any(not torch.equal(weight, weight_of[name]) for name, weight in after[0].items()), "the same code ran"
+        for name, weight in after[0].items():
+            assert torch.allclose(weight, weight_of[name], rtol=0, atol=1e-5), name
