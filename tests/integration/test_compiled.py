@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from opd import cluster
+from opd.config import PipelineConfig
 from tests.integration.parts import (
     PROBE,
     config,
@@ -55,20 +56,26 @@ def test_a_layer_is_compiled_once_and_in_one_piece(tiny_model_dir: Path) -> None
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["packed", "trees"])
+@pytest.mark.parametrize(
+    "kind", ["packed", pytest.param("trees", marks=pytest.mark.slow), pytest.param("lora", marks=pytest.mark.slow)]
+)
 def test_steps_of_a_compiled_trainer_are_those_of_an_eager_one(
-    n: int, ray: None, tmp_path: Path, make_model_dir: Callable[..., Path]
+    kind: str, ray: None, tmp_path: Path, make_model_dir: Callable[..., Path]
 ) -> None:
     """Same losses and weights at one rank and at two; and a checkpoint goes on to the same bits in new processes."""
     student, expert = make_model_dir(tmp_path / "s", seed=0), make_model_dir(tmp_path / "e", seed=1)
-    pool = start_pool(with_n(config(student), n), {"left": expert, "right": expert})
-    rows = rollouts(32)
+
+    def settings(**trainer: Any) -> PipelineConfig:
+        cfg = config(student, lr=1e-2, adam_epsilon=1e-3, **trainer)
+        lora = {"student": {"model": student, "lora": {"r": 4, "alpha": 8}}} if kind == "lora" else {}
+        return PipelineConfig.model_validate(with_n(cfg, 2 if kind == "trees" else 1).model_dump() | lora)
+
+    pool, rows = start_pool(settings(), {"left": expert, "right": expert}), rollouts(32)
     ways: list[dict[str, Any]] = [{}, {"compile": True}, {"compile": True, "ranks": 2}]
-    ways += [{"compile": True, "gradient_checkpointing": True}] if n > 1 else []
+    ways += [] if kind == "packed" else [{"compile": True, "gradient_checkpointing": True}]
     losses, after = [], []
     for number, way in enumerate(ways):
-        cfg = with_n(config(student, lr=1e-2, adam_epsilon=1e-3, **way), n)
-        trainer = start_trainer(cfg)
+        trainer = start_trainer(settings(**way))
         losses.append([trainer.train_step(step, rows, pool.score(rows)).loss for step in STEPS[:2]])
         kept = save(trainer, tmp_path / f"checkpoint-{number}")
         losses[-1].append(trainer.train_step(STEPS[2], rows, pool.score(rows)).loss)
@@ -76,14 +83,14 @@ def test_steps_of_a_compiled_trainer_are_those_of_an_eager_one(
         assert mean_gap(trainer.logprobs(PROBE), plain_logprobs(tmp_path / f"weights-{number}", PROBE)) < 1e-5
         stop(trainer)
         if way == {"compile": True}:
-            again = start_trainer(cfg)
+            again = start_trainer(settings(**way))
             again.load(kept)
             assert again.train_step(STEPS[2], rows, pool.score(rows)).loss == losses[-1][2]
             for name, weight in weights(again, tmp_path / "again").items():
                 assert torch.equal(weight, after[-1][name]), name
             stop(again)
     stop(pool)
-    assert losses[0][0] > 1.5 * losses[0][2] > 0.02, "it learns"
+    assert losses[0][0] > 1.1 * losses[0][2] > 0.02, "it learns"
     for found, weight_of in zip(losses[1:], after[1:], strict=True):
         assert found == pytest.approx(losses[0], abs=1e-5)
         assert any(not torch.equal(weight, weight_of[name]) for name, weight in after[0].items()), "the same code ran"
