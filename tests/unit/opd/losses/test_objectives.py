@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opd.compiler import can_compile
 from opd.config.objectives import objective_config
 from opd.interfaces import Objective
 from opd.losses import OBJECTIVES, chunked
@@ -1042,7 +1043,7 @@ def test_the_padding_for_the_compiled_loss_changes_nothing(
         shapes.add(args[1].shape)
         return chunked._elementwise(*args)
 
-    monkeypatch.setattr(chunked, "_can_compile", lambda: True)
+    monkeypatch.setattr(chunked, "can_compile", lambda *_: True)
     monkeypatch.setattr(chunked, "_compiled_elementwise", lambda: elementwise)
     c = case(rules=(STUDENT_RULE, TEACHER_RULE))
     want, stats = run(c, objective, c.teachers, chunk)
@@ -1059,14 +1060,14 @@ def test_the_padding_for_the_compiled_loss_changes_nothing(
 
 def test_without_a_compiler_the_loss_runs_eagerly_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    chunked._can_compile.cache_clear()
+    can_compile.cache_clear()
     c = case()
     with pytest.warns(UserWarning, match=r"objective\.compile: no C\+\+ compiler"):
         loss, _ = chunked_objective(
             ReverseKL(), c.hidden, c.head, c.teachers, c.weight, c.token, chunk=7, vocab_size=V, compiled=True
         )
     assert_is(c, loss, run(c, ReverseKL(), c.teachers)[0], 1e-12)
-    chunked._can_compile.cache_clear()
+    can_compile.cache_clear()
 
 
 # Input that does not fit
