@@ -7,10 +7,15 @@ import shutil
 import warnings
 
 
+def compiler() -> str | None:
+    """Its path; None if there is none."""
+    return shutil.which("c++") or shutil.which("g++")
+
+
 @functools.cache
 def can_compile(key: str, what: str) -> bool:
     """Whether there is one. Without it a setting `key` has no effect: one warning says that `what` eagerly."""
-    found = bool(shutil.which("c++") or shutil.which("g++"))
+    found = compiler() is not None
     if not found:
         warnings.warn(f"{key}: no C++ compiler (g++), {what} eagerly", stacklevel=2)
     return found

@@ -192,9 +192,8 @@ class LossHead(nn.Module):
 def _elementwise_part(loss: Loss, block: Block, part: slice) -> tuple[Given, Any]:
     """What a part of a block gives, and the function that makes values and gradients of it."""
     given = block.given(part, loss.vocab_size)
-    return given, _padded_and_compiled if loss.compiled and given.compiles and can_compile(
-        "objective.compile", "the loss runs"
-    ) else _elementwise
+    compiled = loss.compiled and given.compiles and can_compile("objective.compile", "the loss runs")
+    return given, _padded_and_compiled if compiled else _elementwise
 
 
 def _total(stats: Sequence[Tensor], tokens: Tokens) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -95,6 +95,6 @@ class CriticRank(ZeroEngine):
 
 
 def _load_critic(options: CriticOptions) -> Critic:
-    known: dict[str, Any] = {"bucket": options.bucket, "eager_attention": options.eager_attention}
-    lm = load_share(options.model_dir, getattr(torch, options.dtype), **known)
+    dtype = getattr(torch, options.dtype)
+    lm = load_share(options.model_dir, dtype, bucket=options.bucket, eager_attention=options.eager_attention)
     return Critic(lm, clip=options.value_clip, freeze_attention=options.freeze_attention)

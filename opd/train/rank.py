@@ -287,12 +287,12 @@ class TrainerRank(ZeroEngine):
 
 
 def _load_student(options: RankOptions) -> Student:
-    known: dict[str, Any] = {"bucket": options.bucket, "eager_attention": options.eager_attention}
-    lm = load_share(options.model_dir, getattr(torch, options.dtype), **known)
+    dtype = getattr(torch, options.dtype)
+    lm = load_share(options.model_dir, dtype, bucket=options.bucket, eager_attention=options.eager_attention)
     if options.lora is not None:
         adapt(lm, options.lora)
     loss = options.objective
-    known = {"vocab_size": options.vocab_size, "temperature": options.temperature}
+    known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
     if loss.reward is not None:
         known["policy"] = PolicyGradient(low=loss.reward.ratio.low, high=loss.reward.ratio.high)
     return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **known)

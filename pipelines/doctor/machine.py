@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from opd.compiler import compiler
 from opd.leftovers import SHARED_MEMORY
 from pipelines.doctor.finding import Finding, failed, ok, warning
 from pipelines.inputs.machine_memory import machine_bytes
@@ -71,7 +72,7 @@ def _load() -> Finding:
 
 
 def _compiler() -> Finding:
-    found = shutil.which("c++") or shutil.which("g++")
+    found = compiler()
     if found is None:
         return warning(
             "compiler",
