@@ -78,6 +78,7 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
         default="weights",
         help="TRL in bfloat16: weights of that type, or float32 weights under autocast",
     )
+    add("--trl-compile", action="store_true", help="TRL with `torch_compile`; ours: --set trainer.compile=true")
     add("--lora", type=int, default=0, help="rank of a LoRA student, on both sides; 0: all weights are trained")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of our pipeline")
     add("--step-timeout", type=float, default=3600, help="seconds for a step, and for a start")
@@ -105,6 +106,7 @@ def cases(args: argparse.Namespace, folder: str) -> tuple[list[Case], list[Case]
         micro_batch_tokens=args.micro_batch_tokens,
         folder=folder,
         trl_bf16=args.trl_bf16,
+        trl_compile=args.trl_compile,
         options=tuple(args.set),
         lora=args.lora,
     )
@@ -117,10 +119,11 @@ def cases(args: argparse.Namespace, folder: str) -> tuple[list[Case], list[Case]
     return both, [replace(base, experts=number) for number in args.experts]
 
 
-def turns_of_round(number: int, with_trl: bool, lora: int = 0) -> list[str]:
+def turns_of_round(number: int, with_trl: bool, case: Case) -> list[str]:
     """Who takes turns, in which order: who is first changes from round to round."""
     sides = [OURS, TRL] if with_trl else [OURS]
-    alone = [limit for limit in LIMITS if not (lora and limit == SHARDED)]  # that one trains every weight
+    # The last one trains every weight, of layers that are not compiled.
+    alone = [limit for limit in LIMITS if limit != SHARDED or not (case.lora or case.compiled)]
     return [*(sides if number % 2 == 0 else sides[::-1]), *alone]
 
 
@@ -146,7 +149,7 @@ def measure(
 
     for one in both:
         for number in range(args.rounds):
-            for side in turns_of_round(number, args.trl_python is not None, args.lora):
+            for side in turns_of_round(number, args.trl_python is not None, one.case):
                 take(one, side, number)
     for number in range(args.rounds):
         for one in more:

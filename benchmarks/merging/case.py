@@ -54,6 +54,8 @@ class Case:
     """Holds `DTYPE/student`, `DTYPE/expert-00` and so on, and the prompts of each domain."""
     trl_bf16: str = "weights"
     """TRL in bfloat16: `weights` of that type, or float32 ones under `autocast`."""
+    trl_compile: bool = False
+    """TRL with `torch_compile`."""
     options: tuple[str, ...] = ()
     """KEY=VALUE for our pipeline."""
     lora: int = 0
@@ -69,6 +71,11 @@ class Case:
     def adapters(self) -> dict[str, object]:
         """PEFT's settings of the adapters, those of `student.lora` with this rank."""
         return {"r": self.lora, "lora_alpha": 2 * self.lora, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+    @property
+    def compiled(self) -> bool:
+        """Whether our trainer compiles its layers."""
+        return "trainer.compile=true" in self.options
 
     @property
     def response_tokens(self) -> int:

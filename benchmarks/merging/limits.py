@@ -6,7 +6,8 @@
 
 Both sides' parts are the same: a rollout engine that does nothing else, a matrix product, the model's body forward and
 forward and backward over rows without padding, the loss over response tokens, AdamW over float32 weights. The last is no
-limit but an explanation: the same body and AdamW inside our ZeRO engine, at one rank and without a loop around it.
+limit but an explanation: the same body and AdamW inside our ZeRO engine, at one rank and without a loop around it. With
+`trainer.compile` forward and backward are those of compiled layers.
 """
 
 from __future__ import annotations
@@ -107,13 +108,25 @@ def _passes(case: Case, lm: Any) -> dict[str, float]:
         hidden().sum().backward()
         lm.zero_grad()
 
-    rates = {"forward": tokens / timed(forward), "forward_backward": tokens / timed(forward_backward)}
+    rates = {"forward": tokens / timed(forward)}
+    if case.compiled:
+        _compile(case, lm)
+    rates["forward_backward"] = tokens / timed(forward_backward)
     layers = sum(p.numel() for p in lm.base_model.parameters()) - lm.get_input_embeddings().weight.numel()
     operations = 4 if case.lora else 6  # frozen weights need no gradient of their own
     return {f"{name}_tokens_s": rate for name, rate in rates.items()} | {
         "forward_gflops": 2e-9 * layers * rates["forward"],
         "forward_backward_gflops": 1e-9 * operations * layers * rates["forward_backward"],
     }
+
+
+def _compile(case: Case, lm: Any) -> None:
+    """As the trainer does it on a CPU."""
+    from opd.train.compiled import WRITTEN_OUT_UP_TO, compile_layers
+
+    if case.prompt_tokens + case.new_tokens <= WRITTEN_OUT_UP_TO:
+        lm.set_attn_implementation("eager")
+    compile_layers(lm)
 
 
 def _loss(case: Case, lm: Any) -> dict[str, float]:

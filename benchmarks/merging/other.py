@@ -49,6 +49,7 @@ def config(case: Case, folder: str) -> Any:
         output_dir=folder,
         use_cpu=True,
         bf16=autocast,
+        torch_compile=case.trl_compile,
         model_init_kwargs=dict(weights),
         teacher_model_init_kwargs=dict(weights),
         per_device_train_batch_size=case.rows,

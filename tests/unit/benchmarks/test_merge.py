@@ -87,10 +87,11 @@ def test_cases_are_every_shape_in_every_type_and_the_experts_are_ours_alone() ->
 
 
 def test_who_is_first_changes_from_round_to_round() -> None:
-    assert merge.turns_of_round(0, True) == [OURS, TRL, *LIMITS]
-    assert merge.turns_of_round(1, True) == [TRL, OURS, *LIMITS]
-    assert merge.turns_of_round(1, False) == [OURS, *LIMITS]
-    assert merge.turns_of_round(0, False, lora=4) == [OURS, ENGINE, BODY]
+    assert merge.turns_of_round(0, True, CASE) == [OURS, TRL, *LIMITS]
+    assert merge.turns_of_round(1, True, CASE) == [TRL, OURS, *LIMITS]
+    assert merge.turns_of_round(1, False, CASE) == [OURS, *LIMITS]
+    for without in (replace(CASE, lora=4), replace(CASE, options=("trainer.compile=true",))):
+        assert merge.turns_of_round(0, False, without) == [OURS, ENGINE, BODY]
 
 
 def test_a_padded_micro_batch_fits_and_divides_the_step() -> None:
