@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On-policy and off-policy distillation of the ten SmolLM2 experts on equal terms: each with every rate of a small grid and both
-# weightings of the domains, chosen on questions of their own, then asked fresh ones. After `make smollm2`, in its directory:
+# ways to weight the domains, chosen on questions of their own, then asked fresh ones. After `make smollm2`, in its directory:
 #
 #     benchmarks/smollm2_fair.sh                 about 18 hours on two cores; what is finished is kept
 #     RATES="1e-4 2e-4" METHODS=off_policy benchmarks/smollm2_fair.sh
@@ -21,15 +21,18 @@ for domain in ${DOMAINS//,/ }; do
     tail -n 200 "$ROOT/prompts/$domain/eval.jsonl" > "$PROMPTS/$domain/fresh.jsonl"
 done
 
-sed 's|/eval\.jsonl|/tune.jsonl|' "$SHIPPED" > "$ROOT/tuned.yaml" # the weights that were chosen by our first merge's losses
-awk 'BEGIN { split("needle 0.6 rotation 0.6 kin 1 complex_sums 0.8 number_sorting 0.6", w); for (i = 1; i in w; i += 2) first[w[i]] = w[i + 1] }
-     /^  [a-z_]+:$/ { name = substr($1, 1, length($1) - 1) }
-     /^    weight:/ && name in first { print "    weight: " first[name]; next } { print }' "$ROOT/tuned.yaml" > "$ROOT/first.yaml"
-sed -e 's|/tune\.jsonl|/fresh.jsonl|' -e 's/samples: 100/samples: 200/' "$ROOT/tuned.yaml" > "$ROOT/exam.yaml"
+# `gap` is the shipped pipeline, whose domains have no weights: a baseline gives all of them as many samples.
+# `hand` has the weights that were once chosen by our first merge's losses.
+sed 's|/eval\.jsonl|/tune.jsonl|' "$SHIPPED" > "$ROOT/gap.yaml"
+awk 'BEGIN { n = split("needle 0.8 rotation 1.2 matrix 1.6 relations 0.4 kin 0.8 complex_sums 0.6 number_sorting 0.8 decimal_sums 1.6 chain_sum 1.8", w)
+             for (i = 1; i < n; i += 2) hand[w[i]] = w[i + 1] }
+     /^balance:/ { next } { print }
+     /^  [a-z_]+:$/ { name = substr($1, 1, length($1) - 1); if (name in hand) print "    weight: " hand[name] }' "$ROOT/gap.yaml" > "$ROOT/hand.yaml"
+sed -e 's|/tune\.jsonl|/fresh.jsonl|' -e 's/samples: 100/samples: 200/' "$ROOT/gap.yaml" > "$ROOT/exam.yaml"
 
 models=()
 for method in $METHODS; do
-    for weights in tuned first; do
+    for weights in gap hand; do
         for rate in $RATES; do
             run="$ROOT/$method-$weights-$rate"
             if [[ "$method" == opd ]]; then
@@ -46,5 +49,5 @@ for method in $METHODS; do
 done
 
 echo "Choose each method's run by the first table, and compare only these in the second."
-"$OPD" evaluate "${models[@]}" --pipeline "$ROOT/tuned.yaml" --compare --output "$ROOT/tune.json"
+"$OPD" evaluate "${models[@]}" --pipeline "$ROOT/gap.yaml" --compare --output "$ROOT/tune.json"
 "$OPD" evaluate "${models[@]}" --pipeline "$ROOT/exam.yaml" --compare --output "$ROOT/fresh.json"
