@@ -121,7 +121,7 @@ def _passes(case: Case, lm: Any) -> dict[str, float]:
 
 
 def _compile(case: Case, lm: Any) -> None:
-    """As the trainer does it on a CPU."""
+    """Compile the layers as the trainer does on a CPU."""
     from opd.train.compiled import WRITTEN_OUT_UP_TO, compile_layers
 
     if case.prompt_tokens + case.new_tokens <= WRITTEN_OUT_UP_TO:
