@@ -122,9 +122,12 @@ def _passes(case: Case, lm: Any) -> dict[str, float]:
 
 def _compile(case: Case, lm: Any) -> None:
     """Compile the layers as the trainer does on a CPU."""
-    from opd.train.compiled import WRITTEN_OUT_UP_TO, compile_layers
+    from benchmarks.merging.ours import pipeline
+    from opd.train.compiled import compile_layers
+    from pipelines.api import load_pipeline
+    from pipelines.specs import eager_attention
 
-    if case.prompt_tokens + case.new_tokens <= WRITTEN_OUT_UP_TO:
+    if eager_attention(load_pipeline(pipeline(case), case.options)):
         lm.set_attn_implementation("eager")
     compile_layers(lm)
 

@@ -19,7 +19,8 @@ from opd.train.gathered import layers_of
 
 WRITTEN_OUT_UP_TO = 512
 """Tokens of a row up to which attention that is written out, and fused, is taken on a CPU in place of torch's own kernel: 298
-against 256 tokens/s with rows of 208 tokens, 270 against 247 with 336; longer ones were not timed. Its scores take memory with the square of the length."""
+against 256 tokens/s with rows of 208 tokens, 270 against 247 with 336; longer ones were not timed. Its scores take memory with the
+square of the length."""
 
 
 def compile_layers(lm: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.compiler import can_compile
+from opd.compiler import can_compile, compiler
 from opd.interfaces import Objective
 from opd.losses.adaptive_kl import AdaptiveKL
 from opd.losses.chunked import TokenStats
@@ -140,7 +139,7 @@ def test_the_share_has_no_gradient() -> None:
         assert relative(found, other) > 0.05
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler")
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_is_what_runs_eagerly(dtype: torch.dtype) -> None:
     can_compile.cache_clear()
