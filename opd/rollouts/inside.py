@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from opd.buckets import Bucket
+from opd.rollouts.norms import use_norm_kernels
 from opd.rollouts.processes import take_names_away
 from opd.rollouts.repairs import drop_expert_kernels, repack_output_head, rotate_every_head
 
@@ -43,6 +44,10 @@ class Inside:
     def opd_rotate_every_head(self) -> None:
         """Repair the rotary embeddings of the CPU build."""
         rotate_every_head(self._opd_model())
+
+    def opd_use_norm_kernels(self) -> None:
+        """Compute norms of the CPU build by its own kernel."""
+        use_norm_kernels()
 
     def opd_cut_vocabulary(self, vocab_size: int) -> tuple[str, int | None]:
         """Leave so many ids in all logits. Returns the model's class and the width of its logits: None in a process that gets

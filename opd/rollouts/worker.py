@@ -342,6 +342,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     bind_processes(llm)
     if is_cpu:
         llm.collective_rpc("opd_rotate_every_head")
+        llm.collective_rpc("opd_use_norm_kernels")
     if more.get("runner") != "pooling":  # that one has no head
         cut_vocabulary(llm, options.vocab_size)
     return llm
