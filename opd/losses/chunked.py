@@ -27,7 +27,7 @@ from opd.interfaces import Objective
 from opd.losses.blocks import Block, Given
 from opd.losses.logits import pad, token_logprobs, upcast
 from opd.losses.none import NoDivergence
-from opd.losses.objective import Slope, StudentChunk, TeacherChunk
+from opd.losses.objective import Slope, StudentChunk, TeacherChunk, entropy, likeliest
 from opd.losses.policy_gradient import PolicyGradient
 from opd.losses.rule import IDENTITY, LogitRule
 from opd.stream.heads import OWN_HEAD, Head
@@ -354,15 +354,13 @@ def _token_stats(
     student: StudentChunk, sampling_C: Tensor, teacher: TeacherChunk, slope: Slope
 ) -> tuple[Tensor | None, ...]:
     """In the order of `TokenStats`."""
-    entropy_C = torch.special.entr(student.p_C_V).sum(-1)
-    first_C, q_C_V = teacher.first_C(), teacher.q_C_V()
-    teacher_entropy_C = None if q_C_V is None else torch.special.entr(q_C_V).sum(-1)
+    first_C = teacher.first_C()
     return (
         slope.value_C,
         sampling_C,
-        entropy_C,
-        teacher_entropy_C,
-        None if first_C is None else first_C == student.logp_C_V.argmax(-1),
+        entropy(student.p_C_V, student.logp_C_V),
+        teacher.entropy_C(),
+        None if first_C is None else first_C == likeliest(student.logp_C_V),
         None if first_C is None else first_C == student.token_C,
         slope.clipped_C,
         slope.student_mass_C,

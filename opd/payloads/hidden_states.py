@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from opd.interfaces import ScoredRow
 from opd.losses.blocks import Block, Given
-from opd.losses.objective import TeacherChunk
+from opd.losses.objective import TeacherChunk, entropy, likeliest
 from opd.losses.rule import IDENTITY, LogitRule
 from opd.payloads.answer import Answer, Columns, Said
 
@@ -287,11 +287,18 @@ class WholeChunk(TeacherChunk):
     """It would have to be known before the forward pass, when there are only states."""
 
     def first_C(self) -> Tensor:
-        return self.logq_C_V.argmax(-1)
+        return likeliest(self.logq_C_V)
 
     def q_C_V(self) -> Tensor:
-        """For a mixture its normalised product prod_k q_k^w_k."""
-        return (self.logq_C_V.log_softmax(-1) if self.is_mixture else self.logq_C_V).exp()
+        """The teacher's distribution; for a mixture its normalised product prod_k q_k^w_k."""
+        return self._normalised_C_V().exp()
+
+    def entropy_C(self) -> Tensor:
+        logq_C_V = self._normalised_C_V()
+        return entropy(logq_C_V.exp(), logq_C_V)
+
+    def _normalised_C_V(self) -> Tensor:
+        return self.logq_C_V.log_softmax(-1) if self.is_mixture else self.logq_C_V
 
 
 def _whole(logq_C_V: Tensor, token_C: Tensor, *, is_mixture: bool) -> WholeChunk:

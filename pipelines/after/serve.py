@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from opd.address import Address
+from opd.cluster.environment import SPINS
 from opd.errors import ConfigError
 from opd.rollouts.served import CPU_LATENT, LATENT
 from pipelines.after.models import Found
@@ -28,9 +29,9 @@ DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
+    **SPINS,
 }
-"""Nothing is downloaded or reported, and threads that wait sleep."""
+"""Nothing is downloaded or reported, and threads that wait soon sleep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
