@@ -38,7 +38,9 @@ def gather_in_place(
     mine = distributed.get_rank(group)
     parts = output_tensor.view(-1).chunk(distributed.get_world_size(group))
     parts[mine].copy_(input_tensor.view(-1))
-    works = [distributed.broadcast(part, group=group, async_op=True, group_src=i) for i, part in enumerate(parts)]
+    # One rank has all of it already; gloo would copy it with one thread.
+    senders = enumerate(parts) if len(parts) > 1 else ()
+    works = [distributed.broadcast(part, group=group, async_op=True, group_src=i) for i, part in senders]
     broadcasts = Broadcasts(works)
     if async_op:
         return broadcasts

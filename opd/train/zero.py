@@ -306,7 +306,7 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
         timeout=timedelta(seconds=options.timeout_s),
         verbose=False,
     )
-    if options.world_size > 1 and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         gather_weights_in_place()
     module: Any = build()
     _without_chance(module, options.gradient_checkpointing)
