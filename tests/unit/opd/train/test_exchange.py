@@ -1,4 +1,4 @@
-"""Gathering in place, with two real ranks."""
+"""Gathering in place, with one rank and with two real ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,23 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from opd.train.exchange import gather_in_place
 from tests.unit.sources import ROOT
+
+
+def test_a_single_rank_copies_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
+    monkeypatch.delattr(torch.distributed, "broadcast")
+    whole, part = torch.zeros(2, 3), torch.arange(6.0)
+    work = gather_in_place(whole, part, async_op=True)
+    assert work is not None
+    work.wait()
+    assert torch.equal(whole, part.view(2, 3))
+    assert gather_in_place(whole, -part) is None
+    assert torch.equal(whole, -part.view(2, 3))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
