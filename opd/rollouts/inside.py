@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from opd.buckets import Bucket
-from opd.rollouts.norms import use_norm_kernels
 from opd.rollouts.processes import take_names_away
 from opd.rollouts.repairs import drop_expert_kernels, repack_output_head, rotate_every_head
 
@@ -47,6 +46,8 @@ class Inside:
 
     def opd_use_norm_kernels(self) -> None:
         """Compute norms of the CPU build by its own kernel."""
+        from opd.rollouts.norms import use_norm_kernels
+
         use_norm_kernels()
 
     def opd_cut_vocabulary(self, vocab_size: int) -> tuple[str, int | None]:
