@@ -34,6 +34,7 @@ from typing import Any
 
 from machine import machine, score, trim
 
+from opd.cluster.environment import SPINS
 from opd.text import or_dash
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -368,7 +369,7 @@ class Child:
     def __init__(self, case: Case, threads: int, errors: Any) -> None:
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
+            **SPINS,
             "HF_HUB_OFFLINE": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": str(ROOT),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.04}
 
 
 @pytest.fixture(scope="module")
-def ops() -> Iterator[object]:
+def ops() -> Iterator[Any]:
     """vLLM's operations as an engine on the CPU has them."""
     ir = pytest.importorskip("vllm.ir")
     from vllm.platforms import current_platform
@@ -41,14 +42,14 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("shape", [(7, 576), (1, 24), (5, 3, 64)])
-def test_the_kernel_is_used_and_right(ops, shape, dtype):
+def test_the_kernel_is_used_and_right(ops: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = drawn(*shape, dtype=dtype), drawn(shape[-1], dtype=dtype)
     assert ops.rms_norm.dispatch(x, weight, 1e-5).provider == PROVIDER
     assert torch.allclose(ops.rms_norm(x, weight, 1e-5).double(), exact(x, weight), atol=ROUNDING[dtype], rtol=0.01)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_the_sum_with_the_residual_is_kept(ops, dtype):
+def test_the_sum_with_the_residual_is_kept(ops: Any, dtype: torch.dtype) -> None:
     x, residual, weight = (drawn(*shape, dtype=dtype) for shape in ((9, 64), (9, 64), (64,)))
     residual = residual.flip(0)
     total = (x.double() + residual.double()).to(dtype)
@@ -58,7 +59,7 @@ def test_the_sum_with_the_residual_is_kept(ops, dtype):
     assert torch.allclose(normed.double(), exact(total, weight), atol=ROUNDING[dtype], rtol=0.01)
 
 
-def test_what_the_kernel_cannot_read_stays_with_torch(ops):
+def test_what_the_kernel_cannot_read_stays_with_torch(ops: Any) -> None:
     """It would read the rows of a view as if they lay one after the other."""
     view, weight = drawn(7, 3, 64, dtype=torch.float32).transpose(0, 1), drawn(64, dtype=torch.float32)
     odd, half = drawn(7, 20, dtype=torch.float32), weight.to(torch.bfloat16)
