@@ -21,19 +21,26 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
 """Kind -> its settings, one merge each; none: one merge."""
 
 
-def variants(kinds: list[str]) -> list[Variant]:
-    """A variant for each setting of these kinds."""
+def variants(wanted: list[str]) -> list[Variant]:
+    """A variant for each setting of these kinds; a name such as `jsd 0.5` stands for that setting alone."""
     found = []
-    for kind in kinds:
-        for option in OBJECTIVES[kind] or ("",):
+    for kind, options in OBJECTIVES.items():
+        for option in options or ("",):
             settings = (f"objective.kind={kind}", *([f"objective.{option}"] if option else []))
-            found.append(Variant(f"{kind} {option.partition('=')[2]}".strip(), settings))
+            name = f"{kind} {option.partition('=')[2]}".strip()
+            if kind in wanted or name in wanted:
+                found.append(Variant(name, settings))
     return found
+
+
+NAMES = [one.name for one in variants(list(OBJECTIVES))]
 
 
 def main() -> None:
     parser = arguments("Objectives, compared.")
-    parser.add_argument("--kinds", nargs="+", choices=list(OBJECTIVES), default=list(OBJECTIVES))
+    parser.add_argument(
+        "--kinds", nargs="+", choices=list(dict.fromkeys([*OBJECTIVES, *NAMES])), default=list(OBJECTIVES)
+    )
     args = parser.parse_args()
     compare(args, variants(args.kinds), f"objectives on {'tiny' if args.quick else args.pipeline}")
 
