@@ -18,6 +18,9 @@ from opd.files import replace_dir
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Name in transformers -> name in GGUF."""
+
 
 def import_gguf(source: str, output_dir: Path) -> Path:
     """Dequantise `source`, a .gguf file or the name of an installed package with one inside, into `output_dir`.
@@ -75,7 +78,19 @@ def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model = AutoModelForCausalLM.from_pretrained(
         **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
-    return model.to(torch.bfloat16), AutoTokenizer.from_pretrained(**where)
+    return model.to(torch.bfloat16), with_special_tokens(AutoTokenizer.from_pretrained(**where), file)
+
+
+def with_special_tokens(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrainedTokenizerBase:
+    """Give a tokenizer the special tokens that the GGUF file names; transformers 5.17 takes SmolLM2's start token for its end token."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    for kind, name in SPECIAL_TOKENS.items():
+        field = fields.get(f"tokenizer.ggml.{name}_token_id")
+        if field is not None:
+            setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
+    return tokenizer
 
 
 def _greedy_until_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
