@@ -145,7 +145,7 @@ class Passes:
             if found != LAYOUT[way]:
                 raise SystemExit(f"{model_dir}: the layout is {found}, so there is nothing to compare")
         self._dtype = getattr(torch, case.dtype)
-        section = ReverseKLConfig()
+        section = ReverseKLConfig(kind="reverse_kl")
         lm = load_causal_lm(model_dir, self._dtype)
         self._student = Student(lm, section.build(), chunk=section.chunk, vocab_size=case.vocab_size)
         for way in WAYS:

@@ -120,14 +120,14 @@ def _pass(case: Case, inputs: Inputs) -> float:
 
 def _objectives() -> dict[str, Any]:
     return {
-        "reverse_kl": ReverseKLConfig(),
+        "reverse_kl": ReverseKLConfig(kind="reverse_kl"),
         "forward_kl": ForwardKLConfig(kind="forward_kl"),
         "adaptive_kl": AdaptiveKLConfig(kind="adaptive_kl"),
         "jsd": JSDConfig(kind="jsd"),
         "skew": SkewConfig(kind="skew"),
         "sampled": SampledConfig(kind="sampled"),
         "top_k": TopKConfig(kind="top_k", k=16),
-        "reverse_kl, compiled": ReverseKLConfig(compile=True),
+        "reverse_kl, compiled": ReverseKLConfig(kind="reverse_kl", compile=True),
     }
 
 

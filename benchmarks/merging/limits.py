@@ -142,7 +142,7 @@ def _loss(case: Case, lm: Any) -> dict[str, float]:
 
     head_V_D = lm.get_output_embeddings().weight
     num, width = case.rows * case.new_tokens, head_V_D.shape[1]
-    section = ReverseKLConfig()
+    section = ReverseKLConfig(kind="reverse_kl")
     loss = Loss(objective=section.build(), chunk=section.chunk, vocab_size=len(head_V_D))
     loss_head = LossHead(head_V_D, loss)
     hidden_N_D = torch.randn(num, width).to(head_V_D.dtype)

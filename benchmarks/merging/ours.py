@@ -34,6 +34,7 @@ def pipeline(case: Case) -> dict[str, Any]:
             "kv_cache_gib": kv_cache_gib(case),
         },
         "teachers": {"dtype": case.dtype},
+        "objective": {"kind": "reverse_kl"},  # as on TRL's side
         "trainer": {
             "dtype": case.dtype,
             "ranks": 1,

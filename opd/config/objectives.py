@@ -19,7 +19,7 @@ from opd.near import nearest
 if TYPE_CHECKING:
     from opd.interfaces import Objective
 
-DEFAULT_KIND = "reverse_kl"
+DEFAULT_KIND = "adaptive_kl"
 SECTION = "a class on top of opd.config.objectives.ObjectiveConfig, as module:Class"
 
 

@@ -32,5 +32,5 @@ class ReverseKL:
 class ReverseKLConfig(ObjectiveConfig):
     OBJECTIVE: ClassVar[type[Any]] = ReverseKL
 
-    kind: Literal["reverse_kl"] = "reverse_kl"
+    kind: Literal["reverse_kl"]
     """Exact KL(student || teacher) over the whole vocabulary."""

@@ -34,7 +34,7 @@ from teachers.scorers.division import free_memory
 PAYLOAD, DTYPE = "hidden_states", "float32"
 ANY = 1 << 60
 """Bytes."""
-OBJECTIVE = ReverseKLConfig()
+OBJECTIVE = ReverseKLConfig(kind="reverse_kl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -195,7 +195,7 @@ NOTES = {
     "teachers.memory": "experts' weights in memory; those that do not fit are read again in each step",
     "teachers.workers": "processes that score; each holds one expert at a time at work",
     "objective": "what is minimised: docs/objectives.md",
-    "objective.kind": "reverse_kl where the student can do a little of what its experts do, else forward_kl (--probe looks)",
+    "objective.kind": "adaptive_kl, or forward_kl where the student can do nothing of what its experts do (--probe looks)",
     "objective.chunk": "answer tokens whose logits exist at a time; less needs less memory",
     "trainer": "how the student is trained",
     "checkpoint": "what a crash leaves",

@@ -95,7 +95,7 @@ def choose_sizes(parameters: int, domains: int, machine: Machine) -> Data:
     data: Data = {
         "rollout": {"dtype": dtype, "max_num_seqs": 256 if gpu else max(16, min(256, _up(samples, 16)))},
         "teachers": {"dtype": dtype, "workers": min(workers, domains)},
-        "objective": {"kind": "reverse_kl", "chunk": 1024 if gpu else 128},
+        "objective": {"kind": "adaptive_kl", "chunk": 1024 if gpu else 128},
         "trainer": {
             "dtype": dtype,
             "ranks": min(2, machine.cores),

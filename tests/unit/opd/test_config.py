@@ -309,11 +309,11 @@ def test_a_payload_that_does_not_hold_what_the_objective_needs_is_refused(kind: 
     assert "needs teachers.payload " in message
 
 
-def test_the_default_objective_is_exact_reverse_kl() -> None:
+def test_the_default_objective_decides_at_each_token() -> None:
     config = validate(PipelineConfig, VALID, "p.yaml")
-    assert (config.objective.kind, config.teachers.payload) == ("reverse_kl", "hidden_states")
+    assert (config.objective.kind, config.teachers.payload) == ("adaptive_kl", "hidden_states")
     assert (config.objective.normalize, config.domains["math"].loss_weight) == ("token_mean", 1.0)
-    assert validate(PipelineConfig, changed("objective.chunk", 7), "p.yaml").objective.kind == "reverse_kl"
+    assert validate(PipelineConfig, changed("objective.chunk", 7), "p.yaml").objective.kind == "adaptive_kl"
 
 
 # Teachers elsewhere
@@ -967,7 +967,7 @@ def test_a_pipeline_without_teachers_learns_from_rewards_alone() -> None:
         ({"objective": {"kind": "none"}}, "objective.kind", "none without objective.reward"),
         ({"domains": {"math": {"prompts": "math.jsonl"}}}, "domains.math", "no reward"),
         ({"domains": VALID["domains"]}, "domains.code", "no reward"),
-        ({"objective": {"reward": {}}}, "objective.kind", "reverse_kl with teachers.payload none"),
+        ({"objective": {"reward": {}}}, "objective.kind", "adaptive_kl with teachers.payload none"),
         ({"teachers": {"payload": "none"}}, "teachers.payload", "none, with teachers.engine transformers"),
         ({"teachers": {}}, "experts", "{}"),
     ],

@@ -1102,7 +1102,7 @@ def test_a_chunk_without_tokens_is_a_bug_of_the_caller(chunk: int) -> None:
 @pytest.mark.parametrize(
     ("options", "want"),
     [
-        ({}, ReverseKL()),
+        ({}, AdaptiveKL(0.2)),
         ({"kind": "reverse_kl", "chunk": 3}, ReverseKL()),
         ({"kind": "forward_kl", "normalize": "sequence_mean"}, ForwardKL()),
         ({"kind": "adaptive_kl"}, AdaptiveKL(0.2)),

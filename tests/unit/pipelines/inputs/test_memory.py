@@ -26,10 +26,11 @@ def given(world: Any) -> tuple[PipelineConfig, Inputs]:
 
 
 def lines(given: tuple[PipelineConfig, Inputs], **sections: dict[str, Any]) -> dict[str, int]:
-    """The estimate by line, with some keys changed."""
+    """The estimate by line, with some keys changed. A section of another kind has none of the old one's keys."""
     config, inputs = given
     data = config.model_dump()
-    changed = PipelineConfig.model_validate(data | {name: data[name] | keys for name, keys in sections.items()})
+    merged = {name: keys if "kind" in keys else data[name] | keys for name, keys in sections.items()}
+    changed = PipelineConfig.model_validate(data | merged)
     return {need.what: need.nbytes for need in estimate(changed, inputs)}
 
 

@@ -115,18 +115,19 @@ def test_what_decides_the_weights_is_refused_as_a_table() -> None:
         accept_changes(config(), changed, MANIFEST)
     lines = str(error.value).split("\n")
     assert lines[0] == "run/pipeline.yaml"
-    table = [line.split() for line in lines[2:8]]
+    table = [line.split() for line in lines[2:9]]
     assert table == [
         ["key", "the", "run", "now"],
         ["seed", "0", "3"],
         ["rollout.max_new_tokens", "64", "9"],
-        ["objective.kind", "reverse_kl", "jsd"],
+        ["objective.kind", "adaptive_kl", "jsd"],
+        ["objective.bound", "0.2", "nothing"],
         ["trainer.lr", "1e-06", "0.5"],
         ["objective.beta", "nothing", "0.5"],
     ]
-    assert lines[8].startswith("  wanted: ")
+    assert lines[9].startswith("  wanted: ")
     # `opd experts train` says it, too, and has no --run-dir.
-    assert lines[9] == "  fix:    put them back, or start a new run in another directory"
+    assert lines[10] == "  fix:    put them back, or start a new run in another directory"
 
 
 @pytest.mark.parametrize(

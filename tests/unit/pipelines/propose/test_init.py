@@ -72,7 +72,7 @@ def test_one_command_writes_a_pipeline_that_a_merge_accepts(three: Path) -> None
     )
     assert short[2:] == [
         "low: an adapter; 60 prompts in column `messages`",
-        "reverse_kl, 300 steps of 96 answers, learning rate 0.002",
+        "adaptive_kl, 300 steps of 96 answers, learning rate 0.002",
     ]
 
     config = load_pipeline(three / "pipeline.yaml")
@@ -175,7 +175,7 @@ def test_the_probe_chooses_between_the_two_divergences(three: Path) -> None:
     """The experts' random weights differ from the student's; one with the student's own is always in reach."""
     one = ["--student", "base", "--prompts", "rev.csv", "--probe"]
     assert opd(*one, "--expert", "same=base").exit_code == 0
-    assert load_pipeline(three / "pipeline.yaml").objective.kind == "reverse_kl"
+    assert load_pipeline(three / "pipeline.yaml").objective.kind == "adaptive_kl"
     assert opd(*one, "--expert", "low", "--force").exit_code == 0
     assert load_pipeline(three / "pipeline.yaml").objective.kind == "forward_kl"
     assert "of the experts' 8 answers have a token" in (three / "pipeline.yaml").read_text()
