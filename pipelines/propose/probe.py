@@ -1,4 +1,4 @@
-"""`opd init --probe`: does the student ever write what an expert would? That decides between reverse and forward KL.
+"""`opd init --probe`: does the student ever write what an expert would? That decides between adaptive and forward KL.
 
 Each expert answers a few prompts greedily; then the student says how likely it finds each of these tokens, given the ones
 before. Plain transformers, one model in memory at a time.
