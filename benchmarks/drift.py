@@ -11,8 +11,8 @@ command goes on after an interruption.
 With `--starts N` all arms begin their training episodes at only N tasks, so that the expert's text shows little but its own ways. With
 `--far M` these tasks, and those of the exam, are at least M right moves from the end. Base and expert are the same as without.
 `--lr-scheduler-type linear` lets the rate fall to zero within `--max-steps`, for all arms. A merge then ends there and not at
-`--tokens`, because a rate that falls depends on the number of steps. `--objective` gives the merges another divergence than the
-default's.
+`--tokens`, because a rate that falls depends on the number of steps. `--objective` gives the merges another divergence than
+`reverse_kl`.
 """
 
 from __future__ import annotations
