@@ -155,7 +155,9 @@ def ours(inputs: Inputs, case: Case, **options: Any) -> Tensor:
     from opd.payloads.hidden_states import TeacherBlock
 
     num = len(inputs.token_T)
-    loss = Loss(objective=ReverseKLConfig(kind="reverse_kl").build(), chunk=case.chunk, vocab_size=case.vocab, **options)
+    loss = Loss(
+        objective=ReverseKLConfig(kind="reverse_kl").build(), chunk=case.chunk, vocab_size=case.vocab, **options
+    )
     tokens = Tokens(inputs.token_T, torch.full((num,), 1 / num), torch.zeros(num))
     teacher = TeacherBlock(inputs.teacher_hidden_T_D, inputs.teacher_head_V_D)
     value, _ = LossHead(inputs.head_V_D, loss)(inputs.hidden_T_D, tokens, [teacher])
