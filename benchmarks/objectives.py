@@ -11,36 +11,38 @@ from __future__ import annotations
 
 from benchmarks.variants import Variant, arguments, compare
 
-OBJECTIVES: dict[str, tuple[str, ...]] = {
+VARIANTS: dict[str, tuple[str, ...]] = {
     "reverse_kl": (),
     "forward_kl": (),
-    "skew": ("alpha=0.1",),
-    "jsd": ("beta=0.5",),
-    "adaptive_kl": ("bound=0.1", "bound=0.2", "bound=0.5"),
+    "skew 0.1": ("objective.alpha=0.1",),
+    "jsd 0.5": ("objective.beta=0.5",),
+    "adaptive_kl 0.1": ("objective.bound=0.1",),
+    "adaptive_kl 0.2": ("objective.bound=0.2",),
+    "adaptive_kl 0.5": ("objective.bound=0.5",),
 }
-"""Kind -> its settings, one merge each; none: one merge."""
+"""A kind, with its setting where it has one -> that setting's key. Each is a merge."""
+
+
+def kind_of(name: str) -> str:
+    """The kind of a variant."""
+    return name.partition(" ")[0]
+
+
+KINDS = list(dict.fromkeys(map(kind_of, VARIANTS)))
 
 
 def variants(wanted: list[str]) -> list[Variant]:
-    """A variant for each setting of these kinds; a name such as `jsd 0.5` stands for that setting alone."""
-    found = []
-    for kind, options in OBJECTIVES.items():
-        for option in options or ("",):
-            settings = (f"objective.kind={kind}", *([f"objective.{option}"] if option else []))
-            name = f"{kind} {option.partition('=')[2]}".strip()
-            if kind in wanted or name in wanted:
-                found.append(Variant(name, settings))
-    return found
-
-
-NAMES = [one.name for one in variants(list(OBJECTIVES))]
+    """All of these kinds; a name such as `jsd 0.5` stands for that setting alone."""
+    return [
+        Variant(name, (f"objective.kind={kind_of(name)}", *settings))
+        for name, settings in VARIANTS.items()
+        if name in wanted or kind_of(name) in wanted
+    ]
 
 
 def main() -> None:
     parser = arguments("Objectives, compared.")
-    parser.add_argument(
-        "--kinds", nargs="+", choices=list(dict.fromkeys([*OBJECTIVES, *NAMES])), default=list(OBJECTIVES)
-    )
+    parser.add_argument("--kinds", nargs="+", choices=list(dict.fromkeys([*KINDS, *VARIANTS])), default=KINDS)
     args = parser.parse_args()
     compare(args, variants(args.kinds), f"objectives on {'tiny' if args.quick else args.pipeline}")
 

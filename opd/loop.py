@@ -2,7 +2,7 @@
 
     prompts ──Prompt──▶ engine ──Rollout──▶ teachers ──Arrow streams──▶ trainer ──weights, version+1──▶ engine
     (every domain       (vLLM)  (student    (each row by   (hidden states,  (ZeRO-3, exact    (sync: reload,
-     in every step)              wrote it)   its domain's    per token)      reverse KL)       probe both sides)
+     in every step)              wrote it)   its domain's    per token)      divergence)       probe both sides)
                                              expert)             └──▶ target log ──▶ (a resume trains from it)
 
 The schedule says when the student writes (`opd.schedules`): `sync` has every sample trained by the very weights that wrote

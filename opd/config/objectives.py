@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from opd.interfaces import Objective
 
 DEFAULT_KIND = "adaptive_kl"
+"""What a section without `kind` is; that class has it as its default too."""
 SECTION = "a class on top of opd.config.objectives.ObjectiveConfig, as module:Class"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from experts.model_dir import ModelInfo
+from opd.config.objectives import DEFAULT_KIND
 from opd.config.prompts import PromptsConfig
 from pipelines.propose.domains import SeenDomain, choose_share, splits, wants_share
 from pipelines.propose.machine import Machine
@@ -195,7 +196,7 @@ NOTES = {
     "teachers.memory": "experts' weights in memory; those that do not fit are read again in each step",
     "teachers.workers": "processes that score; each holds one expert at a time at work",
     "objective": "what is minimised: docs/objectives.md",
-    "objective.kind": "adaptive_kl, or forward_kl where the student can do nothing of what its experts do (--probe looks)",
+    "objective.kind": f"{DEFAULT_KIND}, or forward_kl where the student can do nothing of what its experts do (--probe looks)",
     "objective.chunk": "answer tokens whose logits exist at a time; less needs less memory",
     "trainer": "how the student is trained",
     "checkpoint": "what a crash leaves",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experts.model_dir import ModelInfo
+from opd.config.objectives import DEFAULT_KIND
 from pipelines.propose.domains import SeenDomain
 from pipelines.propose.given import Tell
 from pipelines.propose.models import SeenExpert
@@ -41,9 +42,9 @@ class Probed:
 def choose_objective(probed: Mapping[str, Probed]) -> tuple[str, str]:
     """The objective's kind, and why: forward KL if the student cannot get to most of what the experts would write."""
     answers, unreachable = sum(p.answers for p in probed.values()), sum(p.unreachable for p in probed.values())
-    kind = "forward_kl" if 2 * unreachable > answers else "adaptive_kl"
+    kind = "forward_kl" if 2 * unreachable > answers else DEFAULT_KIND
     why = f"{unreachable} of the experts' {answers} answers have a token to which the student gives less than {NEVER:g}"
-    return kind, f"the probe: {why}; forward_kl where that is most of them, adaptive_kl where it is not"
+    return kind, f"the probe: {why}; forward_kl where that is most of them, {DEFAULT_KIND} where it is not"
 
 
 def probe(

@@ -12,6 +12,7 @@ from typing import Any
 from experts.model_dir import ModelInfo
 from experts.weight_files import weight_tensors
 from opd.config import PipelineConfig
+from opd.config.objectives import DEFAULT_KIND
 from opd.config.strict import DTYPE_BYTES
 from opd.types import Teacher, WeightedTeacher
 from pipelines.inputs.gpu_memory import phases, place, roles
@@ -95,7 +96,7 @@ def choose_sizes(parameters: int, domains: int, machine: Machine) -> Data:
     data: Data = {
         "rollout": {"dtype": dtype, "max_num_seqs": 256 if gpu else max(16, min(256, _up(samples, 16)))},
         "teachers": {"dtype": dtype, "workers": min(workers, domains)},
-        "objective": {"kind": "adaptive_kl", "chunk": 1024 if gpu else 128},
+        "objective": {"kind": DEFAULT_KIND, "chunk": 1024 if gpu else 128},
         "trainer": {
             "dtype": dtype,
             "ranks": min(2, machine.cores),
