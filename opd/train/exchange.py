@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -15,6 +16,25 @@ def sum_nothing_at_one_rank() -> None:
 
     assert callable(stage3.reduce_scatter_coalesced)
     stage3.reduce_scatter_coalesced = lambda tensors, group=None: [tensor.view(-1) for tensor in tensors]
+
+
+def step_with_gradients_in_place(optimizer: Any) -> None:
+    """Let DeepSpeed's ZeRO optimiser hand AdamW the gradients where they were summed. It would copy all of them, so as to have one
+    tensor; they lie side by side already, and the next step's take their place."""
+    assert callable(optimizer.flatten)
+    optimizer.flatten = _one_tensor
+
+
+def _one_tensor(tensors: Sequence[Tensor]) -> Tensor:
+    """[N] all numbers of some tensors, in order: a view where they lie side by side in one piece of memory, else a copy."""
+    first = tensors[0]
+    memory, end = first.untyped_storage().data_ptr(), first.storage_offset()
+    for tensor in tensors:
+        beside = tensor.untyped_storage().data_ptr() == memory and tensor.storage_offset() == end
+        if not (beside and tensor.dtype == first.dtype and tensor.is_contiguous()):
+            return torch.cat([each.reshape(-1) for each in tensors])
+        end += tensor.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 def gather_weights_in_place() -> None:

@@ -176,8 +176,8 @@ def trainer_state(config: PipelineConfig, inputs: Inputs) -> dict[str, int]:
     """Bytes that all ranks hold together: compute copy, float32 master, both moments, gradients in the type of their sum, and
     three float32 copies of these in a run that compares gradients. Weights that LoRA leaves alone have a compute copy only.
 
-    The optimiser also makes a float32 copy of the gradients. It is smaller than the memory for writing a checkpoint, which
-    is counted, and exists at another time.
+    Of gradients that are summed in another type the optimiser also makes a float32 copy. It is smaller than the memory for writing
+    a checkpoint, which is counted, and exists at another time.
     """
     trainer = config.trainer
     frozen = inputs.student.parameters if inputs.lora else 0

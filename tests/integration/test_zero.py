@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,10 +60,19 @@ def by_zero() -> dict[str, Tensor]:
         Squares,
     )  # fmt: skip
     engine.start(*engine.meeting_point("127.0.0.1"))
+    optimizer = engine.model.optimizer
+    handed: set[int] = set()
+
+    def note(stepped: Any, *_: Any) -> None:
+        handed.update(p.grad.untyped_storage().data_ptr() for group in stepped.param_groups for p in group["params"])
+
+    optimizer.optimizer.register_step_pre_hook(note)
     for step in range(1, STEPS + 1):
         for index, batch in enumerate(batches(step)):
             engine.add_gradients(engine.model(batch), last=index == MICRO_BATCHES - 1)
         engine.take_step(step, 1e-2)
+    summed_in = optimizer.grad_partitions_flat_buffer.untyped_storage().data_ptr()
+    assert handed == {summed_in}, "AdamW reads gradients where they were summed"
     lm = engine.model.module.lm
     before = {name: param.ds_status for name, param in lm.named_parameters()}
     assert before["small.weight"] is ZeroParamStatus.AVAILABLE, "it stays whole between steps"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from opd.train.exchange import gather_in_place
+from opd.train.exchange import gather_in_place, step_with_gradients_in_place
 from tests.unit.sources import ROOT
 
 
@@ -23,6 +24,21 @@ def test_a_single_rank_copies_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(whole, part.view(2, 3))
     assert gather_in_place(whole, -part) is None
     assert torch.equal(whole, -part.view(2, 3))
+
+
+def test_gradients_side_by_side_are_one_tensor_without_a_copy() -> None:
+    optimizer = SimpleNamespace(flatten=len)
+    step_with_gradients_in_place(optimizer)
+    memory = torch.arange(12.0)
+    a, b, c = memory[2:5], memory[5:9].view(2, 2), memory[9:]
+    whole = optimizer.flatten([a, b, c])
+    assert torch.equal(whole, memory[2:])
+    assert whole.data_ptr() == a.data_ptr()
+    # Whatever lies otherwise is copied: a gap, another order, other memory, a transposed tensor.
+    for parts in ([a, c], [b, a], [a, b.clone()], [a, b.T]):
+        copied = optimizer.flatten(parts)
+        assert torch.equal(copied, torch.cat([part.reshape(-1) for part in parts]))
+        assert copied.data_ptr() != parts[0].data_ptr()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
