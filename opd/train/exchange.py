@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -22,17 +22,17 @@ def step_with_gradients_in_place(optimizer: Any) -> None:
     """Let DeepSpeed's ZeRO optimiser hand AdamW the gradients where they were summed. It would copy all of them, so as to have one
     tensor; they lie side by side already, and the next step's take their place."""
     assert callable(optimizer.flatten)
-    optimizer.flatten = _one_tensor
+    optimizer.flatten = partial(_one_tensor, copied=optimizer.flatten)
 
 
-def _one_tensor(tensors: Sequence[Tensor]) -> Tensor:
-    """[N] all numbers of some tensors, in order: a view where they lie side by side in one piece of memory, else a copy."""
+def _one_tensor(tensors: Sequence[Tensor], copied: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+    """[N] all numbers of some tensors, in order: a view where they lie side by side in one piece of memory, else `copied`."""
     first = tensors[0]
     memory, end = first.untyped_storage().data_ptr(), first.storage_offset()
     for tensor in tensors:
         beside = tensor.untyped_storage().data_ptr() == memory and tensor.storage_offset() == end
         if not (beside and tensor.dtype == first.dtype and tensor.is_contiguous()):
-            return torch.cat([each.reshape(-1) for each in tensors])
+            return copied(tensors)
         end += tensor.numel()
     return first.as_strided((end - first.storage_offset(),), (1,))
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._utils import _flatten_dense_tensors
 
 from opd.train.exchange import gather_in_place, step_with_gradients_in_place
 from tests.unit.sources import ROOT
@@ -27,7 +28,7 @@ def test_a_single_rank_copies_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_gradients_side_by_side_are_one_tensor_without_a_copy() -> None:
-    optimizer = SimpleNamespace(flatten=len)
+    optimizer = SimpleNamespace(flatten=_flatten_dense_tensors)  # DeepSpeed's
     step_with_gradients_in_place(optimizer)
     memory = torch.arange(12.0)
     a, b, c = memory[2:5], memory[5:9].view(2, 2), memory[9:]
