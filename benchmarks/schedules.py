@@ -161,7 +161,7 @@ def show(runs: list[Run]) -> None:
     )
     if len(sync) > 1:
         cost = [apart(a, b) for a, b in zip(sync, ahead, strict=True)]
-        noise = [apart(*kind[:2]) for kind in (sync, ahead)]
+        noise = [apart(first, second) for first, second, *_ in (sync, ahead)]
         print(
             "losses differ by",
             *(f"{x:.4f}" for x in noise),
