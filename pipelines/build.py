@@ -255,9 +255,10 @@ def _start_workers(
         start_up.wait("rollout engine", engine)
     pool = elsewhere or start_pool()
     trainer = DeepSpeedTrainer(trainer_spec(config, inputs.student.vocab_size))
-    start_up.wait("rollout engine", engine)
+    # The engine takes longest: meanwhile the trainer's ranks and the teachers prove how rows may be laid out for their models.
     start_up.wait("trainer", trainer)
     start_up.wait("teachers", pool)
+    start_up.wait("rollout engine", engine)
     return engine, trainer, pool
 
 

@@ -109,11 +109,16 @@ class EndlessDomains:
         self._seed = seed
         self._n = n
         self._orders: dict[tuple[str, int], array[int]] = {}
+        self._read: tuple[tuple[dict[str, int], dict[str, int]], list[Prompt]] = ({}, {}), []
+        """What was asked last, and its answer: a schedule that writes ahead takes the prompts of each step twice."""
 
     def read(self, starts: Mapping[str, int], counts: Mapping[str, int]) -> list[Prompt]:
         """`counts` prompts of each domain from its place in `starts`, domain after domain."""
-        windows = (self._window(name, starts[name], count) for name, count in counts.items())
-        return [prompt for window in windows for prompt in window for _ in range(self._n)]
+        asked = dict(starts), dict(counts)
+        if asked != self._read[0]:
+            windows = (self._window(name, starts[name], count) for name, count in counts.items())
+            self._read = asked, [prompt for window in windows for prompt in window for _ in range(self._n)]
+        return list(self._read[1])
 
     def _window(self, domain: str, start: int, count: int) -> list[Prompt]:
         prompts = self._by_domain[domain]

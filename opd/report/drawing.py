@@ -78,11 +78,11 @@ def plot(name: str, title: str, draw: Draw, *, width: float = WIDTH, height: flo
     """Draw on one set of axes."""
     # Ids in the SVG come from the salt, and no date is stored: the same run gives the same bytes.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasSVG(figure)
-        draw(figure.add_subplot())
+        figure = Figure(figsize=(width, height), layout="constrained", facecolor="none", edgecolor="none")
+        draw(figure.add_subplot(facecolor="none"))
         text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        # `savefig` would draw all of it twice.
+        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None})
     wide = width > WIDTH
     return Plot(name=name, title=title, svg=themed(text.getvalue(), name, title, wide), wide=wide, **more)
 

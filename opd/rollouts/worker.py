@@ -298,6 +298,18 @@ class VLLMWorker:
 
 def model_shape(model_dir: Path) -> dict[str, Any]:
     """Everything in a model's config that decides whether weights can be swapped in place."""
+    config = (model_dir / "config.json").read_bytes()
+    if config not in _shapes:
+        _shapes.clear()  # the last one will do: every push asks for the shape of a copy of the same file
+        _shapes[config] = _read_shape(model_dir)
+    return _shapes[config]
+
+
+_shapes: dict[bytes, dict[str, Any]] = {}
+"""Text of a config -> shape."""
+
+
+def _read_shape(model_dir: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).to_dict()

@@ -14,14 +14,19 @@ class TensorBoardSink:
     """Every start opens a new event file, which tells TensorBoard to forget the steps after `done`."""
 
     def __init__(self, wanted: bool, run_dir: Path, done: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
+        self._summary = Summary
         self._writer = SummaryWriter(str(RunPaths(run_dir).tensorboard), purge_step=done + 1)
 
     def step(self, record: StepRecord) -> None:
-        """Write the step to disk before returning, so that a killed run shows it."""
-        for name, value in scalars(record).items():
-            self._writer.add_scalar(name, value, record.step)
+        """Write the step to disk before returning, so that a killed run shows it.
+
+        All numbers are one event: `add_scalar` would make one of each, which took seven times as long.
+        """
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars(record).items()]
+        self._writer.file_writer.add_summary(self._summary(value=values), record.step)
         self._writer.flush()
 
     def __enter__(self) -> TensorBoardSink:
