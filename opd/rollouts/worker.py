@@ -352,6 +352,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     with leftovers.owned(), own_files(), explained(options.tensor_parallel_size):
         llm = LLM(**{**options.engine_args, **settings})
     bind_processes(llm)
+    llm.collective_rpc("opd_count_no_ranks")
     if is_cpu:
         llm.collective_rpc("opd_rotate_every_head")
         llm.collective_rpc("opd_use_norm_kernels")
