@@ -9,7 +9,9 @@ renamed: whole or not there. Two processes that need the file at the same time b
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +33,24 @@ class Batches:
 
     def __init__(self, batches: Iterable[pa.RecordBatch]) -> None:
         self._batches = list(batches)
-        self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
+        self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self._batches else 0
+        return self._ends[-1] if self._batches else 0
 
     def value(self, column: str, index: int) -> Any:
         """One cell as a Python value."""
-        number = int(np.searchsorted(self._ends, index, side="right"))
+        number = bisect_right(self._ends, index)
         batch = self._batches[number]
-        return batch.column(column)[index - int(self._ends[number]) + batch.num_rows].as_py()
+        return batch.column(column)[index - self._ends[number] + batch.num_rows].as_py()
 
     def values(self, column: str, start: int, stop: int) -> list[Any]:
         """The cells from `start` to before `stop` as Python values."""
         found: list[Any] = []
         while start < min(stop, len(self)):
-            number = int(np.searchsorted(self._ends, start, side="right"))
+            number = bisect_right(self._ends, start)
             cells = self._batches[number].column(column)
-            first = start - int(self._ends[number]) + len(cells)
+            first = start - self._ends[number] + len(cells)
             found += cells.slice(first, stop - start).to_pylist()
             start += len(cells) - first
         return found
