@@ -37,6 +37,23 @@ def _one_tensor(tensors: Sequence[Tensor], copied: Callable[[Sequence[Tensor]], 
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 
+def gather_small_weights_at_once(optimizer: Any) -> None:
+    """Let DeepSpeed's ZeRO optimiser gather the weights that stay whole between steps in one exchange, as it gathers a layer's. After
+    a step it would gather each of them by itself: two ranks on two cores took 28 ms for the 38 weights of a tiny model."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    finish = optimizer._post_step
+    assert callable(finish)
+
+    def gather_and_finish(*args: Any, **kwargs: Any) -> None:
+        absent = [p for p in optimizer.persistent_parameters if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
+        if absent:
+            absent[0].all_gather_coalesced(absent).wait()
+        finish(*args, **kwargs)  # finds them whole
+
+    optimizer._post_step = gather_and_finish
+
+
 def gather_weights_in_place() -> None:
     """Let DeepSpeed gather with `gather_in_place`, once the ranks have met through gloo."""
     from deepspeed.comm import comm

@@ -29,7 +29,12 @@ from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.model_weights import obeys_masks, whole_shape
 from opd.train.compiled import compile_layers
-from opd.train.exchange import gather_weights_in_place, step_with_gradients_in_place, sum_nothing_at_one_rank
+from opd.train.exchange import (
+    gather_small_weights_at_once,
+    gather_weights_in_place,
+    step_with_gradients_in_place,
+    sum_nothing_at_one_rank,
+)
 from opd.train.export import FileTensors, write_model
 from opd.train.gathered import gathered_together
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
@@ -321,6 +326,7 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     trained = sum(whole_shape(param).numel() for param in module.parameters() if param.requires_grad)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_deepspeed_config(options, trained))
     step_with_gradients_in_place(engine.optimizer)
+    gather_small_weights_at_once(engine.optimizer)
     if options.compile:
         compile_layers(module.lm)
     return engine
