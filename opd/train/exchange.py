@@ -39,7 +39,7 @@ def _one_tensor(tensors: Sequence[Tensor], copied: Callable[[Sequence[Tensor]], 
 
 def gather_small_weights_at_once(optimizer: Any) -> None:
     """Let DeepSpeed's ZeRO optimiser gather the weights that stay whole between steps in one exchange, as it gathers a layer's. After
-    a step it would gather each of them by itself: two ranks on two cores took 28 ms for the 38 weights of a tiny model."""
+    a step it would gather each of them by itself: with a tiny model's 38 on two ranks a step of the optimiser took 35 ms in place of 20."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     finish = optimizer._post_step

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from torch import nn
 
+from opd.model_weights import whole_shape
+
+SMALL = 100_000
+"""Numbers of the largest weight that stays whole on every rank: DeepSpeed's `stage3_param_persistence_threshold`, which is left at its
+default."""
+
 
 def gathered_together(lm: nn.Module, world_size: int, *, compiled: bool = False) -> list[type[nn.Module]]:
     """Classes of layers whose weights are all gathered while any part of the layer runs.
 
     With one rank all layers that are trained: its weights are at hand, and hooks around every module inside cost a small model as
-    much time as the model. With more ranks only layers that must be, since their weights are whole at one time. Layers that will
-    be compiled must be, all of them: a hook inside would cut what is compiled into pieces.
+    much time as the model. With more ranks the same for layers of small weights, which are at hand too; else only layers that must
+    be, since their weights are whole at one time. Layers that will be compiled must be, all of them: a hook inside would cut what is
+    compiled into pieces.
     """
     layers = layers_of(lm)
+    at_hand = world_size == 1 or all(_is_small(layer) for layer in layers)
     # A frozen layer below the first adapter needs no backward pass, and as one it would be given one (`opd.train.zero`).
-    every = compiled or (world_size == 1 and all(_is_trained(layer) for layer in layers))
+    every = compiled or (at_hand and all(_is_trained(layer) for layer in layers))
     return list({type(layer): None for layer in layers if every or _must_be_whole(layer)})
 
 
@@ -27,6 +35,10 @@ def layers_of(lm: nn.Module) -> list[nn.Module]:
 
 def _is_trained(layer: nn.Module) -> bool:
     return any(param.requires_grad for param in layer.parameters())
+
+
+def _is_small(layer: nn.Module) -> bool:
+    return all(whole_shape(param).numel() <= SMALL for param in layer.parameters())
 
 
 def _must_be_whole(layer: nn.Module) -> bool:

@@ -252,6 +252,23 @@ def test_a_step_depends_on_seed_and_step_alone() -> None:
     assert ids(jumping, 2) == want[2]
 
 
+def test_a_step_that_is_taken_twice_is_read_once() -> None:
+    read: list[int] = []
+
+    class Table(list[Prompt]):
+        def __getitem__(self, index: Any) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    source = MixedPrompts({"a": Table(prompts("a", 7))}, {"a": 3}, 0)
+    first, again = source.take(4), source.take(4)
+    assert first == again == mixed().take(4)[:3] and len(read) == 3
+    again.clear()  # nobody else's list
+    assert source.take(4) == first
+    source.take(5)
+    assert len(read) == 6
+
+
 def test_every_domain_is_in_every_step() -> None:
     source = mixed()
     for step in range(1, 50):

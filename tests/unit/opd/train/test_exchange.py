@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._utils import _flatten_dense_tensors
 
-from opd.train.exchange import gather_in_place, step_with_gradients_in_place
+from opd.train.exchange import gather_in_place, gather_small_weights_at_once, step_with_gradients_in_place
 from tests.unit.sources import ROOT
 
 
@@ -40,6 +40,32 @@ def test_gradients_side_by_side_are_one_tensor_without_a_copy() -> None:
         copied = optimizer.flatten(parts)
         assert torch.equal(copied, torch.cat([part.reshape(-1) for part in parts]))
         assert copied.data_ptr() != parts[0].data_ptr()
+
+
+def test_small_weights_are_gathered_in_one_exchange_after_a_step() -> None:
+    """Two ranks against one (tests/integration/test_engines.py) show that the weights are right."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as Status
+
+    told: list[object] = []
+
+    def weight(name: str, status: Status) -> SimpleNamespace:
+        made = SimpleNamespace(name=name, ds_status=status)
+
+        def gather(together: list[SimpleNamespace]) -> SimpleNamespace:
+            told.append([each.name for each in together])
+            return SimpleNamespace(wait=lambda: [setattr(each, "ds_status", Status.AVAILABLE) for each in together])
+
+        made.all_gather_coalesced = gather
+        return made
+
+    weights = [weight("a", Status.NOT_AVAILABLE), weight("b", Status.AVAILABLE), weight("c", Status.NOT_AVAILABLE)]
+    optimizer = SimpleNamespace(persistent_parameters=weights)
+    optimizer._post_step = lambda timers: told.append([timers, *(each.ds_status for each in weights)])
+    gather_small_weights_at_once(optimizer)
+    optimizer._post_step("timers")
+    optimizer._post_step("timers")
+    whole = ["timers", *[Status.AVAILABLE] * 3]
+    assert told == [["a", "c"], whole, whole]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

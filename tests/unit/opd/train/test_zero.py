@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opd.errors import RunError
+from opd.train import gathered
 from opd.train.gathered import gathered_together
 from opd.train.optimizer import AdamWOptions
 from opd.train.zero import ZeroEngine, ZeroOptions
@@ -33,10 +34,11 @@ SHAPE = {
     ],
 )
 def test_a_layer_whose_mixer_reads_its_convolutions_weight_is_gathered_as_one(
-    family: str, more: dict[str, Any], wanted: list[str]
+    family: str, more: dict[str, Any], wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    monkeypatch.setattr(gathered, "SMALL", 0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | more))
     assert [found.__name__ for found in gathered_together(model, world_size=2)] == wanted
 
@@ -55,6 +57,22 @@ def test_a_layer_with_a_list_of_experts_is_gathered_as_one() -> None:
             self.mlp = Mixture()
 
     assert gathered_together(nn.Sequential(Layer(), nn.Linear(4, 4), Layer()), world_size=2) == [Layer]
+
+
+def test_layers_of_small_weights_are_gathered_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE))
+    largest = max(param.numel() for param in model.model.layers.parameters())
+    for small, wanted in ((largest, ["LlamaDecoderLayer"]), (largest - 1, [])):
+        monkeypatch.setattr(gathered, "SMALL", small)
+        assert [found.__name__ for found in gathered_together(model, world_size=2)] == wanted
+
+
+def test_what_is_small_is_what_deepspeed_keeps_whole() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    assert DeepSpeedZeroConfig(stage=3).param_persistence_threshold == gathered.SMALL
 
 
 def test_at_one_rank_every_layer_is_gathered_as_one() -> None:
