@@ -233,13 +233,22 @@ def test_an_equal_teacher_changes_nothing(shared: Shared, tmp_path: Path) -> Non
         assert torch.allclose(weight, after[name], rtol=0, atol=1e-5), name
 
 
-@pytest.mark.parametrize("tie", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
-def test_two_accumulating_ranks_equal_one(shared: Shared, tmp_path: Path, make_model_dir: Make, tie: bool) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({}, id="small"),
+        pytest.param({"hidden": 320, "heads": 4}, id="wide"),  # weights that ranks cut among them (`opd.train.gathered`)
+        pytest.param({"tie": False}, id="untied", marks=pytest.mark.slow),
+    ],
+)
+def test_two_accumulating_ranks_equal_one(
+    shared: Shared, tmp_path: Path, make_model_dir: Make, shape: dict[str, Any]
+) -> None:
     """The global token mean does not depend on how rows are cut into ranks and micro-batches.
 
     Adam's usual epsilon would blow rounding noise in near-zero gradients up to full steps; a large one compares gradients.
     """
-    student = shared.student if tie else make_model_dir(tmp_path / "s", tie=False)
+    student = make_model_dir(tmp_path / "s", **shape) if shape else shared.student
     rows = rollouts(48)
     results = {}
     for ranks, micro_batch_tokens in ((1, 100_000), (2, 128)):
