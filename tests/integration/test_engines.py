@@ -237,7 +237,8 @@ def test_an_equal_teacher_changes_nothing(shared: Shared, tmp_path: Path) -> Non
     "shape",
     [
         pytest.param({}, id="small"),
-        pytest.param({"hidden": 320, "heads": 4}, id="wide"),  # weights that ranks cut among them (`opd.train.gathered`)
+        # Ranks cut its weights among them (`opd.train.gathered`).
+        pytest.param({"hidden": 320, "heads": 4}, id="wide"),
         pytest.param({"tie": False}, id="untied", marks=pytest.mark.slow),
     ],
 )
