@@ -34,6 +34,9 @@ from opd.rollouts.repairs import RESTARTED
 from opd.rollouts.swap import Incoming, StreamedSwap, reset_prefix_cache, swap_weights
 from opd.types import TurnStop
 
+_shapes: dict[bytes, dict[str, Any]] = {}
+"""Text of a model's config -> `model_shape`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
@@ -303,10 +306,6 @@ def model_shape(model_dir: Path) -> dict[str, Any]:
         _shapes.clear()  # the last one will do: every push asks for the shape of a copy of the same file
         _shapes[config] = _read_shape(model_dir)
     return _shapes[config]
-
-
-_shapes: dict[bytes, dict[str, Any]] = {}
-"""Text of a config -> shape."""
 
 
 def _read_shape(model_dir: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from opd.run_dir import RunPaths
 from opd.sinks.scalars import scalars
@@ -18,7 +19,7 @@ class TensorBoardSink:
         from torch.utils.tensorboard import SummaryWriter
 
         self._summary = Summary
-        self._writer = SummaryWriter(str(RunPaths(run_dir).tensorboard), purge_step=done + 1)
+        self._writer: Any = SummaryWriter(str(RunPaths(run_dir).tensorboard), purge_step=done + 1)
 
     def step(self, record: StepRecord) -> None:
         """Write the step to disk before returning, so that a killed run shows it.

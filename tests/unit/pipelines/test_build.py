@@ -50,9 +50,9 @@ def test_teachers_elsewhere_need_no_workers_here() -> None:
 @pytest.mark.parametrize(
     ("gpus", "order"),
     [
-        (0, "engine pool trainer engine! trainer! pool!"),
-        (1, "engine pool trainer engine! trainer! pool!"),
-        (0.4, "engine engine! pool trainer engine! trainer! pool!"),
+        (0, "engine pool trainer trainer! pool! engine!"),
+        (1, "engine pool trainer trainer! pool! engine!"),
+        (0.4, "engine engine! pool trainer trainer! pool! engine!"),
     ],
     ids=["cpu", "own GPU", "shared GPU"],
 )
