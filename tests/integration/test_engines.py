@@ -238,7 +238,7 @@ def test_an_equal_teacher_changes_nothing(shared: Shared, tmp_path: Path) -> Non
     [
         pytest.param({}, id="small"),
         # Ranks cut its weights among them (`opd.train.gathered`).
-        pytest.param({"hidden": 320, "heads": 4}, id="wide"),
+        pytest.param({"hidden": 320, "heads": 10}, id="wide"),
         pytest.param({"tie": False}, id="untied", marks=pytest.mark.slow),
     ],
 )
