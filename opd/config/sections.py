@@ -48,6 +48,8 @@ class RolloutConfig(Strict):
     refused."""
 
 
+HELD_WHOLE = 100_000
+"""Numbers up to which every rank holds a tensor whole: DeepSpeed's stage3_param_persistence_threshold."""
 GATHERED_AT_ONCE, SUMMED_AT_ONCE = 1_000_000_000, 500_000_000
 """Most weights that a rank has fetched from the others, and most gradients that wait to be added up, without `trainer.bucket`."""
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from opd.config.sections import HELD_WHOLE
 from opd.model_weights import whole_shape
-
-SMALL = 100_000
-"""Numbers of the largest weight that stays whole on every rank: DeepSpeed's `stage3_param_persistence_threshold`, which is left at its
-default."""
 
 
 def gathered_together(lm: nn.Module, world_size: int, *, compiled: bool = False) -> list[type[nn.Module]]:
@@ -38,7 +35,7 @@ def _is_trained(layer: nn.Module) -> bool:
 
 
 def _is_small(layer: nn.Module) -> bool:
-    return all(whole_shape(param).numel() <= SMALL for param in layer.parameters())
+    return all(whole_shape(param).numel() <= HELD_WHOLE for param in layer.parameters())
 
 
 def _must_be_whole(layer: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opd.config import PipelineConfig
+from opd.config.sections import HELD_WHOLE
 from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import TransformersTeachers
 from opd.packing import pack
@@ -28,9 +29,6 @@ from pipelines.plan.memory import cache_copies
 from pipelines.plan.models import Models
 from pipelines.plan.push import Push
 from pipelines.plan.spec import ClusterSpec
-
-HELD_WHOLE = 100_000
-"""Numbers up to which every rank holds a tensor whole: DeepSpeed's stage3_param_persistence_threshold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

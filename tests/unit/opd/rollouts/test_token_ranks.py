@@ -10,9 +10,8 @@ from opd.rollouts.token_ranks import count_no_ranks
 
 def test_logprobs_stay_and_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = pytest.importorskip("vllm.v1.sample.sampler")
-    monkeypatch.setattr(
-        sampler, "batched_count_greater_than", sampler.batched_count_greater_than
-    )  # put back afterwards
+    # So that it is put back afterwards.
+    monkeypatch.setattr(sampler, "batched_count_greater_than", sampler.batched_count_greater_than)
     count_no_ranks()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     logprobs_N_V = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)).log_softmax(-1)

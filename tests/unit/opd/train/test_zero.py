@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opd.config.sections import HELD_WHOLE
 from opd.errors import RunError
 from opd.train import gathered
 from opd.train.gathered import gathered_together
@@ -38,7 +39,7 @@ def test_a_layer_whose_mixer_reads_its_convolutions_weight_is_gathered_as_one(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    monkeypatch.setattr(gathered, "SMALL", 0)
+    monkeypatch.setattr(gathered, "HELD_WHOLE", 0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | more))
     assert [found.__name__ for found in gathered_together(model, world_size=2)] == wanted
 
@@ -65,14 +66,14 @@ def test_layers_of_small_weights_are_gathered_as_one(monkeypatch: pytest.MonkeyP
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE))
     largest = max(param.numel() for param in model.model.layers.parameters())
     for small, wanted in ((largest, ["LlamaDecoderLayer"]), (largest - 1, [])):
-        monkeypatch.setattr(gathered, "SMALL", small)
+        monkeypatch.setattr(gathered, "HELD_WHOLE", small)
         assert [found.__name__ for found in gathered_together(model, world_size=2)] == wanted
 
 
 def test_what_is_small_is_what_deepspeed_keeps_whole() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    assert DeepSpeedZeroConfig(stage=3).param_persistence_threshold == gathered.SMALL
+    assert DeepSpeedZeroConfig(stage=3).param_persistence_threshold == HELD_WHOLE
 
 
 def test_at_one_rank_every_layer_is_gathered_as_one() -> None:
