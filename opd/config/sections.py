@@ -23,6 +23,9 @@ class RolloutConfig(Strict):
     n: int = Field(1, ge=1)
     """Responses to each prompt of a step, each with a seed of its own; a step takes `trainer.samples_per_step` / `n` prompts.
     From 2 on teachers and trainer compute a prompt once for all responses to it, if that is exact for the model."""
+    share_prefixes: bool | None = None
+    """Teachers and trainer compute once what prompts of a domain begin with alike, such as a system prompt or an instruction, if
+    that is exact for the model. Default: with `n` of 2 and more, whose prompts are then computed once, too."""
     max_new_tokens: int = Field(64, ge=1)
     """Response limit; shortened per prompt, and counted, where the context would overflow."""
     temperature: float = Field(1.0, ge=0.01)
@@ -46,6 +49,11 @@ class RolloutConfig(Strict):
     engine_args: dict[str, Any] = {}
     """Other arguments of vLLM's `LLM`, by its own names; those that would bend what is sampled, or that have a key here, are
     refused."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether the rows of a step that begin alike are laid out as trees; see `opd.packing`."""
+        return self.n > 1 if self.share_prefixes is None else self.share_prefixes
 
 
 HELD_WHOLE = 100_000

@@ -39,7 +39,7 @@ CPU_ONLY = {
     "enforce_eager": "nothing: a CPU engine runs eagerly anyway",
     "enable_chunked_prefill": "nothing: vLLM's CPU build dies when it reads a prompt in parts",
     "enable_prefix_caching": "nothing: it is on where vLLM's CPU build computes it right",
-    "block_size": "nothing: rollout.n decides it on a CPU",
+    "block_size": "nothing: rollout.n and rollout.share_prefixes decide it on a CPU",
 }
 """Argument -> what is wanted, for an engine on the CPU."""
 REFUSED: dict[str, str] = (

@@ -84,7 +84,7 @@ class KnownExams:
                 "tokenizer": file_hashes(Path(student.path), TOKENIZER_FILES),
                 "end_tokens": sorted(student.eos_token_ids),
                 "engine": config.rollout.model_dump(mode="json", exclude=ANSWERS_ALIKE)
-                | {"shares_prompts": config.rollout.n > 1, "gpus": config.cluster.rollout_gpus}
+                | {"shares_prompts": config.rollout.shares, "gpus": config.cluster.rollout_gpus}
                 | worker_env(config.rollout.workers, roles_at_once(config)),
                 "answers": exam.model_dump(mode="json", include={"n", "temperature", "pass_at"})
                 | {"max_new_tokens": exam.max_new_tokens or config.rollout.max_new_tokens}

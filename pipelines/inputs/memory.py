@@ -229,12 +229,12 @@ def widest_unit(config: PipelineConfig) -> int:
     more responses. An architecture that trees are wrong for, which only the started model tells, needs less.
     """
     longest = config.rollout.max_model_len
-    return longest if config.rollout.n == 1 else tree_limit(longest)
+    return tree_limit(longest) if config.rollout.shares else longest
 
 
 def tree_mask_bytes(config: PipelineConfig, tokens: int) -> int:
     """Bytes of the mask of so many tokens in trees; all layers share it."""
-    return 0 if config.rollout.n == 1 else MASK_COPIES * tokens * widest_unit(config)
+    return MASK_COPIES * tokens * widest_unit(config) if config.rollout.shares else 0
 
 
 def heads_bytes(config: PipelineConfig, inputs: Inputs) -> int:

@@ -45,7 +45,7 @@ def _lines(who: str, proof: LayoutProof) -> Iterator[str]:
             if math.isfinite(error)
             else "its layers do not go by a mask alone (a window, a chunk, a recurrent state, or an attention without masks)"
         )
-        yield f"{who}: a prompt is computed again for each response: {why}"
+        yield f"{who}: what responses share is computed again for each: {why}"
     if not proof.proven:
         yield f"{who}: hidden states are not finite, so nothing is known of packing: the layout is {proof.layout}"
     elif refused:

@@ -44,8 +44,12 @@ def config(
     )
 
 
+def with_rollout(given: PipelineConfig, **settings: Any) -> PipelineConfig:
+    return given.model_copy(update={"rollout": given.rollout.model_copy(update=settings)})
+
+
 def with_n(given: PipelineConfig, n: int) -> PipelineConfig:
-    return given.model_copy(update={"rollout": given.rollout.model_copy(update={"n": n})})
+    return with_rollout(given, n=n)
 
 
 def with_teachers(given: PipelineConfig, **settings: Any) -> PipelineConfig:
@@ -87,6 +91,14 @@ def rollouts(num: int = 16, *, seed: int = 0) -> list[Rollout]:
             )
         )
     return made
+
+
+def begun_alike(rows: list[Rollout]) -> list[Rollout]:
+    """The rows, each domain's prompts behind an instruction of twelve tokens."""
+    begins = {
+        domain: tuple(20 + (i * k) % 50 for k in range(12)) for i, domain in enumerate(("left", "right"), start=3)
+    }
+    return [dataclasses.replace(r, prompt_ids=begins[r.domain] + r.prompt_ids) for r in rows]
 
 
 def moved(rows: list[Rollout], **domains: str) -> list[Rollout]:

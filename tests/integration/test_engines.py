@@ -20,6 +20,7 @@ from tests.integration.parts import (
     PROBE,
     VOCABULARY,
     Shared,
+    begun_alike,
     break_weights,
     config,
     make_gpt2,
@@ -34,7 +35,7 @@ from tests.integration.parts import (
     start_trainer,
     stop,
     weights,
-    with_n,
+    with_rollout,
     with_teachers,
 )
 from tests.integration.test_padded import assert_says_what_it_drew
@@ -270,15 +271,27 @@ def test_two_accumulating_ranks_equal_one(
         assert torch.allclose(weight, weights_two[name], rtol=0, atol=1e-5), name
 
 
-def test_a_step_is_the_same_with_shared_prompts_and_on_any_number_of_ranks(shared: Shared, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rows", "share"),
+    [(responses(4), {"n": 4}), (begun_alike(rollouts(24)), {"share_prefixes": True})],
+    ids=["prompts", "prefixes"],
+)
+def test_a_step_is_the_same_with_shared_beginnings_and_on_any_number_of_ranks(
+    shared: Shared, tmp_path: Path, rows: list[Rollout], share: dict[str, Any]
+) -> None:
     """Adam's usual epsilon would blow rounding noise up to full steps; a large one compares gradients."""
-    rows, found = responses(4), {}
-    sharing = start_pool(with_n(config(shared.student), 4), {"left": shared.expert, "right": shared.expert})
-    for name, n, ranks, tokens in (("separate", 1, 1, 100_000), ("shared", 4, 1, 100_000), ("ranks", 4, 2, 128)):
+    found = {}
+    sharing = start_pool(with_rollout(config(shared.student), **share), {"left": shared.expert, "right": shared.expert})
+    for name, shares, ranks, tokens in (
+        ("separate", False, 1, 100_000),
+        ("shared", True, 1, 100_000),
+        ("ranks", True, 2, 128),
+    ):
         cfg = config(shared.student, lr=1e-2, adam_epsilon=1e-3, ranks=ranks, micro_batch_tokens=tokens)
-        trainer, pool = shared.trainer(with_n(cfg, n)), shared.pool if n == 1 else sharing
+        trainer = shared.trainer(with_rollout(cfg, **share) if shares else cfg)
+        pool = sharing if shares else shared.pool
         # Teachers of equal weights are one, and have the last one's name.
-        assert {trainer.layout.layout, pool.layouts["right-expert"].layout} == {"packed" if n == 1 else "shared"}
+        assert {trainer.layout.layout, pool.layouts["right-expert"].layout} == {"shared" if shares else "packed"}
         reports = [trainer.train_step(step, rows, pool.score(rows)) for step in (1, 2)]
         found[name] = reports, weights(trainer, tmp_path / name)
     stop(sharing)

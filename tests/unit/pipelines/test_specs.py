@@ -35,7 +35,7 @@ ELSEWHERE = {"engine", "zero_stage", "samples_per_step", "mask_tokens"}
 ROLLOUT = {
     "workers": 2, "n": 2, "dtype": "bfloat16", "max_new_tokens": 5, "temperature": 0.5, "max_model_len": 64,
     "max_num_seqs": 3, "kv_cache_gib": 2, "gpu_memory_utilization": 0.5, "sleep": True,
-    "tensor_parallel_size": 2, "kv_cache_dtype": "fp8", "engine_args": {"max_num_batched_tokens": 99},
+    "tensor_parallel_size": 2, "kv_cache_dtype": "fp8", "engine_args": {"max_num_batched_tokens": 99}, "share_prefixes": True,
 }  # fmt: skip
 TRAINER = {
     "ranks": 3, "dtype": "bfloat16", "steps": 9, "lr": 0.5, "warmup_steps": 1, "lr_scheduler_type": "linear",
@@ -120,6 +120,7 @@ def test_requests_that_begin_alike_are_kept_in_small_blocks() -> None:
 
     turns = {"d": {"environment": {"name": "maze"}}}
     assert (shared(), shared(rollout={"n": 2}), shared(domains=turns)) == (False, True, True)
+    assert shared(rollout={"share_prefixes": True}) and not shared(rollout={"n": 2, "share_prefixes": False})
 
 
 def test_a_baseline_is_trained_as_the_merge_is() -> None:

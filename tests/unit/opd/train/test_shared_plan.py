@@ -1,4 +1,4 @@
-"""The trainer's driver: prompts are shared where the pipeline has several responses a prompt and every rank allows it."""
+"""The trainer's driver: what rows begin with is shared where the pipeline says so and every rank allows it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FakeRank:
         self.layout = layout
 
 
-def trainer(in_process: Any, n: int, shared: float) -> DeepSpeedTrainer:
+def trainer(in_process: Any, rollout: dict[str, Any], shared: float) -> DeepSpeedTrainer:
     FakeRank.errors = {"shared": shared, "packed": 0.5}
     in_process.replace = FakeRank
     config = PipelineConfig.model_validate(
@@ -44,7 +44,7 @@ def trainer(in_process: Any, n: int, shared: float) -> DeepSpeedTrainer:
             "student": {"model": "base"},
             "experts": {"e": {"model": "m", "domain": "d"}},
             "domains": {"d": {}},
-            "rollout": {"n": n},
+            "rollout": rollout,
             "trainer": {"steps": 1, "samples_per_step": 12, "micro_batch_tokens": 30, "ranks": 2},
         }
     )
@@ -63,18 +63,20 @@ ROWS: list[Rollout] = [
 
 
 @pytest.mark.parametrize(
-    ("n", "shared", "layout", "tried"),
+    ("rollout", "shared", "layout", "tried"),
     [
-        (3, 0.5, "shared", ["shared"]),
-        (3, 1.5, "packed", ["shared", "packed"]),
-        (3, math.inf, "packed", ["shared", "packed"]),
-        (1, 0.5, "packed", ["packed"]),
+        ({"n": 3}, 0.5, "shared", ["shared"]),
+        ({"n": 3}, 1.5, "packed", ["shared", "packed"]),
+        ({"n": 3}, math.inf, "packed", ["shared", "packed"]),
+        ({}, 0.5, "packed", ["packed"]),
+        ({"share_prefixes": True}, 0.5, "shared", ["shared"]),
+        ({"n": 3, "share_prefixes": False}, 0.5, "packed", ["packed"]),
     ],
 )
 def test_the_plan_shares_prompts_if_the_layout_does(
-    n: int, shared: float, layout: str, tried: list[str], in_process: Any
+    rollout: dict[str, Any], shared: float, layout: str, tried: list[str], in_process: Any
 ) -> None:
-    made = trainer(in_process, n, shared)
+    made = trainer(in_process, rollout, shared)
     assert made.layout.layout == layout
     assert [(rank.tried, rank.layout) for rank in in_process.workers] == [(tried, layout)] * 2
     plan = made.plan(ROWS)

@@ -133,15 +133,16 @@ def test_activations_are_the_ends_of_every_linear_layer(given: Any) -> None:
     assert many - few == 20 * 10_000 * VOCABULARY
 
 
-def test_responses_that_share_a_prompt_are_counted_as_the_largest_tree_and_their_mask(given: Any) -> None:
+def test_rows_that_begin_alike_are_counted_as_the_largest_tree_and_its_mask(given: Any) -> None:
     what = "trainer: activations and logits of a micro-batch, or the writing of a checkpoint"
     per_token = 2 * (4 * 128 + 3 * 192) * 4
     alone, tree = given[0].rollout.max_model_len, max(512, 2 * given[0].rollout.max_model_len)
     steps = {"samples_per_step": 8, "micro_batch_tokens": 10_000, "ranks": 1}
-    one, four = (lines(given, trainer=steps, rollout={"n": n}) for n in (1, 4))
+    one, four, alike = (lines(given, trainer=steps, rollout=r) for r in ({}, {"n": 4}, {"share_prefixes": True}))
     assert four[what] - one[what] == (10_000 + tree - 79 * 128) * per_token + 5 * (10_000 + tree) * tree, (
         "alone: full rows"
     )
+    assert alike[what] == four[what]
     scored = min(4096, 8 * alone)
     assert four["teachers: activations"] - one["teachers: activations"] == 5 * scored * tree
 
