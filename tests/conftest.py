@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import setuptools  # noqa: F401  first: it replaces distutils, and fails where a test has loaded the standard library's
+import setuptools  # noqa: F401  before all tests: once, after others, it found the wrong distutils, and vLLM was not imported
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["OPD_EXAM_CACHE"] = "off"  # a test measures what it speaks of, whatever this machine measured before
