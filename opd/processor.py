@@ -20,6 +20,13 @@ def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return not BF16_FLAGS.isdisjoint(named.split())
 
 
+def maker(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Who made the processor, as an x86_64 one says: `GenuineIntel`, `AuthenticAMD`; empty where Linux does not say."""
+    if not cpuinfo.is_file():
+        return ""
+    return next((line.split()[-1] for line in cpuinfo.read_text().splitlines() if line.startswith("vendor_id")), "")
+
+
 def slow_bf16(keys: Sequence[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     """A warning if `keys`, settings that ask for bfloat16 on these cores, make them crawl; empty if there is none."""
     if not keys or has_bf16(cpuinfo):

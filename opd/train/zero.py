@@ -28,6 +28,7 @@ from opd.errors import RunError
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, layout_error, predict_positions
 from opd.model_weights import obeys_masks, whole_shape
+from opd.products import use_quick_products
 from opd.train.compiled import compile_layers
 from opd.train.exchange import (
     gather_small_weights_at_once,
@@ -122,6 +123,7 @@ class ZeroEngine:
         self._door = None
         self._engine = _start(self._options, self._build)
         self._device = self._engine.device
+        use_quick_products(self._device)
 
     # Forward passes
 

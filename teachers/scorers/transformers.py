@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from opd.devices import to_device
+from opd.devices import computing_device, to_device
 from opd.errors import RunError
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, Packed, layout_error, predict_trained, prove_layout
@@ -52,7 +52,7 @@ class TransformersScorer:
         self._share = options.share_prompts
         self._lends_memory = options.lends_memory
         self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, self._measure)
-        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._device = computing_device(device)
         self._near = NearCache(self._device, options.gpu_memory_bytes)
         self._divides = options.device_map is not None
         self._max_memory: dict[Place, int] = dict(options.max_memory)

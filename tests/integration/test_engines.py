@@ -47,7 +47,8 @@ Make = Callable[..., Path]
 def ray() -> Iterator[None]:
     from opd.config.sections import ClusterConfig
 
-    with cluster.ray_session(ClusterConfig(), 12):
+    # Two pools of scoring workers, an engine, and the ranks of every trainer that `Shared` keeps.
+    with cluster.ray_session(ClusterConfig(), 20):
         yield
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opd.processor import has_bf16, slow_bf16
+from opd.processor import has_bf16, maker, slow_bf16
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,13 @@ def test_no_file_is_no_bfloat16(tmp_path: Path) -> None:
 
 def test_who_asks_for_float32_is_not_warned(tmp_path: Path) -> None:
     assert slow_bf16([], tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "who"), [("vendor_id\t: AuthenticAMD", "AuthenticAMD"), ("CPU implementer\t: 0x41", "")]
+)
+def test_the_maker_is_read_where_it_stands(tmp_path: Path, line: str, who: str) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\n{line}\nbugs\t\t:\n")
+    assert maker(cpuinfo) == who
+    assert maker(tmp_path / "none") == ""
