@@ -1,4 +1,4 @@
-"""Choose a device, move records of tensors to it, and return memory to the system."""
+"""Move records of tensors to a device, and return memory to the system."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from opd.products import use_quick_products
-
 T = TypeVar("T")
-
-
-def computing_device(name: str | None = None) -> torch.device:
-    """The device of torch's name for it, by default the GPU if there is one; a CPU then computes as quickly as it can."""
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    use_quick_products(device)
-    return device
 
 
 def to_device(record: T, device: torch.device) -> T:

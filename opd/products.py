@@ -1,37 +1,58 @@
-"""Float32 matrix products by oneDNN, where MKL would compute them at half the speed.
+"""Float32 linear layers by oneDNN, where MKL would compute them at half the speed.
 
 On a CPU torch has MKL compute products of float32, and MKL uses AVX-512 on processors of its own maker alone. One core of an AMD EPYC
 (Zen 5) computed 105 GFLOP/s with MKL and 230 with oneDNN (1,627 rows of 128 numbers by 344 columns). torch asks oneDNN only where it is told
-that the products may be rounded to bfloat16; and oneDNN rounds them only for cores with AMX, because no others would gain. So it is told, and
+that products may be rounded to bfloat16; and oneDNN rounds them only for cores with AMX, because no others would gain. So it is told, and
 then a product is looked at: it has to be as exact as one of MKL.
+
+It is told around linear layers alone. Attention asks for many products of a few rows each, which oneDNN prepares one by one: its
+backward pass took five times as long.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
 import torch
+from torch import Tensor, nn
 
 from opd.processor import maker
 
+T = TypeVar("T")
 INTEL = "GenuineIntel"
-HIGHEST, LESS = "highest", "medium"
-"""torch's names for MKL, which it uses by default, and for oneDNN, which may round."""
+LESS = "medium"
+"""torch's name for products by oneDNN, which may be rounded."""
 EXACT = 1e-5
 """Error of a float32 product, as a part of the sum of its terms without their signs. It is about 4e-7; that of bfloat16 is 4e-3."""
 
 
-def use_quick_products(device: torch.device) -> bool:
-    """Have this process compute float32 products by oneDNN if it computes on a CPU, MKL is slow there, and no digit is lost.
+def use_quick_products(model: nn.Module, device: torch.device, *, sharded: bool = False) -> bool:
+    """Have the float32 linear layers of `model` computed by oneDNN if `device` is a CPU, MKL is slow on it, and no digit is lost.
 
-    Returns whether it does.
+    With `sharded` the layers multiply by DeepSpeed's function, which knows where their weights are. Returns whether it is so now.
     """
-    if device.type != "cpu" or maker() in ("", INTEL) or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if device.type != "cpu" or not quick_here():
         return False
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(LESS)
-    if product_error() > EXACT:
-        torch.set_float32_matmul_precision(before)
-        return False
+    if sharded:
+        from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3 as Sharded
+
+        Sharded.forward, Sharded.backward = (staticmethod(quickly(f)) for f in (Sharded.forward, Sharded.backward))
+        return True
+    for module in model.modules():
+        if type(module) is nn.Linear and module.weight.dtype == torch.float32:
+            module.forward = functools.partial(_linear, module)
     return True
+
+
+def quick_here() -> bool:
+    """Whether oneDNN is the quicker one on this machine's cores and as exact."""
+    if maker() in ("", INTEL) or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    with _by_onednn():
+        return product_error() < EXACT
 
 
 def product_error() -> float:
@@ -41,3 +62,48 @@ def product_error() -> float:
     wanted_M_N = a_M_K.double() @ b_N_K.double().T
     sum_M_N = a_M_K.double().abs() @ b_N_K.double().abs().T
     return float(((a_M_K @ b_N_K.T - wanted_M_N).abs() / sum_M_N).max())
+
+
+def quickly(function: Callable[..., T]) -> Callable[..., T]:
+    """The function with its products by oneDNN."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> T:
+        with _by_onednn():
+            return function(*args)
+
+    return wrapped
+
+
+@contextmanager
+def _by_onednn() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(LESS)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _linear(module: nn.Linear, x_Z_I: Tensor) -> Tensor:
+    y_Z_O: Tensor = Product.apply(x_Z_I, module.weight)  # type: ignore[no-untyped-call]
+    return y_Z_O if module.bias is None else y_Z_O + module.bias
+
+
+class Product(torch.autograd.Function):
+    """A linear layer without its bias; Z are any leading dimensions, I inputs, O outputs."""
+
+    @staticmethod
+    @quickly
+    def forward(ctx: Any, x_Z_I: Tensor, weight_O_I: Tensor) -> Tensor:
+        ctx.save_for_backward(x_Z_I, weight_O_I)
+        return x_Z_I @ weight_O_I.T
+
+    @staticmethod
+    @quickly
+    def backward(ctx: Any, grad_Z_O: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        x_Z_I, weight_O_I = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad
+        grad_x_Z_I = grad_Z_O @ weight_O_I if wants_x else None
+        grad_O_I = grad_Z_O.flatten(0, -2).T @ x_Z_I.flatten(0, -2) if wants_weight else None
+        return grad_x_Z_I, grad_O_I

@@ -123,7 +123,6 @@ class ZeroEngine:
         self._door = None
         self._engine = _start(self._options, self._build)
         self._device = self._engine.device
-        use_quick_products(self._device)
 
     # Forward passes
 
@@ -331,6 +330,8 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     gather_small_weights_at_once(engine.optimizer)
     if options.compile:
         compile_layers(module.lm)
+    else:
+        use_quick_products(module.lm, engine.device, sharded=options.world_size > 1)
     return engine
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from opd.devices import computing_device, to_device
+from opd.devices import to_device
 from opd.errors import RunError
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.layouts import LAYOUTS, Packed, layout_error, predict_trained, prove_layout
@@ -26,6 +26,7 @@ from opd.model_weights import Naming, attention, obeys_masks, to_meta
 from opd.packing import SHARED
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer, Said
+from opd.products import use_quick_products
 from opd.stream.heads import HeadFile, head_key, logit_rule
 from opd.stream.schema import TargetRow
 from opd.types import LayoutProof, Rollout, Teacher
@@ -52,7 +53,7 @@ class TransformersScorer:
         self._share = options.share_prompts
         self._lends_memory = options.lends_memory
         self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, self._measure)
-        self._device = computing_device(device)
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._near = NearCache(self._device, options.gpu_memory_bytes)
         self._divides = options.device_map is not None
         self._max_memory: dict[Place, int] = dict(options.max_memory)
@@ -194,13 +195,7 @@ class TransformersScorer:
             return logits_N_V.float().log_softmax(-1).cpu()
 
         return self._answer_class.of_states(
-            Said(
-                token_ids=rollout.trained_ids,
-                hidden_N_D=hidden_N_D,
-                head=head,
-                logprobs=logprobs,
-                top_k=self._top_k,
-            )
+            Said(token_ids=rollout.trained_ids, hidden_N_D=hidden_N_D, head=head, logprobs=logprobs, top_k=self._top_k)
         )
 
     @torch.no_grad()
@@ -327,6 +322,8 @@ class TransformersScorer:
                     division = self._divide(skeleton) if self._divides else None
                 except RunError as error:
                     raise RunError(f"{model_dir}: {error}") from None
+                if not division:
+                    use_quick_products(skeleton, self._device)
                 self._architectures[key] = _Architecture(Naming(config, self._dtype), skeleton, division)
             self._architecture_of[model_dir] = self._architectures[key]
         return self._architecture_of[model_dir]

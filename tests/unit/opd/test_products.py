@@ -1,24 +1,18 @@
-"""Float32 products by oneDNN: used only where MKL is slow, and only if no digit is lost."""
+"""Float32 linear layers by oneDNN: used only where MKL is slow, and only if no digit is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from opd import products
-from opd.devices import computing_device
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(products.HIGHEST)
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def make_machine(monkeypatch: pytest.MonkeyPatch, maker: str, instructions: str) -> None:
@@ -26,43 +20,88 @@ def make_machine(monkeypatch: pytest.MonkeyPatch, maker: str, instructions: str)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
 
 
-def test_whatever_is_chosen_here_products_are_exact_in_both_passes() -> None:
-    """Many shapes, a layer's forward and backward pass: none is further from float64 than float32 has to be."""
-    products.use_quick_products(CPU)
-    random = torch.Generator().manual_seed(1)
-    for rows, columns, outputs in ((1, 8, 3), (7, 77, 128), (200, 128, 77), (513, 344, 128), (1024, 64, 31)):
-        x_N_I = torch.randn(rows, columns, generator=random, requires_grad=True)
-        w_O_I = torch.randn(outputs, columns, generator=random, requires_grad=True)
-        grad_N_O = torch.randn(rows, outputs, generator=random)
-        torch.nn.functional.linear(x_N_I, w_O_I).backward(grad_N_O)
-        for found, a, b in ((x_N_I.grad, grad_N_O, w_O_I.detach()), (w_O_I.grad, grad_N_O.T, x_N_I.detach())):
-            assert found is not None
-            wanted, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-            assert float(((found - wanted).abs() / size).max()) < products.EXACT
+def made(bias: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 77, bias=bias), nn.SiLU(), nn.Linear(77, 16, bias=bias))
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(40, 24), (3, 130, 24)])
+def test_layers_give_the_values_and_gradients_of_float64(
+    monkeypatch: pytest.MonkeyPatch, bias: bool, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(products, "quick_here", lambda: True)
+    x, model = torch.randn(*shape, generator=torch.Generator().manual_seed(1)), made(bias)
+    wanted = gradients(copy.deepcopy(model).double(), x.double())
+    exact = products.product_error() < products.EXACT and _exact_here()
+    assert products.use_quick_products(model, CPU)
+    assert all("forward" in vars(m) for m in model if isinstance(m, nn.Linear))
+    for found, right in zip(gradients(model, x), wanted, strict=True):
+        # On cores with AMX `quick_here` says no, because products are rounded to bfloat16 there.
+        assert float((found - right).norm() / right.norm()) < (1e-6 if exact else 2e-2)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def _exact_here() -> bool:
+    return products.quickly(products.product_error)() < products.EXACT
+
+
+def test_a_frozen_layer_has_no_gradient_and_a_bfloat16_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "quick_here", lambda: True)
+    model = made(bias=False)
+    model[0].weight.requires_grad_(False)
+    model[2].to(torch.bfloat16)
+    products.use_quick_products(model, CPU)
+    assert "forward" in vars(model[0]) and "forward" not in vars(model[2])
+    x = torch.randn(5, 24, requires_grad=True)
+    model[0](x).sum().backward()
+    assert model[0].weight.grad is None and x.grad is not None
+
+
+def test_deepspeeds_function_is_told_around_each_of_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3 as Sharded
+
+    seen: list[str] = []
+
+    def noting(plain: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(plain)
+        def noted(*args: object) -> object:
+            seen.append(torch.get_float32_matmul_precision())
+            return plain(*args)
+
+        return noted
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(Sharded, name, staticmethod(noting(getattr(Sharded, name))))
+    monkeypatch.setattr(products, "quick_here", lambda: True)
+    assert products.use_quick_products(made(bias=False), CPU, sharded=True)
+    x, weight = torch.randn(9, 24, requires_grad=True), torch.randn(6, 24, requires_grad=True)
+    Sharded.apply(x, weight).sum().backward()
+    assert seen == [products.LESS] * 2
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_one_that_rounds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on cores with AMX, where oneDNN would multiply in bfloat16."""
     make_machine(monkeypatch, "AuthenticAMD", "AVX512")
+    plain = torch.Tensor.__matmul__
 
-    def rounded(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def rounded(a: Tensor, b: Tensor) -> Tensor:
         if a.dtype == torch.float32 and torch.get_float32_matmul_precision() == products.LESS:
             a, b = a.bfloat16().float(), b.bfloat16().float()
         return plain(a, b)
 
-    plain = torch.Tensor.__matmul__
     monkeypatch.setattr(torch.Tensor, "__matmul__", rounded)
-    assert not products.use_quick_products(CPU)
-    assert torch.get_float32_matmul_precision() == products.HIGHEST
-    torch.set_float32_matmul_precision(products.LESS)
-    assert products.product_error() > 10 * products.EXACT
-
-
-def test_one_that_does_not_round_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_machine(monkeypatch, "AuthenticAMD", "AVX512")
-    monkeypatch.setattr(products, "product_error", lambda: 4e-7)
-    assert computing_device("cpu") == CPU
-    assert torch.get_float32_matmul_precision() == products.LESS
+    assert products.quickly(products.product_error)() > 10 * products.EXACT
+    assert not products.quick_here()
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize(
@@ -78,5 +117,9 @@ def test_mkl_stays_where_nothing_was_measured(
     monkeypatch: pytest.MonkeyPatch, maker: str, instructions: str, device: str
 ) -> None:
     make_machine(monkeypatch, maker, instructions)
-    assert not products.use_quick_products(torch.device(device))
-    assert torch.get_float32_matmul_precision() == products.HIGHEST
+    monkeypatch.setattr(products, "product_error", lambda: 4e-7)
+    model = made(bias=False)
+    assert not products.use_quick_products(model, torch.device(device))
+    assert "forward" not in vars(model[0])
+    make_machine(monkeypatch, "AuthenticAMD", "AVX512")
+    assert products.use_quick_products(model, CPU)
