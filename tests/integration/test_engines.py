@@ -458,21 +458,23 @@ def test_steps_at_rate_zero_move_nothing_and_a_quarantined_response_leaves_no_tr
 
 @pytest.mark.slow
 def test_gradients_are_summed_in_float32_by_a_bfloat16_trainer(tmp_path: Path, make_model_dir: Make) -> None:
-    """128 equal micro-batches have the gradient of one; summed in bfloat16 even its norm is off by a part in a thousand."""
+    """128 equal rows have the gradient of 16; summed in bfloat16 even its norm is off by nearly a part in a thousand.
+
+    Not that of one: its micro-batch has another shape, which on some cores changes the last bits of products in bfloat16.
+    """
     student, expert = make_model_dir(tmp_path / "s", seed=0), make_model_dir(tmp_path / "e", seed=1)
     (row,) = rollouts(1)
     many = [dataclasses.replace(row, sample_id=f"{row.sample_id}#{i:03d}") for i in range(128)]
     off = {}
     for dtype in ("float32", "bfloat16"):
-        # A micro-batch takes one of the rows.
         cfg = config(student, lr=0.0, ranks=1, dtype="bfloat16", grad_accum_dtype=dtype, micro_batch_tokens=16)
         trainer, pool = start_trainer(cfg), start_pool(cfg, {"left": expert, "right": expert})
         norms = [
-            trainer.train_step(step, rows, pool.score(rows)).grad_norm for step, rows in enumerate(([row], many), 1)
+            trainer.train_step(step, rows, pool.score(rows)).grad_norm for step, rows in enumerate((many[:16], many), 1)
         ]
         off[dtype] = abs(norms[1] / norms[0] - 1)
         stop(trainer, pool)
-    assert off["float32"] < 1e-4 < 1e-3 < off["bfloat16"], off
+    assert off["float32"] < 1e-5 < 3e-4 < off["bfloat16"], off
 
 
 def test_dropout_of_a_student_is_off(shared: Shared, teachers: dict[str, Path]) -> None:
