@@ -1,12 +1,12 @@
-"""Float32 linear layers by oneDNN, where MKL would compute them at half the speed.
+"""Float32 linear layers by oneDNN, where MKL computes them at half the speed.
 
-On a CPU torch has MKL compute products of float32, and MKL uses AVX-512 on processors of its own maker alone. One core of an AMD EPYC
-(Zen 5) computed 105 GFLOP/s with MKL and 230 with oneDNN (1,627 rows of 128 numbers by 344 columns). torch asks oneDNN only where it is told
-that products may be rounded to bfloat16; and oneDNN rounds them only for cores with AMX, because no others would gain. So it is told, and
-then a product is looked at: it has to be as exact as one of MKL.
+On a CPU torch has MKL compute products of float32. One core of an AMD EPYC (Zen 5) computed 105 GFLOP/s with MKL and 230 with oneDNN
+(1,627 rows of 128 numbers by 344 columns). torch asks oneDNN only where it is told that products may be rounded to bfloat16. Those cores have
+no AMX, and no product was rounded: 300 of many shapes were as exact as MKL's. So it is told, and each process first looks at a product: one that is
+rounded leaves all to MKL. Intel's processors were not measured, and keep MKL.
 
-It is told around linear layers alone. Attention asks for many products of a few rows each, which oneDNN prepares one by one: its
-backward pass took five times as long.
+It is told around linear layers alone. With it in attention, which has many products of a few rows each, the backward pass of attention took
+five times as long.
 """
 
 from __future__ import annotations
