@@ -43,7 +43,7 @@ def use_quick_products(model: nn.Module, device: torch.device, *, sharded: bool 
         return True
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.dtype == torch.float32:
-            module.forward = functools.partial(_linear, module)
+            module.forward = functools.partial(_linear, module)  # type: ignore[method-assign]
     return True
 
 
@@ -86,7 +86,7 @@ def _by_onednn() -> Iterator[None]:
 
 
 def _linear(module: nn.Linear, x_Z_I: Tensor) -> Tensor:
-    y_Z_O: Tensor = Product.apply(x_Z_I, module.weight)  # type: ignore[no-untyped-call]
+    y_Z_O: Tensor = Product.apply(x_Z_I, module.weight)
     return y_Z_O if module.bias is None else y_Z_O + module.bias
 
 
@@ -101,7 +101,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     @quickly
-    def backward(ctx: Any, grad_Z_O: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_Z_O: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_Z_I, weight_O_I = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad
         grad_x_Z_I = grad_Z_O @ weight_O_I if wants_x else None
