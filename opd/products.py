@@ -96,7 +96,9 @@ class Product(torch.autograd.Function):
     @staticmethod
     @quickly
     def forward(ctx: Any, x_Z_I: Tensor, weight_O_I: Tensor) -> Tensor:
-        ctx.save_for_backward(x_Z_I, weight_O_I)
+        wants_x, wants_weight = ctx.needs_input_grad
+        # A frozen layer, as below an adapter, keeps no inputs: they are for the gradient of its weight alone.
+        ctx.save_for_backward(x_Z_I if wants_weight else None, weight_O_I if wants_x else None)
         return x_Z_I @ weight_O_I.T
 
     @staticmethod

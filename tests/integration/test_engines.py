@@ -458,7 +458,7 @@ def test_steps_at_rate_zero_move_nothing_and_a_quarantined_response_leaves_no_tr
 
 @pytest.mark.slow
 def test_gradients_are_summed_in_float32_by_a_bfloat16_trainer(tmp_path: Path, make_model_dir: Make) -> None:
-    """128 equal rows have the gradient of 16; summed in bfloat16 even its norm is off by nearly a part in a thousand.
+    """128 equal rows have the gradient of 16; summed in bfloat16 even its norm is off by a part in a thousand.
 
     Not that of one: its micro-batch has another shape, which on some cores changes the last bits of products in bfloat16.
     """
@@ -474,7 +474,7 @@ def test_gradients_are_summed_in_float32_by_a_bfloat16_trainer(tmp_path: Path, m
         ]
         off[dtype] = abs(norms[1] / norms[0] - 1)
         stop(trainer, pool)
-    assert off["float32"] < 1e-5 < 3e-4 < off["bfloat16"], off
+    assert off["float32"] < 1e-5 < 1e-3 < off["bfloat16"], off
 
 
 def test_dropout_of_a_student_is_off(shared: Shared, teachers: dict[str, Path]) -> None:

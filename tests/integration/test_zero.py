@@ -88,9 +88,8 @@ def by_zero() -> dict[str, Tensor]:
 
 def by_hand() -> dict[str, Tensor]:
     module = Squares()
-    use_quick_products(
-        module.lm, torch.device("cpu")
-    )  # as every rank does; without it the last bits differ on some cores
+    # As every rank does; without it the last bits differ on some cores.
+    use_quick_products(module.lm, torch.device("cpu"))
     optimizer = adamw(module, ADAMW, lr=1e-2)
     for step in range(1, STEPS + 1):
         for batch in batches(step):
