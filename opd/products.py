@@ -12,8 +12,8 @@ five times as long.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +51,7 @@ def quick_here() -> bool:
     """Whether oneDNN is the quicker one on this machine's cores and as exact."""
     if maker() in ("", INTEL) or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
-    with _by_onednn():
+    with _ONEDNN:
         return product_error() < EXACT
 
 
@@ -69,20 +69,36 @@ def quickly(function: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(function)
     def wrapped(*args: Any) -> T:
-        with _by_onednn():
+        with _ONEDNN:
             return function(*args)
 
     return wrapped
 
 
-@contextmanager
-def _by_onednn() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(LESS)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+class _OneDNN:
+    """Products by oneDNN as long as at least one thread is in it. The setting is the whole process's: the first thread in makes it, the
+    last one out takes it back, and other threads' products are under it meanwhile."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = ""
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.get_float32_matmul_precision()
+                torch.set_float32_matmul_precision(LESS)
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.set_float32_matmul_precision(self._before)
+
+
+_ONEDNN = _OneDNN()
 
 
 def _linear(module: nn.Linear, x_Z_I: Tensor) -> Tensor:

@@ -118,6 +118,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> InProcess:
     for name in ("spawn", "wait", "first", "fetch", "put"):
         monkeypatch.setattr(cluster, name, getattr(fake, name))
     monkeypatch.setattr("opd.cluster.objects.fetch", fake.fetch)
+    # Workers are threads of one process here, and torch's setting is the process's: one's attention would be under another's.
+    monkeypatch.setattr("opd.products.quick_here", lambda: False)
     return fake
 
 

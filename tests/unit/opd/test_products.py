@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -101,6 +103,30 @@ def test_one_that_rounds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "__matmul__", rounded)
     assert products.quickly(products.product_error)() > 10 * products.EXACT
     assert not products.quick_here()
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_threads_that_overlap_leave_the_process_as_it_was() -> None:
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def first() -> None:
+        first_in.set()
+        assert second_in.wait(20)
+
+    def second() -> None:
+        second_in.set()
+        assert first_out.wait(20)
+        seen.append(torch.get_float32_matmul_precision())
+
+    with ThreadPoolExecutor(2) as threads:
+        a = threads.submit(products.quickly(first))
+        assert first_in.wait(20)
+        b = threads.submit(products.quickly(second))
+        a.result(timeout=20)
+        first_out.set()
+        b.result(timeout=20)
+    assert seen == [products.LESS], "the first one out leaves the second one what it needs"
     assert torch.get_float32_matmul_precision() == "highest"
 
 
