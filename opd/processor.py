@@ -14,17 +14,12 @@ _KEYS = ("flags", "Features")
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether the cores multiply in bfloat16. Without it torch converts number by number: one core with AVX2 alone gave 0.6
     GFLOP/s in bfloat16 and 69 in float32 (matrices of 1,024)."""
-    if not cpuinfo.is_file():
-        return False
-    named = next((line for line in cpuinfo.read_text().splitlines() if line.startswith(_KEYS)), "")
-    return not BF16_FLAGS.isdisjoint(named.split())
+    return not BF16_FLAGS.isdisjoint(_line(cpuinfo, _KEYS).split())
 
 
 def maker(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Who made the processor, as an x86_64 one says: `GenuineIntel`, `AuthenticAMD`; empty where Linux does not say."""
-    if not cpuinfo.is_file():
-        return ""
-    return next((line.split()[-1] for line in cpuinfo.read_text().splitlines() if line.startswith("vendor_id")), "")
+    return _line(cpuinfo, ("vendor_id",)).partition(":")[2].strip()
 
 
 def slow_bf16(keys: Sequence[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
@@ -35,3 +30,10 @@ def slow_bf16(keys: Sequence[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> lis
         f"{', '.join(keys)}: these cores have no instructions for bfloat16, so it may take a hundred times as long as "
         "float32: use float32 here"
     ]
+
+
+def _line(cpuinfo: Path, beginnings: tuple[str, ...]) -> str:
+    """The first line that begins so; empty if there is none, or no file."""
+    if not cpuinfo.is_file():
+        return ""
+    return next((line for line in cpuinfo.read_text().splitlines() if line.startswith(beginnings)), "")
