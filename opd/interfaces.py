@@ -88,7 +88,10 @@ class TokenEngine(Protocol):
 
 
 class Environment(Protocol):
-    """What an episode acts on; one object for each episode. Plain code: it may block, it is called in a thread of its own."""
+    """What an episode acts on; one object for each episode. Plain code: it may block, it is called in a thread of its own.
+
+    A class may also have `set_step_timeout(seconds)`, which is told the deadline of each call, before `reset`.
+    """
 
     @property
     def tools(self) -> tuple[Tool, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import re
 import select
@@ -12,7 +13,7 @@ import sys
 import time
 import unicodedata
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,7 +38,7 @@ class Limits(Strict):
     seconds: float = Field(10.0, gt=0, le=3600)
     """Wall-clock deadline of a command."""
     memory_mb: int = Field(256, ge=64, le=1 << 16)
-    """Memory of one process, and of all of them together."""
+    """Memory of one process, and of all of them together with the files that they wrote."""
     disk_mb: int = Field(8, ge=1, le=1 << 12)
     """Room in the directory of the task, and once more in `/tmp`; both are in memory."""
     processes: int = Field(32, ge=4, le=1024)
@@ -56,6 +57,14 @@ class Ran:
     """What it wrote, without control characters."""
     why: str
     """The limit that ended it: deadline, memory, output; or `not started`; else empty."""
+    seconds: float = field(default=0.0, compare=False)
+    """The deadline that it had."""
+
+
+PROGRAMS = (["/bin/sh", "-c", "true"], ["python3", "-c", "import json"])
+"""What every sandbox has to be able to run: without them each attempt at a task would fail, and nobody would know why."""
+_proven: set[str] = set()
+"""Interpreters with which a sandbox of this process ran `PROGRAMS`."""
 
 
 class Box:
@@ -93,6 +102,9 @@ class Box:
                 fix="allow them (kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns, a "
                 "container's seccomp profile), or run this domain on a machine that has them",
             )
+        if sys.executable not in _proven:
+            self._prove_programs()
+            _proven.add(sys.executable)
 
     def __enter__(self) -> Self:
         return self
@@ -100,31 +112,19 @@ class Box:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def run(self, argv: list[str], stdin: str = "", output: int | None = None) -> Ran:
-        """Run one command to its end; `output` is the most bytes of its output, by default the limit's.
+    def run(self, argv: list[str], stdin: str = "", output: int | None = None, seconds: float = math.inf) -> Ran:
+        """Run one command to its end; `output` is the most bytes of its output, by default the limit's. It has `seconds` if the
+        limit is not less.
 
         Raises: RunError if the sandbox itself is gone or does not answer; OSError if the log cannot be written.
         """
         problem = next(filter(None, (_unfit(part) for part in argv)), "") or _no_text(stdin)
         if problem:
             return Ran(None, problem, "not started")
-        request = {
-            "argv": argv,
-            "stdin": stdin,
-            "seconds": self._limits.seconds,
-            "output": output or self._limits.output,
-        }
         if self._log is not None:
             with self._log.open("a", encoding="utf-8") as log:
                 log.write(json.dumps({"sandbox": self._process.pid, "argv": argv}) + "\n")
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise RunError("sandbox: it has ended") from None
-        answer = self._answer(self._limits.seconds + GRACE_S)
-        return Ran(answer["code"], self._text(answer), answer["why"])
+        return self._ask(argv, stdin, output or self._limits.output, min(seconds, self._limits.seconds))
 
     def close(self) -> None:
         """End it, with everything that runs in it."""
@@ -134,6 +134,31 @@ class Box:
         with suppress(BrokenPipeError):  # a request that was never read
             self._process.stdin.close()
         self._process.stdout.close()
+
+    def _prove_programs(self) -> None:
+        """Raises: ConfigError for a machine whose Python does not run in a sandbox."""
+        for argv in PROGRAMS:
+            ran = self._ask(argv, "", self._limits.output, START_S)
+            if ran.code != 0:
+                self.close()
+                raise ConfigError.at(
+                    "environment sandbox",
+                    found=f"{argv[0]} of this machine does not run in it: {ran.output.strip()[-500:] or ran.why or ran.code}",
+                    wanted=f"a shell and a Python that need no files but those in /usr and in {sys.base_prefix}",
+                    fix="run `opd` with a Python that brings its libraries along (of the distribution, pyenv, uv or conda)",
+                )
+
+    def _ask(self, argv: list[str], stdin: str, output: int, seconds: float) -> Ran:
+        """Raises: RunError."""
+        request = {"argv": argv, "stdin": stdin, "seconds": seconds, "output": output}
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise RunError("sandbox: it has ended") from None
+        answer = self._answer(seconds + GRACE_S)
+        return Ran(answer["code"], self._text(answer), answer["why"], seconds)
 
     def _answer(self, seconds: float) -> dict[str, Any]:
         end = time.monotonic() + seconds

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -53,11 +55,13 @@ print()
 print(json.dumps(results, default=repr))
 """
 ENDED = {
-    "deadline": "[ended: it took longer than {limits.seconds:g} s]",
+    "deadline": "[ended: it took longer than {seconds:.3g} s]",
     "memory": "[ended: more than {limits.memory_mb} MB of memory]",
     "output": "[ended: it wrote without end]",
     "not started": "[not started]",
 }
+TURN_SHARE = 0.8
+"""Share of a step's deadline that the calls of a turn have together. The rest is for ending the last of them."""
 
 
 class Setting(Limits):
@@ -102,6 +106,14 @@ class Sandbox:
         self._limits = validate(Setting, options, "environment sandbox")
         self._box = Box(self._limits, self._limits.log)
         self._task: Mapping[str, Any] = {}
+        self._turn_s = math.inf
+        """How long the calls of a turn may take together."""
+        self._turn_ends = math.inf
+
+    def set_step_timeout(self, seconds: float) -> None:
+        """Let the calls of a turn share this time: an episode whose step is late would be lost, and nobody would learn from it that
+        waiting for slow commands does not pay."""
+        self._turn_s = TURN_SHARE * seconds
 
     def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
         """Write the file of the task. Raises: PromptError, RunError."""
@@ -121,11 +133,11 @@ class Sandbox:
 
     def step(self, action: Action) -> Outcome:
         """Carry out the calls, or judge the file if there are none."""
-        if not action.calls:
-            passed = self._passed()
-            of = len(self._task["calls"])
-            return Outcome(reward=float(passed == of), done=True, info={"passed": passed, "of": of})
-        return Outcome(observation=tuple(self._called(call) for call in action.calls))
+        self._turn_ends = time.monotonic() + self._turn_s
+        try:
+            return self._act(action)
+        finally:
+            self._turn_ends = math.inf
 
     def close(self) -> None:
         """End the sandbox and everything in it."""
@@ -142,32 +154,49 @@ class Sandbox:
         """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
         return draw_tasks("sandbox", (SandboxOptions, options), _drawn, n, seed)
 
+    def _act(self, action: Action) -> Outcome:
+        if not action.calls:
+            passed = self._passed()
+            of = len(self._task["calls"])
+            return Outcome(reward=float(passed == of), done=True, info={"passed": passed, "of": of})
+        return Outcome(observation=tuple(self._called(call) for call in action.calls))
+
     def _called(self, call: ToolCall) -> str:
+        if self._left() <= 0:
+            return f"[not started: the calls of a turn have {self._turn_s:.3g} s together]"
         if call.name == "shell":
-            return self._told(self._box.run(["/bin/sh", "-c", str(call.arguments["command"])]))
+            return self._told(self._run(["/bin/sh", "-c", str(call.arguments["command"])]))
         return self._write(str(call.arguments["path"]), str(call.arguments["content"]))
 
     def _write(self, path: str, content: str) -> str:
         given = PurePosixPath(path)
         if not path or given.is_absolute() or ".." in given.parts:
             return "error: give a relative path inside of the directory of the task"
-        ran = self._box.run(["/bin/sh", "-c", WRITE, "sh", f"./{path}"], stdin=content)
+        ran = self._run(["/bin/sh", "-c", WRITE, "sh", f"./{path}"], stdin=content)
         return f"wrote {len(content)} characters to {readable(path)}" if ran.code == 0 else self._told(ran)
 
     def _read(self) -> str:
         """The file of the task as it is now."""
-        return self._box.run(["/bin/cat", "--", str(self._task["file"])], output=MOST_JUDGED).output
+        return self._run(["/bin/cat", "--", str(self._task["file"])], output=MOST_JUDGED).output
+
+    def _left(self) -> float:
+        """Seconds of the turn."""
+        return self._turn_ends - time.monotonic()
+
+    def _run(self, argv: list[str], stdin: str = "", output: int | None = None) -> Ran:
+        return self._box.run(argv, stdin, output, max(0.0, self._left()))
 
     def _told(self, ran: Ran) -> str:
         code = f"[exit code {ran.code}]" if ran.code else ""
-        end = ENDED[ran.why].format(limits=self._limits) if ran.why else code
+        end = ENDED[ran.why].format(limits=self._limits, seconds=ran.seconds) if ran.why else code
         return "\n".join(filter(None, (ran.output.rstrip("\n"), end))) or "[no output]"
 
     def _passed(self) -> int:
         """Hidden calls that give the right result, in a sandbox that the policy's commands never saw."""
         given = {"source": self._read(), "function": self._task["function"], "calls": self._task["calls"]}
         with Box(self._limits) as judge:
-            ran = judge.run(["/run/bin/python", "-I", "-c", CALLER], stdin=json.dumps(given), output=MOST_JUDGED)
+            judged = ["/run/bin/python", "-I", "-c", CALLER]
+            ran = judge.run(judged, json.dumps(given), MOST_JUDGED, max(0.0, self._left()))
         try:
             results = json.loads(ran.output.strip().rpartition("\n")[2])
         except (ValueError, RecursionError):

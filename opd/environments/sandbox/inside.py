@@ -5,32 +5,66 @@
 
 What a command sees: a root that cannot be written, with the machine's programs and this Python; `/box` and `/tmp`, which hold
 a few megabytes each in memory; its own processes; no network. It runs without any capability, as `nobody` if root started the
-sandbox. When it ends, everything that it left running is killed. Nothing of a sandbox is on a disk.
+sandbox, and without the system calls that hold memory where nobody counts it or lead out of the namespaces. When it ends,
+everything that it left running is killed. Nothing of a sandbox is on a disk.
 """
 
 from __future__ import annotations
 
 import base64
 import ctypes
+import errno
+import fcntl
 import json
 import os
 import re
 import resource
 import selectors
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 NOBODY = 65534
 PLACES = ("/mnt", "/media", "/srv", "/tmp")
 """Directories of the machine, any of which the sandbox's root may cover."""
-DEVICES = ("null", "zero", "full", "random", "urandom")
+FILES = ("box", "tmp")
+"""Directories that commands can write to, in memory."""
+DEVICES = ("null", "full", "random", "urandom")
+ZEROES = 1 << 50
+"""Bytes of `/dev/zero`. It is a file with nothing in it: of the machine's own, pages can be mapped that no process is charged for."""
+MACHINES = {
+    "x86_64": (0xC000003E, {
+        "mmap": 9, "shmget": 29, "socket": 41, "socketpair": 53, "setsockopt": 54, "semget": 64, "msgget": 68, "fcntl": 72,
+        "mq_open": 240, "add_key": 248, "request_key": 249, "keyctl": 250, "vmsplice": 278, "perf_event_open": 298,
+        "memfd_create": 319, "bpf": 321, "userfaultfd": 323, "io_uring_setup": 425, "memfd_secret": 447,
+    }),
+    "aarch64": (0xC00000B7, {
+        "mmap": 222, "shmget": 194, "socket": 198, "socketpair": 199, "setsockopt": 208, "semget": 190, "msgget": 186, "fcntl": 25,
+        "mq_open": 180, "add_key": 217, "request_key": 218, "keyctl": 219, "vmsplice": 75, "perf_event_open": 241,
+        "memfd_create": 279, "bpf": 280, "userfaultfd": 282, "io_uring_setup": 425, "memfd_secret": 447,
+    }),
+}  # fmt: skip
+"""Processor -> its number among the kernel's, and the numbers of the calls that the filter looks at."""
+ABSENT = (
+    "shmget", "semget", "msgget", "mq_open", "memfd_create", "memfd_secret", "vmsplice", "io_uring_setup", "perf_event_open",
+    "userfaultfd", "bpf", "add_key", "request_key", "keyctl",
+)  # fmt: skip
+"""Calls that a command does not have: memory that no process is charged for, ways deep into the kernel, and the keys of whoever started
+us, which namespaces do not separate."""
+FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+"""Kinds of sockets that our network namespace confines; AF_VSOCK, say, reaches the host of a virtual machine from any."""
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
+F_SETPIPE_SZ = 1031
 POLL_S = 0.02
 PIECE = 1 << 16
 MOST_OUTPUT = 16 << 20
@@ -96,10 +130,11 @@ def become_first() -> None:
 def build_root(python: str, disk_mb: int) -> None:
     """Mount the new root and move into it. `python` is the directory of this interpreter's installation."""
     mount("none", "/", None, REC | PRIVATE)
-    before = {line.split()[0] for line in _mounts()}
     shown = ["/usr", *([] if python == "/usr" or python.startswith("/usr/") else [python])]
     root = next(p for p in PLACES if Path(p).is_dir() and not any(s == p or s.startswith(p + "/") for s in shown))
     mount("root", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
+    _own_directories(root, disk_mb)  # first: the machine's Python may lie below a place that they cover
+    before = {line.split()[0] for line in _mounts()}
     for link in ("bin", "sbin", "lib", "lib64", "lib32"):
         if Path("/", link).is_symlink():
             Path(root, link).symlink_to(Path("/", link).readlink())
@@ -109,7 +144,9 @@ def build_root(python: str, disk_mb: int) -> None:
         bind(source, root + source)
     _devices(root)
     _lock(root, [line.split()[4] for line in _mounts() if line.split()[0] not in before])
-    _own_directories(root, disk_mb)
+    for place in _ours(shown):
+        mount("none", root + place, "tmpfs", NOSUID | NODEV | RDONLY, "size=4k,nr_inodes=1,mode=0")
+    mount("none", root, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
     os.chroot(root)
     os.chdir("/box")
 
@@ -117,7 +154,7 @@ def build_root(python: str, disk_mb: int) -> None:
 def bind(source: str, target: str) -> None:
     """Show a file or directory of the machine at `target`, which is made."""
     if Path(source).is_dir():
-        Path(target).mkdir(parents=True)
+        Path(target).mkdir(parents=True, exist_ok=True)
     else:
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         Path(target).touch()
@@ -127,9 +164,27 @@ def bind(source: str, target: str) -> None:
 def _devices(root: str) -> None:
     for name in DEVICES:
         bind(f"/dev/{name}", f"{root}/dev/{name}")
+    with Path(root, "dev", "zero").open("wb") as zero:
+        zero.truncate(ZEROES)
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         Path(root, "dev", name).symlink_to(f"/proc/self/fd/{number}")
     Path(root, "dev", "fd").symlink_to("/proc/self/fd")
+
+
+def _ours(shown: list[str]) -> Iterator[str]:
+    """Directories below those that are shown where `opd` is installed: the right answers of its own tasks are in them."""
+    here = Path(__file__).resolve().parents[2]
+    own = here.parent if (here.parent / "pyproject.toml").is_file() else here
+    installed = (
+        path
+        for top in shown
+        for kind in ("lib", "local/lib")
+        for path in Path(top, kind).glob("python3*/*-packages/opd")
+    )
+    found = {path.resolve() for path in (own, *installed)}
+    for place in found - {inner for inner in found if found.intersection(inner.parents)}:
+        if any(str(place).startswith(top + "/") for top in shown):
+            yield str(place)
 
 
 def _mounts() -> list[str]:
@@ -146,20 +201,79 @@ def _lock(root: str, mounted: list[str]) -> None:
 
 
 def _own_directories(root: str, disk_mb: int) -> None:
-    for name in ("box", "tmp", "proc", "run/bin", "etc"):
+    for name in (*FILES, "proc", "run/bin", "etc"):
         Path(root, name).mkdir(parents=True, exist_ok=True)
+    python = os.path.realpath(
+        getattr(sys, "_base_executable", sys.executable)
+    )  # a virtual environment may have a copy of it
     for name in ("python", "python3"):
-        Path(root, "run/bin", name).symlink_to(os.path.realpath(sys.executable))
+        Path(root, "run/bin", name).symlink_to(python)
     Path(root, "etc/passwd").write_text(f"root:x:0:0::/box:/bin/sh\nnobody:x:{NOBODY}:{NOBODY}::/box:/bin/sh\n")
     Path("/proc/sys/user/max_user_namespaces").write_text("0")  # ours alone: a command can make no namespace of its own
     mount("proc", root + "/proc", "proc", NOSUID | NODEV | NOEXEC, "hidepid=2")  # not to group 0, which is ours
-    for name in ("box", "tmp"):
+    for name in ("keys", "key-users"):
+        if Path(root, "proc", name).exists():
+            mount("/dev/null", f"{root}/proc/{name}", None, BIND)
+    for name in FILES:
         mount(name, f"{root}/{name}", "tmpfs", NOSUID | NODEV, f"size={disk_mb}m,nr_inodes=4096,mode=777")
-    mount("none", root, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
 
 
-def give_up_rights(limits: dict[str, int]) -> None:
-    """In the child, before its program: limits, no capability, another user where there is one. None of it can be undone."""
+def calls_filter(machine: str) -> bytes:
+    """The program with which the kernel looks at every system call of a command, for a processor's name.
+
+    Raises: OSError for a processor whose calls we do not know.
+    """
+    if machine not in MACHINES or sys.byteorder != "little":
+        raise OSError(f"no list of system calls for the processor {machine}")
+    known, number = MACHINES[machine]
+    load, jump, jump_from, jump_any, mask, end = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+    allow, kill, fail = 0x7FFF0000, 0x80000000, 0x00050000
+    made: list[tuple[int, int, int, int]] = []
+
+    def argument(place: int) -> tuple[int, int, int, int]:
+        return load, 0, 0, 16 + 8 * place
+
+    def look_at(name: str, *steps: tuple[int, int, int, int]) -> None:
+        """Take these steps for one call. The first of them to give an answer ends the program."""
+        made.extend([(jump, 0, len(steps), number[name]), *steps])
+
+    made += [(load, 0, 0, 4), (jump, 1, 0, known), (end, 0, 0, kill)]  # no other set of calls, such as that for 32 bits
+    made += [(load, 0, 0, 0), (jump_from, 0, 1, 0x40000000), (end, 0, 0, fail | errno.ENOSYS)]  # nor x32
+    for name in ABSENT:
+        look_at(name, (end, 0, 0, fail | errno.ENOSYS))
+    for name in ("socket", "socketpair"):
+        kinds = [(jump, len(FAMILIES) - i, 0, family) for i, family in enumerate(FAMILIES)]
+        look_at(name, argument(0), *kinds, (end, 0, 0, fail | errno.EAFNOSUPPORT), (end, 0, 0, allow))
+    refused = [(end, 0, 0, allow), (end, 0, 0, fail | errno.EPERM)]
+    shared = MAP_SHARED | MAP_ANONYMOUS  # its pages stay when the process unmaps all but one of them
+    look_at("mmap", argument(3), (jump_any, 3, 0, MAP_HUGETLB), (mask, 0, 0, shared), (jump, 1, 0, shared), *refused)
+    look_at("fcntl", argument(1), (jump, 1, 0, F_SETPIPE_SZ), *refused)
+    # `sockets_in_use` counts on it that their buffers have the size they begin with.
+    look_at(
+        "setsockopt",
+        argument(1),
+        (jump, 0, 2, socket.SOL_SOCKET),
+        argument(2),
+        (jump, 1, 0, socket.SO_SNDBUF),
+        *refused,
+    )
+    made.append((end, 0, 0, allow))
+    return b"".join(struct.pack("=HBBI", *step) for step in made)
+
+
+def filter_calls(program: bytes) -> None:
+    """Let the kernel refuse what `program` refuses, to this process and all that it starts. Raises: OSError."""
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
+
+    given = Program(len(program) // 8, program)
+    call("prctl", libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(given), 0, 0))
+
+
+def give_up_rights(limits: dict[str, int], program: bytes) -> None:
+    """In the child, before its program: limits, no capability, another user where there is one, fewer system calls. None of it
+    can be undone."""
     megabytes = 1 << 20
     for what, most in (
         (resource.RLIMIT_AS, limits["memory_mb"] * megabytes),
@@ -179,6 +293,7 @@ def give_up_rights(limits: dict[str, int]) -> None:
     header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     call("capset", libc.capset(header, nothing))
     call("prctl", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    filter_calls(program)
 
 
 class Output:
@@ -201,11 +316,14 @@ class Output:
         return halves | {"missing": self.length - len(self.head) - len(self.tail)}
 
 
-def run(request: dict[str, Any], limits: dict[str, int]) -> dict[str, Any]:
+def run(request: dict[str, Any], limits: dict[str, int], program: bytes) -> dict[str, Any]:
     """Run one command to its end, or to a limit, and kill all that it left."""
-    given = os.memfd_create("stdin")
+    given = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(given, request["stdin"].encode())
     os.lseek(given, 0, os.SEEK_SET)
+    fcntl.fcntl(
+        given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    )
     reading, writing = os.pipe()
     output, why = Output(request["output"]), "not started"
     code: int | None = None
@@ -218,7 +336,7 @@ def run(request: dict[str, Any], limits: dict[str, int]) -> dict[str, Any]:
             cwd="/box",
             env=ENVIRONMENT,
             start_new_session=True,
-            preexec_fn=lambda: give_up_rights(limits),  # this process has one thread
+            preexec_fn=lambda: give_up_rights(limits, program),  # this process has one thread
         )
     except (OSError, subprocess.SubprocessError) as error:
         output.add(str(error).encode())
@@ -265,15 +383,36 @@ def _watch(child: subprocess.Popen[bytes], reading: int, output: Output, seconds
 
 
 def memory_in_use() -> int:
-    """Resident bytes of all processes of the sandbox but this one."""
-    pages = 0
-    for entry in os.listdir("/proc"):  # noqa: PTH208 a hundred times a second
-        if entry.isdigit() and entry != "1":
-            try:
-                pages += int(Path("/proc", entry, "statm").read_text().split()[1])
-            except OSError:  # it ended meanwhile
-                continue
-    return pages * resource.getpagesize()
+    """Bytes that the sandbox holds: what its processes wrote to their own memory, swapped out or not, and the kernel's tables of it;
+    the files that it wrote; and the most that its sockets can hold. The calls that hold memory elsewhere are filtered out."""
+    held = sum(_own_memory(entry) for entry in os.listdir("/proc") if entry.isdigit() and entry != "1")  # noqa: PTH208 often
+    for name in FILES:
+        files = os.statvfs(f"/{name}")
+        held += (files.f_blocks - files.f_bfree) * files.f_bsize
+    return held + sockets_in_use() * SOCKET_BYTES
+
+
+def _own_memory(process: str) -> int:
+    """Pages of files are not in it: those of our own are counted as files, the machine's are there without us."""
+    try:
+        status = Path("/proc", process, "status").read_text()
+    except OSError:  # it ended meanwhile
+        return 0
+    return sum(int(size) << 10 for size in re.findall(r"^(?:RssAnon|VmSwap|VmPTE):\s*(\d+) kB$", status, re.MULTILINE))
+
+
+def sockets_in_use() -> int:
+    """Sockets of our network namespace."""
+    return int(Path("/proc/net/sockstat").read_text().split()[2])
+
+
+def _socket_bytes() -> int:
+    """Bytes that may lie unread in a socket of this machine."""
+    with socket.socket(socket.AF_UNIX) as one:
+        return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+SOCKET_BYTES = _socket_bytes()
 
 
 def end_all() -> None:
@@ -292,6 +431,7 @@ def main() -> None:
     limits["nobody"] = os.geteuid() == 0
     os.umask(0o022)
     try:
+        program = calls_filter(os.uname().machine)
         leave_the_machine()
         become_first()
         build_root(sys.base_prefix, limits["disk_mb"])
@@ -301,7 +441,7 @@ def main() -> None:
         sys.exit(1)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        print(json.dumps(run(json.loads(line), limits)), flush=True)
+        print(json.dumps(run(json.loads(line), limits, program)), flush=True)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,8 @@ class OwnEnvironment:
 
     def _make(self) -> None:
         self._environment = find(self._options.environment, "environment")(**self._options.options)
+        if hasattr(self._environment, "set_step_timeout"):
+            self._environment.set_step_timeout(self._options.step_timeout_s)
 
     def _reset(self) -> tuple[str | Messages, tuple[Tool, ...], str]:
         """The first observation, the tools, and what is wrong with them; empty if nothing."""

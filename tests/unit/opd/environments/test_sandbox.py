@@ -5,19 +5,27 @@ Skipped, and said, where this machine makes no namespaces; there the refusal is 
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
+import shutil
+import struct
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from opd.environments.records import Action, ToolCall
-from opd.environments.sandbox.box import Box, Limits, Ran, clean
+from opd.environments.records import Action, Outcome, ToolCall
+from opd.environments.sandbox.box import INSIDE, Box, Limits, Ran, clean
 from opd.environments.sandbox.environment import Sandbox
+from opd.environments.sandbox.inside import ABSENT, MACHINES, calls_filter
 from opd.errors import ConfigError, PromptError, RunError
+from opd.rollouts.episodes.spec import EpisodeOptions
+from opd.rollouts.episodes.worlds import OwnEnvironment
 
 LIMITS = Limits(seconds=3.0, memory_mb=256, disk_mb=4, processes=16)
 
@@ -159,6 +167,264 @@ def test_memory_is_limited_for_one_process_and_for_all_together(box: Box) -> Non
     assert "MemoryError" in python(box, "x = bytearray(400 << 20)").output
     many = "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        x = bytearray(60 << 20); time.sleep(9)\ntime.sleep(9)"
     assert python(box, many).why == "memory"
+
+
+HOLD = """
+import ctypes, mmap, os, sys, time
+
+libc, kept, piece = ctypes.CDLL(None, use_errno=True), [], 4 << 20
+libc.shmat.restype = libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def sysv():
+    number = libc.shmget(0, piece, 0o1600)
+    if number < 0:
+        raise OSError
+    place = ctypes.c_void_p(libc.shmat(number, None, 0))
+    ctypes.memset(place, 1, piece)
+    libc.shmdt(place)  # resident in no process, and still there
+
+
+def memfd():
+    kept.append(os.memfd_create("kept"))
+    os.write(kept[-1], bytes(piece))
+
+
+def leave_one_page(file, kind):
+    place = libc.mmap(None, piece, mmap.PROT_READ, kind, file, 0)
+    if place == ctypes.c_void_p(-1).value:
+        raise OSError
+    sum((ctypes.c_ubyte * piece).from_address(place)[::4096])
+    libc.munmap(place + 4096, piece - 4096)
+
+
+def shared():
+    leave_one_page(-1, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+
+
+def zero():
+    with open("/dev/zero", "rb") as source:
+        child = os.fork()
+        if child == 0:  # the kernel ends it where pages of that file have no room
+            leave_one_page(source.fileno(), mmap.MAP_SHARED)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            raise OSError
+        leave_one_page(source.fileno(), mmap.MAP_SHARED)
+
+
+def files():
+    for folder in ("/box", "/tmp"):
+        try:
+            with open(f"{folder}/{time.monotonic_ns()}", "wb") as file:
+                return file.write(b"x" * piece)
+        except OSError:
+            continue
+    raise OSError
+
+
+def anonymous():
+    kept.append(b"x" * piece)
+
+
+def sockets():
+    import socket
+    held = 0
+    while held < piece:
+        kept.extend(socket.socketpair())
+        kept[-1].setblocking(False)
+        try:
+            while True:
+                held += kept[-1].send(b"x" * 4096)
+        except BlockingIOError:
+            pass
+
+
+held = 0
+for kind in sys.argv[1:]:
+    try:
+        for _ in range(40):
+            globals()[kind]()
+            held += piece
+            print("held", held >> 20, kind, flush=True)
+            time.sleep(0.05)
+    except (OSError, MemoryError):
+        print("no more", kind, flush=True)
+"""
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        "sysv",
+        "memfd",
+        "shared",
+        "zero",
+        "files",
+        "anonymous",
+        "sockets",
+        "sysv memfd shared zero files sockets anonymous",
+    ],
+)
+def test_memory_is_limited_wherever_it_is_held(kinds: str) -> None:
+    """Of 160 MB, of each kind, less than the limit is had, but for what is taken between two looks."""
+    with Box(Limits(seconds=60, memory_mb=128, disk_mb=90, processes=16)) as box:
+        ran = box.run(["python3", "-c", HOLD, *kinds.split()])
+        assert "held" in ran.output or "no more" in ran.output, ran
+        assert (
+            max([int(line.split()[1]) for line in ran.output.splitlines() if line.startswith("held")], default=0) < 150
+        )
+        assert ran.why == "memory" or ran.output.count("no more") == len(kinds.split()), ran
+        assert sh(box, "rm -rf /box/* /tmp/*; echo yes").output == "yes\n", "what follows has room again"
+
+
+@needs_namespaces
+def test_standard_input_cannot_grow(box: Box) -> None:
+    assert box.run(["python3", "-c", "import os; os.write(0, b'more')"], stdin="given").code == 1
+    assert box.run(["/bin/cat"], stdin="given").output == "given"
+
+
+KEY = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+add, control = {numbers}
+found, text = libc.syscall(control, 10, -3, b"user", b"opd-test", 0), ctypes.create_string_buffer(99)
+libc.syscall(control, 11, found, text, 99)
+print(text.value, open("/proc/keys").read())
+"""
+
+
+@needs_namespaces
+def test_keys_of_the_session_are_out_of_reach() -> None:
+    names = MACHINES[os.uname().machine][1]
+    reads = KEY.format(numbers=(names["add_key"], names["keyctl"]))
+    owner = (
+        f"import ctypes, subprocess, sys\nlibc = ctypes.CDLL(None)\nlibc.syscall({names['keyctl']}, 1, None)\n"
+        f"assert libc.syscall({names['add_key']}, b'user', b'opd-test', b'a secret', 8, -3) > 0\n"
+        "from opd.environments.sandbox.box import Box, Limits\n"
+        f"reads = {reads!r}\n"
+        "subprocess.run([sys.executable, '-c', reads], check=True)\nprint('inside', flush=True)\n"
+        "with Box(Limits()) as box:\n    print(box.run(['python3', '-c', reads]))\n"
+    )
+    told = subprocess.run([sys.executable, "-c", owner], capture_output=True, text=True, timeout=60, check=False)
+    if "AssertionError" in told.stderr:
+        pytest.skip("this machine has no keyrings")
+    outside, inside = told.stdout.split("inside\n")
+    assert "a secret" in outside and "opd-test" in outside, "the test itself reads it"
+    assert "code=0" in inside and "a secret" not in inside and "opd-test" not in inside
+
+
+@needs_namespaces
+def test_only_sockets_that_a_namespace_confines(box: Box) -> None:
+    tried = (
+        "import socket\nfor kind in range(46):\n    for how in range(1, 6):\n"
+        "        try:\n            socket.socket(kind, how); print(kind)\n        except OSError: pass"
+    )
+    assert set(map(int, python(box, tried).output.split())) <= {1, 2, 10, 16}, "AF_VSOCK is 40"
+    assert python(box, "import asyncio; print(asyncio.run(asyncio.sleep(0, 3)))").output == "3\n"
+
+
+def decide(program: bytes, arch: int, number: int, *arguments: int) -> int:
+    """What a filter answers, by the rules of the kernel's BPF."""
+    data = struct.pack("<IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
+    steps, at, value = list(struct.iter_unpack("<HBBI", program)), 0, 0
+    while True:
+        code, yes, no, k = steps[at]
+        at += 1
+        match code:
+            case 0x20:
+                (value,) = struct.unpack_from("<I", data, k)
+            case 0x54:
+                value &= k
+            case 0x06:
+                return int(k)
+            case _:
+                holds = {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[code]
+                at += yes if holds else no
+
+
+@pytest.mark.parametrize("machine", sorted(MACHINES))
+def test_the_filter_refuses_what_it_should_on_each_processor(machine: str) -> None:
+    program = calls_filter(machine)
+    arch, numbers = MACHINES[machine]
+    failed, allowed = 0x00050000, 0x7FFF0000
+    ask = lambda name, *arguments: decide(program, arch, numbers[name], *arguments)  # noqa: E731
+    assert {ask(name) for name in ABSENT} == {failed | errno.ENOSYS}
+    assert [ask("socket", family) for family in (1, 2, 10, 16)] == [allowed] * 4
+    assert [ask("socketpair", family) for family in (0, 17, 38, 40)] == [failed | errno.EAFNOSUPPORT] * 4
+    kinds = [0x01, 0x02, 0x22, 0x20022, 0x21, 0x23, 0x4021, 0x40022]  # the flags that Linux gives MAP_... on both
+    assert [ask("mmap", 0, 0, 0, flags) for flags in kinds] == [allowed] * 4 + [failed | errno.EPERM] * 4
+    assert [ask("fcntl", 0, command) for command in (1031, 1032, 0)] == [failed | errno.EPERM, allowed, allowed]
+    asked = [ask("setsockopt", 0, *option) for option in ((1, 7), (1, 8), (6, 7))]
+    assert asked == [failed | errno.EPERM, allowed, allowed]
+    others = set(range(500)) - set(numbers.values())
+    assert {decide(program, arch, number) for number in others} == {allowed}
+    assert decide(program, arch, numbers["fcntl"] | 0x40000000) == failed | errno.ENOSYS
+    assert decide(program, 0x40000003, 1) == 0x80000000, "calls of 32 bits"
+    with pytest.raises(OSError, match="no list of system calls for the processor vax"):
+        calls_filter("vax")
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A Python of its own, with `opd` in it, as `pip install` puts it there. Returns its directory."""
+    base, version = tmp_path / "base", f"python{sys.version_info.major}.{sys.version_info.minor}"
+    library, made = Path(os.__file__).parent, base / "lib" / version
+    left_out = shutil.ignore_patterns(
+        "site-packages", "dist-packages", "test", "tests", "__pycache__", "config-*", "idlelib"
+    )
+    shutil.copytree(library, made, ignore=left_out)
+    (base / "bin").mkdir()
+    shutil.copy(Path(sys.executable).resolve(), base / "bin" / version)
+    for shared in Path(sys.base_prefix, "lib").glob("libpython*.so*"):
+        shutil.copy(shared, base / "lib")
+    shutil.copytree(INSIDE.parents[2], made / "site-packages" / "opd", ignore=shutil.ignore_patterns("__pycache__"))
+    return base
+
+
+@needs_namespaces
+def test_a_python_below_tmp_with_opd_in_it_works_and_hides_the_answers(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not str(installed).startswith("/tmp/"):
+        pytest.skip("the temporary directory is not /tmp")
+    place = next(installed.glob("lib/python3*/site-packages/opd/environments/sandbox"))
+    monkeypatch.setattr(sys, "executable", str(next(installed.glob("bin/python3*"))))
+    monkeypatch.setattr("opd.environments.sandbox.box.INSIDE", place / "inside.py")
+    subprocess.run([sys.executable, "-I", "-c", f"open({str(place / 'problems.py')!r})"], check=True, timeout=60)
+    with Box(LIMITS) as box:
+        told = python(box, "import os, sys, json; print(sys.base_prefix); print(os.__file__)")
+        assert told.output == f"{installed}\n{next(installed.glob('lib/python3*'))}/os.py\n"
+        assert "No module named 'opd'" in python(box, "import opd.environments.sandbox.problems").output
+        assert sh(box, f"find {installed} -name problems.py 2>&1").output.count("problems.py") == 0
+        assert sh(box, f"cat {place / 'problems.py'}").code != 0
+        assert sh(box, f"echo x > {installed}/x").code != 0 and sh(box, "echo x > /tmp/x").code == 0
+
+
+@needs_namespaces
+def test_the_python_of_a_virtual_environment_of_copies_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv.create(tmp_path / "copies", symlinks=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "copies" / "bin" / "python"))
+    with Box(LIMITS) as box:
+        assert python(box, "import sys; print(sys.prefix)").output == f"{sys.base_prefix}\n"
+
+
+@needs_namespaces
+def test_a_python_that_does_not_run_inside_is_refused(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of its library is where a sandbox does not look. Outside it runs."""
+    library = next(installed.glob("lib/python3*"))
+    (library / "json").rename(tmp_path / "json")
+    (library / "json").symlink_to(tmp_path / "json")
+    monkeypatch.setattr(sys, "executable", str(next(installed.glob("bin/python3*"))))
+    with pytest.raises(
+        ConfigError, match=r"(?s)python3 of this machine does not run in it: .*needs? no files but those in /usr"
+    ):
+        Box(LIMITS)
 
 
 @needs_namespaces
@@ -329,6 +595,38 @@ def test_what_tools_say(task: Sandbox) -> None:
         assert said(write(path, "x")).startswith("error: ")
     assert not said(write("big", "x" * 20_000_000)).startswith("wrote")
     assert "Is a directory" in said(write("deep", "x"))
+
+
+@needs_namespaces
+def test_slow_calls_of_a_turn_end_before_the_step_is_late() -> None:
+    """The policy reads that they took too long; the episode goes on."""
+    options = EpisodeOptions(
+        environment="opd.environments.sandbox.environment:Sandbox",
+        options={"seconds": 3},
+        max_turns=4,
+        max_tokens=None,
+        max_turn_tokens=64,
+        step_timeout_s=5.0,
+        max_broken=0.1,
+    )
+
+    async def play() -> list[Outcome]:
+        world = OwnEnvironment(options, Sandbox.tasks(1, 0)[0]["metadata"], 0)
+        try:
+            await world.begin()
+            slow = Action(text="", calls=shell("sleep 9").calls * 3 + write("a", "b").calls)
+            return [await world.step(slow), await world.step(shell("echo here")), await world.step(Action(text="done"))]
+        finally:
+            await world.close()
+            world.leave()
+
+    slow, quick, end = asyncio.run(play())
+    assert slow.observation[0] == "[ended: it took longer than 3 s]"
+    assert slow.observation[1].startswith("[ended: it took longer than 0.") or slow.observation[1].startswith(
+        "[ended: it took longer than 1"
+    )
+    assert slow.observation[2:] == ("[not started: the calls of a turn have 4 s together]",) * 2
+    assert quick.observation == ("here",) and end.done and end.reward == 0
 
 
 @needs_namespaces
