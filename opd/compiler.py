@@ -1,10 +1,22 @@
-"""The C++ compiler that torch.compile needs."""
+"""What torch.compile needs: a C++ compiler, and a place of its own for what it compiled."""
 
 from __future__ import annotations
 
 import functools
+import getpass
+import os
+import re
 import shutil
+import stat
+import tempfile
 import warnings
+from pathlib import Path
+
+from opd import leftovers
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""The variable that torch reads, with the directory of what it compiled."""
+HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
 
 def compiler() -> str | None:
@@ -15,7 +27,35 @@ def compiler() -> str | None:
 @functools.cache
 def can_compile(key: str, what: str) -> bool:
     """Whether there is one. Without it a setting `key` has no effect: one warning says that `what` eagerly."""
+    keep_compiled_code_private()
     found = compiler() is not None
     if not found:
         warnings.warn(f"{key}: no C++ compiler (g++), {what} eagerly", stacklevel=2)
     return found
+
+
+def keep_compiled_code_private() -> None:
+    """Let torch keep what it compiles where this user alone can write, unless `TORCHINDUCTOR_CACHE_DIR` names a place.
+
+    Torch's own place has a known name in the temporary directory. Torch takes it whoever made it, and loads the libraries and
+    headers that lie there. So we make it first. If another user was faster, torch compiles anew, in a directory of this process.
+    """
+    if CACHE in os.environ:
+        return
+    place = _torchs_place()
+    try:
+        place.mkdir(mode=0o700)
+    except FileExistsError:
+        found = place.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            os.environ[CACHE] = tempfile.mkdtemp(prefix=f"{leftovers.prefix()}torch-")
+            os.environ[HEADERS] = "0"  # they are in torch's own place whatever the other variable says
+
+
+def _torchs_place() -> Path:
+    """As `torch._inductor` has it, without the seconds that an import of torch takes."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    return Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))

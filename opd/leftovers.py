@@ -21,11 +21,16 @@ VARIABLE = "OPD_DRIVER"
 OWNER = "OPD_OWNER"
 """Environment variable with the mark of the worker that started a process, such as an agent's program, for itself alone."""
 SHARED_MEMORY = Path("/dev/shm")
+RAY_VARIABLES = ("RAY_TMPDIR", "TMPDIR")
+"""Variables that name the directory of Ray's temporary one, by precedence."""
 END_TIMEOUT_S = 10.0
 _KEPT = "SPT_NOENV"
 """Ray's and vLLM's processes set a title, which overwrites the environment that others see, and so the mark. This variable
 prevents that."""
 _MARK = re.compile(r"^opd-run-(\d+-\d+-\d+)-")
+SHORT = "opd-ray-"
+"""The beginning of the names of directories whose path has to be short. Such a one holds its mark in a file."""
+_MARK_FILE = "opd-driver"
 
 
 def mark() -> str:
@@ -39,6 +44,14 @@ def mark() -> str:
 def prefix() -> str:
     """The beginning of the names of this process's temporary directories, with its mark."""
     return f"opd-run-{mark()}-"
+
+
+def make_short_directory(parent: Path) -> Path:
+    """Make a directory that no other user can enter, whatever the umask, with this process's mark. Returns its path: `parent` and 17
+    bytes. Raises: OSError."""
+    made = Path(tempfile.mkdtemp(prefix=SHORT, dir=parent))
+    (made / _MARK_FILE).write_text(mark(), encoding="utf-8")
+    return made
 
 
 @contextmanager
@@ -139,10 +152,27 @@ def _end(processes: list[psutil.Process]) -> list[str]:
 def remove_directories() -> list[str]:
     """Remove the directories of processes that are gone. Returns their paths."""
     found = []
-    for parent in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
-        for path in parent.glob("opd-run-*") if parent.is_dir() else ():
-            match = _MARK.match(path.name)
-            if match and path.is_dir() and not path.is_symlink() and not alive(match[1]):
+    parents = {SHARED_MEMORY, Path(tempfile.gettempdir()), ray_parent()}
+    for parent in filter(Path.is_dir, parents):
+        for path in (*parent.glob("opd-run-*"), *parent.glob(f"{SHORT}*")):
+            theirs = _mark_of(path)
+            if theirs and path.is_dir() and not path.is_symlink() and not alive(theirs):
                 shutil.rmtree(path, ignore_errors=True)  # may belong to another user
                 found += [] if path.exists() else [str(path)]
     return found
+
+
+def ray_parent() -> Path:
+    """The directory in which Ray would have its temporary one."""
+    return Path(next(filter(None, map(os.environ.get, RAY_VARIABLES)), "/tmp"))
+
+
+def _mark_of(directory: Path) -> str:
+    """The mark of the process that made it; empty if it has none, or if it is another user's."""
+    match = _MARK.match(directory.name)
+    if match:
+        return match[1]
+    try:
+        return (directory / _MARK_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""

@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from opd.compiler import keep_compiled_code_private
+
 LOOK_S = 2.0
 """How often a worker says that it lives, and how often whoever waits looks."""
 SILENT_S = 40.0
@@ -23,6 +25,7 @@ class Beating:
     """The first base of a worker's class: a thread of its own says that the process lives."""
 
     def __init__(self, key: bytes, *args: Any) -> None:
+        keep_compiled_code_private()
         threading.Thread(target=_beat, args=(key,), daemon=True, name="pulse").start()
         super().__init__(*args)
 

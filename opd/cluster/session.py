@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from opd import leftovers
 from opd.address import LOOPBACK
@@ -18,9 +20,13 @@ from opd.cluster.watching import Watch
 from opd.config.sections import ClusterConfig
 from opd.errors import ConfigError, RunError
 
+RAYS = "r"
+"""Name of Ray's temporary directory in ours; the path of a socket is short."""
 LOCAL = "local"
 """The address that means Ray on this machine, started and stopped by us."""
 
+_kept: list[Path] = []
+"""Directories of sessions of this process that ended with a RunError, whose logs may be of use until the next session."""
 _watch: Watch | None = None
 """The watch of the session under way. It is a global because a process has one Ray, and so one session at a time."""
 
@@ -36,9 +42,10 @@ def current_watch() -> Watch:
 def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
     """Connect to the cluster, or start Ray on this machine; stop it on exit.
 
-    A local Ray listens on loopback only, has no dashboard, and asks for a token that lives as long as this process. The
+    A local Ray listens on loopback only, has no dashboard, asks for a token that lives as long as this process, and has its files
+    where no other user gets. They go with the session, but after a RunError, which Ray's logs may explain, with the next one. The
     session first clears what earlier drivers left when they were killed, and none of its own processes outlives it.
-    Raises: RunError if Ray would listen elsewhere; ConfigError if there is no cluster at the address.
+    Raises: RunError if Ray would listen elsewhere; ConfigError if there is no cluster at the address, or no place for Ray's files.
     """
     global _watch
     if config.address == LOCAL:
@@ -46,14 +53,19 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
     import ray
 
     leftovers.sweep()
+    while _kept:
+        shutil.rmtree(_kept.pop(), ignore_errors=True)
+    directory = _make_own_directory() if config.address == LOCAL else None
     watch = _watch = Watch(config.start_timeout_s)
     with no_daemon_stands_still():
         try:
             with leftovers.marked(), _own_signals():
-                _connect(config, num_workers)
+                _connect(config, num_workers, directory)
             yield
-        except WorkerDied as error:
-            if error.worker is None:
+        except RunError as error:
+            if directory is not None:
+                _kept.append(directory)
+            if isinstance(error, WorkerDied) and error.worker is None:
                 leftovers.end_own()  # before Ray shuts down, which would wait for processes that do not answer
             raise
         finally:
@@ -62,16 +74,18 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
             watch.clear()
             ray.shutdown()
             leftovers.end_own()  # a process that is stopped or hung does not end by itself
+            if directory is not None and directory not in _kept:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
-def _connect(config: ClusterConfig, num_workers: int) -> None:
-    """Start Ray here, or go to the cluster that there is.
+def _connect(config: ClusterConfig, num_workers: int, directory: Path | None) -> None:
+    """Start Ray here with its files in `directory`, or without one go to the cluster that there is.
 
-    Raises: ConfigError if there is none, or if ours would have no room for its sockets; RunError if it would listen beyond this machine.
+    Raises: ConfigError if there is none; RunError if ours would listen beyond this machine.
     """
     import ray
 
-    if config.address != LOCAL:
+    if directory is None:
         try:
             ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
         except ConnectionError as error:
@@ -82,7 +96,6 @@ def _connect(config: ClusterConfig, num_workers: int) -> None:
                 fix="start it with `ray start --head`, and `ray start --address` on its other machines, or leave the key out",
             ) from None
         return
-    _refuse_long_directory()
     # CPUs are counted in workers, not cores: the phases take turns on the same cores.
     ray.init(
         address=LOCAL,  # without it Ray would join a cluster that this machine is part of
@@ -91,6 +104,7 @@ def _connect(config: ClusterConfig, num_workers: int) -> None:
         log_to_driver=False,
         logging_level="ERROR",
         configure_logging=True,
+        _temp_dir=str(directory / RAYS),  # Ray opens the directory itself to everybody, but not the one above it
         # Else Ray waits for `num_cpus` processes that have none of the environment that our workers need.
         _system_config={"prestart_worker_first_driver": False},
     )
@@ -99,17 +113,21 @@ def _connect(config: ClusterConfig, num_workers: int) -> None:
 
 def room_for_sockets() -> int:
     """Longest temporary directory, in bytes: the path of a socket has at most 107, and Ray puts its session behind the directory."""
-    return 107 - len(f"/ray/session_2026-11-24_22-15-05_673087_{os.getpid()}/sockets/plasma_store")
+    session = f"session_2026-11-24_22-15-05_673087_{os.getpid()}/sockets/plasma_store"
+    return 107 - len(f"/{leftovers.SHORT}xxxxxxxx/{RAYS}/{session}")
 
 
 def too_long_for_sockets(environ: Mapping[str, str]) -> str | None:
     """The variable that names Ray's temporary directory, if Ray's sockets have no room there."""
-    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if environ.get(name)), None)
+    name = next((name for name in leftovers.RAY_VARIABLES if environ.get(name)), None)
     return name if name is not None and len(os.fsencode(environ[name])) > room_for_sockets() else None
 
 
-def _refuse_long_directory() -> None:
-    """Raises: ConfigError for a temporary directory in which Ray's sockets cannot lie."""
+def _make_own_directory() -> Path:
+    """Make the directory that a session of Ray's lies in, of mode 0700: Ray opens its own, and its sockets, to every user of the machine.
+
+    Raises: ConfigError for a temporary directory in which it cannot be, or in which Ray's sockets cannot lie.
+    """
     name = too_long_for_sockets(os.environ)
     if name is not None:
         raise ConfigError.at(
@@ -118,6 +136,17 @@ def _refuse_long_directory() -> None:
             wanted=f"a path of at most {room_for_sockets()} bytes: Ray makes sockets below it, whose paths have a limit",
             fix="set RAY_TMPDIR to a shorter directory, for example RAY_TMPDIR=/tmp",
         )
+    parent = leftovers.ray_parent()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return leftovers.make_short_directory(parent.absolute())
+    except OSError as error:
+        raise ConfigError.at(
+            "temporary directory",
+            found=f"{parent}: {error.strerror}",
+            wanted="a directory that this user may write to, for Ray's sockets and logs",
+            fix="set RAY_TMPDIR to one whose path is short",
+        ) from None
 
 
 def _keep_to_this_machine() -> None:

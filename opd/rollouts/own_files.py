@@ -26,7 +26,7 @@ def own_files() -> Iterator[None]:
     """Within, engines that start in this process have their files in its own folder."""
     from vllm.utils import network_utils
 
-    folder, before, theirs = _folder().name, os.environ.get(SOCKETS), network_utils.tempfile
+    folder, before, theirs = own_folder(), os.environ.get(SOCKETS), network_utils.tempfile
     os.environ[SOCKETS] = folder
     # There is no setting for the other file. Python's own temporary directory stays: torch has its compiled code there.
     network_utils.tempfile = SimpleNamespace(gettempdir=lambda: folder)
@@ -38,6 +38,11 @@ def own_files() -> Iterator[None]:
             del os.environ[SOCKETS]
         else:
             os.environ[SOCKETS] = before
+
+
+def own_folder() -> str:
+    """This process's folder, which no other user can enter; it is made when it is first asked for."""
+    return _folder().name
 
 
 @cache

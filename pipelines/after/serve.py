@@ -17,7 +17,9 @@ from typing import NoReturn
 
 from opd.address import Address
 from opd.cluster.environment import SPINS
+from opd.compiler import keep_compiled_code_private
 from opd.errors import ConfigError
+from opd.rollouts.own_files import SOCKETS, own_folder
 from opd.rollouts.served import CPU_LATENT, LATENT
 from pipelines.after.models import Found
 
@@ -115,8 +117,9 @@ def environment(model: Found) -> dict[str, str]:
 
 
 def serve(model: Found, options: ServeOptions) -> NoReturn:
-    """Become the server."""
+    """Become the server. The sockets between its processes are in a folder of its own, which the next command removes."""
     sys.stdout.flush()
     sys.stderr.flush()
+    keep_compiled_code_private()
     arguments = command(model, options)
-    os.execve(arguments[0], arguments, environment(model) | dict(os.environ))
+    os.execve(arguments[0], arguments, environment(model) | {SOCKETS: own_folder()} | dict(os.environ))

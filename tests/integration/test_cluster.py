@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,14 +25,20 @@ from opd.cluster.session import current_watch
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
 
+ROOT = Path(__file__).parents[2]
 TITLES = {"gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Owner"}
 """Of the processes of a session whose only worker is an `Owner`."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ray() -> Iterator[None]:
-    with cluster.ray_session(ClusterConfig(), 2):
-        yield
+    before = os.umask(0)  # Ray's own processes inherit it
+    try:
+        with cluster.ray_session(ClusterConfig(), 2):
+            os.umask(before)
+            yield
+    finally:
+        os.umask(before)
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +216,31 @@ def titles_and_marks() -> dict[str, str | None]:
 def test_nothing_of_ours_listens_beyond_this_machine(session: Session) -> None:
     assert {"gcs_server", "raylet"} <= {name for name, _ in session.listening}
     assert [(name, at) for name, at in session.listening if not ip_address(at).is_loopback] == []
+
+
+def test_other_users_get_at_none_of_rays_files_whatever_the_umask() -> None:
+    import ray
+
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    assert (session / "sockets" / "plasma_store").is_socket()
+    around = session.parents[1].stat()
+    assert around.st_mode & 0o777 == 0o700 and around.st_uid == os.getuid()
+    assert session.stat().st_mode & 0o007, "Ray itself would let them in"
+
+
+def test_the_files_of_a_session_go_with_it_or_with_the_next_one_after_an_error() -> None:
+    """In a process of its own: this one has a session under way."""
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom opd import cluster\nfrom opd.config.sections import ClusterConfig\n"
+        "from opd.errors import RunError\nplace = Path(os.environ['RAY_TMPDIR'])\n"
+        "try:\n    with cluster.ray_session(ClusterConfig(), 1):\n        assert len(list(place.iterdir())) == 1\n        raise RunError('x')\n"
+        "except RunError:\n    (kept,) = place.iterdir()\n    assert list(kept.glob('r/session_latest/logs/*'))\n"
+        "with cluster.ray_session(ClusterConfig(), 1):\n    assert len(list(place.iterdir())) == 1 and not kept.exists()\n"
+        "assert not list(place.iterdir())"
+    )
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        env = os.environ | {"RAY_TMPDIR": place, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
 
 
 def test_a_worker_says_where_the_cluster_reaches_its_machine(session: Session) -> None:

@@ -187,3 +187,23 @@ def test_own_processes_are_ended_and_the_mark_does_not_stay() -> None:
     finally:
         other.kill()
         other.wait()
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_a_directory_with_a_short_name_is_private_and_goes_with_its_driver(
+    variable: str, drivers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    before = os.umask(0)
+    try:
+        made = [leftovers.make_short_directory(tmp_path) for _ in range(2)]
+    finally:
+        os.umask(before)
+    assert all(path.stat().st_mode & 0o777 == 0o700 and len(path.name) == 16 for path in made)
+    theirs, unmarked = tmp_path / "opd-ray-theirs", tmp_path / "opd-ray-unmarked"
+    for path in (theirs, unmarked):
+        path.mkdir()
+    (theirs / "opd-driver").write_text(gone_prefix().removeprefix("opd-run-").removesuffix("-"))
+    assert str(theirs) in leftovers.sweep()
+    assert not theirs.exists() and unmarked.exists() and all(path.exists() for path in made)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from opd.cluster.session import _refuse_long_directory, room_for_sockets
+from opd.cluster.session import _make_own_directory, room_for_sockets, too_long_for_sockets
 from opd.errors import ConfigError
+
+
+@pytest.fixture
+def short_directory() -> Iterator[Path]:
+    """pytest's own directories have too long a path for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
 
 
 @pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
@@ -14,17 +26,26 @@ def test_a_temporary_directory_without_room_for_rays_sockets_is_refused(
 ) -> None:
     for known in ("TMPDIR", "RAY_TMPDIR"):
         monkeypatch.delenv(known, raising=False)
-    _refuse_long_directory()
+    assert too_long_for_sockets(os.environ) is None
     monkeypatch.setenv(name, "/" + "x" * (room_for_sockets() - 1))
-    _refuse_long_directory()
+    assert too_long_for_sockets(os.environ) is None
     monkeypatch.setenv(name, "/" + "x" * room_for_sockets())
     with pytest.raises(
         ConfigError, match=f"environment variable {name}(.|\n)*at most {room_for_sockets()} bytes(.|\n)*RAY_TMPDIR=/tmp"
     ):
-        _refuse_long_directory()
+        _make_own_directory()
 
 
-def test_a_short_directory_for_ray_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_directory_for_ray_is_enough_and_need_not_be_there(
+    monkeypatch: pytest.MonkeyPatch, short_directory: Path
+) -> None:
     monkeypatch.setenv("TMPDIR", "/" + "x" * 200)
-    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
-    _refuse_long_directory()
+    monkeypatch.setenv("RAY_TMPDIR", str(short_directory / "new"))
+    assert _make_own_directory().parent == short_directory / "new"
+
+
+def test_a_place_where_rays_files_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, short_directory: Path) -> None:
+    (short_directory / "file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(short_directory / "file"))
+    with pytest.raises(ConfigError, match=r"temporary directory(.|\n)*set RAY_TMPDIR"):
+        _make_own_directory()

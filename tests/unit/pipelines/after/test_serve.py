@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from opd import leftovers
 from opd.address import Address
 from opd.config import load_pipeline
 from opd.errors import ConfigError
@@ -25,7 +26,8 @@ ROOT = Path(__file__).parents[4]
 SERVER = """
 import json, os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-print(json.dumps([os.getpid(), *sys.argv[1:]]), flush=True)
+sockets = os.environ["VLLM_RPC_BASE_PATH"]
+print(json.dumps([os.getpid(), os.stat(sockets).st_mode & 0o777, sockets, *sys.argv[1:]]), flush=True)
 time.sleep(60)
 """
 
@@ -100,10 +102,12 @@ def test_the_process_becomes_the_server(tiny_model_dir: Path, tmp_path: Path) ->
     )
     try:
         assert process.stdout is not None
-        pid, *words = json.loads(process.stdout.readline())
+        pid, mode, sockets, *words = json.loads(process.stdout.readline())
+        assert mode == 0o700 and Path(sockets).name.startswith(f"opd-run-{process.pid}-")
         assert pid == process.pid and words[:2] == ["--model", str(tiny_model_dir)] and words[-2:] == ["--seed", "3"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 7, "signals and exit code are the server's"
+        assert sockets in leftovers.sweep()
     finally:
         process.kill()
         process.communicate()
