@@ -60,7 +60,8 @@ def assert_closed(seen: dict[str, Any], root: Path) -> None:
         assert any(path.startswith(part) for path in seen["seen"]), part
     assert seen["open"] == {}
     assert seen["other"] == [], "ports beyond loopback, and sockets without a file"
-    assert [path for path in seen["left"] if not path.startswith("/tmp/torchinductor_")] == []
+    # torch's compiled code is for the next run; joblib leaves semaphores of 32 bytes when a process of an engine is killed
+    assert [path for path in seen["left"] if not path.startswith(("/tmp/torchinductor_", "/dev/shm/sem.loky-"))] == []
 
 
 def test_other_users_can_open_nothing_that_a_merge_makes(tmp_path: Path, pipeline: dict[str, Any]) -> None:
