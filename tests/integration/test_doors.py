@@ -56,9 +56,9 @@ def merge_and_walk(root: Path, pipeline: dict[str, Any]) -> dict[str, Any]:
 def assert_closed(seen: dict[str, Any], root: Path) -> None:
     kinds = [kind.split()[0] for kind in seen["seen"].values()]
     assert kinds.count("SOCK") >= 2 and kinds.count("file") > 50, "the walk saw the merge at work"
+    assert seen["open"] == {}
     for part in (str(root / "run"), str(root / "home"), "/tmp/opd-ray-", "/dev/shm/opd-run-"):
         assert any(path.startswith(part) for path in seen["seen"]), part
-    assert seen["open"] == {}
     assert seen["other"] == [], "ports beyond loopback, and sockets without a file"
     # torch's compiled code is for the next run; joblib leaves semaphores of 32 bytes when a process of an engine is killed
     assert [path for path in seen["left"] if not path.startswith(("/tmp/torchinductor_", "/dev/shm/sem.loky-"))] == []
