@@ -145,7 +145,7 @@ class StepRecord:
     reward: RewardRecord | None = None
     """The policy gradient beside the divergence; None without `objective.reward`."""
     skipped: bool = False
-    """True if no token was trained, so that there was no optimiser step."""
+    """True if no token was trained, as while a critic learns alone: there was no optimiser step."""
     restarted: tuple[str, ...] = ()
     """Workers that died and were started again."""
     stream: StreamRecord = StreamRecord()

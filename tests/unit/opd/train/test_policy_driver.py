@@ -123,3 +123,15 @@ def test_a_step_without_advantages_trains_what_is_left(kind: str, trains: bool, 
     if kind == "none":
         rewarded = trainer.train_step(1, [rollout("a")], Targets("a"), frozenset(), reward("a"))  # type: ignore[arg-type]
         assert not rewarded.skipped
+
+
+def test_while_a_critic_is_cold_no_optimiser_step_is_taken(in_process: Any) -> None:
+    """A base that teaches its own copy differs from it by rounding alone, and AdamW scales that up to whole steps."""
+    in_process.replace = PolicyRank
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(), 9))
+    targets: Any = Targets("a", "b")
+    cold = RewardStep(weight=0.0, advantages={}, waits=True)
+    report = trainer.train_step(1, [rollout("a"), rollout("b")], targets, frozenset(), cold)
+    assert report.skipped and targets.arrived and not works(in_process)
+    warm = trainer.train_step(2, [rollout("a"), rollout("b")], Targets("a", "b"), frozenset(), reward("a"))  # type: ignore[arg-type]
+    assert not warm.skipped and works(in_process)
