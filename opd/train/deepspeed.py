@@ -140,7 +140,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         """The work of all ranks, not cut into micro-batches yet; without weights if no token is trained."""
         policy = policy_work(reward, rollouts, self._spec.domain_weights)
         waits = reward is not None and reward.waits
-        teaches = not waits and (policy is not None or self._objective.HAS_DIVERGENCE)
+        rewards = policy is not None and policy.weight > 0
+        teaches = not waits and (rewards or self._objective.HAS_DIVERGENCE)
         weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
         lr = self._spec.rate.at(step)
         known: dict[str, Any] = {"stale": stale, "policy": policy, "watched": watched(rollouts)}

@@ -121,6 +121,8 @@ def test_a_step_without_advantages_trains_what_is_left(kind: str, trains: bool, 
     assert report.skipped is not trains and targets.arrived, "AdamW must not decay weights for nothing"
     assert len(works(in_process)) == (2 if trains else 0)
     if kind == "none":
+        weightless = trainer.train_step(1, [rollout("a")], Targets("a"), frozenset(), reward("a", weight=0.0))  # type: ignore[arg-type]
+        assert weightless.skipped, "a schedule of the weight begins or ends at 0"
         rewarded = trainer.train_step(1, [rollout("a")], Targets("a"), frozenset(), reward("a"))  # type: ignore[arg-type]
         assert not rewarded.skipped
 
