@@ -41,6 +41,7 @@ from pipelines.interrupts import Interrupted, Interrupts
 from pipelines.merging import card
 from pipelines.merging.changes import (
     accept_changes,
+    changed_rules,
     identity,
     refuse_changed_inputs,
     refuse_foreign,
@@ -208,7 +209,7 @@ def _reopened(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConf
     found = manifest_of(config, inputs)
     refuse_changed_inputs(recorded, found, paths.manifest)
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
-    older = unrecorded(recorded)
+    older = [*unrecorded(recorded), *changed_rules(recorded, config)]
     return Run(
         config=config,
         inputs=inputs,
