@@ -22,7 +22,7 @@ from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import Evaluation
 from opd.files import atomic_file, atomic_write_text
-from opd.report import headroom
+from opd.report import clear_domains, headroom
 from opd.run_dir import EXAMS, ComparisonPaths, RunPaths
 from opd.settings import validate
 from opd.text import or_dash
@@ -87,7 +87,7 @@ class ComparisonRow:
     accuracy: SeedMean
     """Mean over domains."""
     headroom: SeedMean | None
-    """Mean over the domains where the expert is better than the student; None if there is none."""
+    """Mean over the domains where the expert is better than the student beyond chance; None if there is none."""
     verdict: str = ""
     """`tie`, `better` or `worse` than on-policy distillation at the same share of the training; merges of weights are
     compared with the whole training. Empty if distillation ran with one seed only."""
@@ -207,7 +207,7 @@ def table(seeds: Sequence[_OneSeed]) -> list[ComparisonRow]:
 def _row(group: Sequence[tuple[_OneSeed, BaselineResult]]) -> ComparisonRow:
     results = [result for _, result in group]
     gains = [
-        mean_headroom(seed.before.accuracy, {d: s.accuracy for d, s in result.scores.items()}, seed.expert.accuracy)
+        mean_headroom(seed.before, {d: s.accuracy for d, s in result.scores.items()}, seed.expert)
         for seed, result in group
     ]
     tokens = [result.tokens for result in results if result.tokens is not None]
@@ -221,9 +221,11 @@ def _row(group: Sequence[tuple[_OneSeed, BaselineResult]]) -> ComparisonRow:
     )
 
 
-def mean_headroom(before: Mapping[str, float], after: Mapping[str, float], expert: Mapping[str, float]) -> float | None:
-    """Mean headroom over the domains of `after` where the expert is better than the student; None if there is none."""
-    shares = [headroom(before[domain], accuracy, expert.get(domain)) for domain, accuracy in after.items()]
+def mean_headroom(before: Evaluation, after: Mapping[str, float], expert: Evaluation) -> float | None:
+    """Mean headroom over the domains of `after` where the expert is better than the student beyond chance; None if there is
+    none."""
+    clear = clear_domains(before, expert)
+    shares = [headroom(before.accuracy[d], after[d], expert.accuracy[d]) for d in after if d in clear]
     known = [share for share in shares if share is not None]
     return fmean(known) if known else None
 
