@@ -79,7 +79,7 @@ def _course(run: RunFiles) -> Course:
     course = Course(run.planned_steps or len(run.records), run.pipeline.get("domains", {}), run.records)
     course.before = run.before.accuracy if run.before else {}
     course.expert = run.expert.accuracy if run.expert else {}
-    course.clear = clear_domains(run.before, run.expert) if run.before and run.expert else None
+    course.clear = clear_domains(run.before.scores, run.expert.scores) if run.before and run.expert else None
     if run.during:
         step = max(run.during)
         course.exam = Exam(step=step, accuracy=run.during[step].accuracy)

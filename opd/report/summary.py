@@ -38,12 +38,12 @@ def headroom(before: float, after: float, expert: float | None) -> float | None:
     return (after - before) / (expert - before) if expert is not None and expert > before else None
 
 
-def clear_domains(before: Evaluation, expert: Evaluation) -> frozenset[str]:
+def clear_domains(before: Mapping[str, DomainScore], expert: Mapping[str, DomainScore]) -> frozenset[str]:
     """The domains whose expert is better than the starting student beyond chance, so that their headroom has an interval."""
     return frozenset(
         domain
-        for domain, score in expert.scores.items()
-        if domain in before.scores and is_clear(estimate_of(before.scores[domain]), estimate_of(score))
+        for domain, score in expert.items()
+        if domain in before and is_clear(estimate_of(before[domain]), estimate_of(score))
     )
 
 
@@ -222,7 +222,7 @@ def _clear(run: RunFiles) -> frozenset[str] | None:
 
 def _known_clear(before: Evaluation | None, expert: Evaluation | None) -> frozenset[str] | None:
     """`clear_domains`, or None without one of the evaluations."""
-    return clear_domains(before, expert) if before and expert else None
+    return clear_domains(before.scores, expert.scores) if before and expert else None
 
 
 def _accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:

@@ -354,7 +354,7 @@ def _plan(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.Plan:
 def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Evaluation, Evaluation]:
     """The exams of the student before training and of each domain's expert."""
     before, expert = StartingExams(parts, run.config, run.inputs, run.paths, shown).take()
-    shown.exams(before.accuracy, expert.accuracy, clear_domains(before, expert))
+    shown.exams(before.accuracy, expert.accuracy, clear_domains(before.scores, expert.scores))
     return before, expert
 
 
