@@ -240,6 +240,17 @@ def token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str) -> floa
     return sum(getattr(s, key) * s.tokens for s in known) / tokens if tokens else None
 
 
+def mean_length(records: Sequence[StepRecord], domain: str) -> float | None:
+    """Mean trained tokens of a domain's response; an episode is one, whatever segments it has. None where none was trained."""
+    tokens = responses = 0
+    for record in records:
+        stats, acts = record.domains.get(domain), record.episodes.get(domain)
+        if stats and stats.tokens:
+            tokens += stats.tokens
+            responses += (acts.episodes if acts else 0) or stats.samples
+    return tokens / responses if responses else None
+
+
 def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport, pushed: PushReport) -> StepRecord:
     """Make a step's record from its phases; the loop adds the seconds and what happened after the push."""
     domain_of = {r.sample_id: r.domain for r in batch.rollouts}

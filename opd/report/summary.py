@@ -21,7 +21,7 @@ from opd.report.run import STORED, RunFiles
 from opd.report.shares import shares
 from opd.report.stale import notices, stale_baseline, unfinished
 from opd.run_dir import EXAMS
-from opd.step_record import DomainRecord, StepRecord, of_domain, token_mean
+from opd.step_record import StepRecord, mean_length, of_domain, token_mean
 
 POINTS = 60
 """Points of a curve: neighbouring steps are averaged, because single steps of one domain are noisy."""
@@ -297,7 +297,7 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     found: dict[str, Any] = {"step": [part[-1].step for part in points], "tokens": tokens}
     for key in PER_TOKEN:
         found[key] = {name: [token_mean(of_domain(part, name), key) for part in points] for name in domains}
-    found["length"] = {name: [_length(of_domain(part, name)) for part in points] for name in domains}
+    found["length"] = {name: [mean_length(part, name) for part in points] for name in domains}
     found |= {f"{of}_share": shares(points, domains, of) for of in ("sample", "token")}
     found["positions"] = _positions(points)
     found["truncated"] = [_truncated(part) for part in points]
@@ -318,11 +318,6 @@ def _positions(points: Sequence[Sequence[StepRecord]]) -> dict[str, list[float |
         place: [token_mean([record[place] for record in part if place in record], "loss") for part in stats]
         for place in sorted(places, key=lambda place: int(place.split("-")[0]))
     }
-
-
-def _length(stats: Sequence[DomainRecord]) -> float | None:
-    samples = sum(s.samples for s in stats)
-    return sum(s.tokens for s in stats) / samples if samples else None
 
 
 def _truncated(part: Sequence[StepRecord]) -> float:
