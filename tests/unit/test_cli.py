@@ -367,8 +367,8 @@ def test_a_resume_names_other_versions(started: Path, monkeypatch: pytest.Monkey
     [
         (None, ["FileNotFoundError", "the manifest of a run"]),
         ("[]", ["the manifest of a run"]),
-        ('{"format": 1}', ["run format 1", "format 3"]),
-        ('{"format": 4}', ["run format 4", "the release of opd-merge that began the run"]),
+        ('{"format": 1}', ["run format 1", "format 4"]),
+        ('{"format": 5}', ["run format 5", "the release of opd-merge that began the run"]),
     ],
 )
 def test_a_run_of_another_format_is_refused(manifest: str | None, words: list[str], started: Path) -> None:
