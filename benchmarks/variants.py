@@ -227,7 +227,7 @@ def measured(
         seed=seed,
         accuracy=accuracy,
         intervals={exam: {d: (score.low, score.high) for d, score in found.items()} for exam, found in exams.items()},
-        mean_headroom=mean_headroom(accuracy["before"], accuracy["after"], accuracy["expert"]),
+        mean_headroom=mean_headroom(exams["before"], accuracy["after"], exams["expert"]),
         above=[d for d in after if d in expert and difference(estimate_of(after[d]), estimate_of(expert[d])).low > 0],
         tokens=tokens,
         wall_s=wall_s,

@@ -145,7 +145,7 @@ class StepRecord:
     reward: RewardRecord | None = None
     """The policy gradient beside the divergence; None without `objective.reward`."""
     skipped: bool = False
-    """True if no token was trained, so that there was no optimiser step."""
+    """True if no token was trained, as while a critic learns alone: there was no optimiser step."""
     restarted: tuple[str, ...] = ()
     """Workers that died and were started again."""
     stream: StreamRecord = StreamRecord()
@@ -238,6 +238,17 @@ def token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str) -> floa
     known = [s for s in stats if getattr(s, key) is not None]
     tokens = sum(s.tokens for s in known)
     return sum(getattr(s, key) * s.tokens for s in known) / tokens if tokens else None
+
+
+def mean_length(records: Sequence[StepRecord], domain: str) -> float | None:
+    """Mean trained tokens of a domain's response; an episode is one, whatever segments it has. None where none was trained."""
+    tokens = responses = 0
+    for record in records:
+        stats, acts = record.domains.get(domain), record.episodes.get(domain)
+        if stats and stats.tokens:
+            tokens += stats.tokens
+            responses += (acts.episodes if acts else 0) or stats.samples
+    return tokens / responses if responses else None
 
 
 def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport, pushed: PushReport) -> StepRecord:

@@ -338,7 +338,7 @@ class StepReport:
     token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Sample id -> the objective's value at each trained token, nats; of the samples that `opd.traces.choose` watches."""
     skipped: bool = False
-    """True if the batch held no trained token, so that no optimiser step was taken."""
+    """True if the batch held no trained token, or a critic learns alone: no optimiser step was taken."""
     drift: float = 0.0
     """The same mean over the stale tokens alone."""
     early_micro_batches: int = 0

@@ -27,7 +27,7 @@ from opd.metrics import MetricsFile
 from opd.monitors.acting import RunMonitors
 from opd.named import imported
 from opd.progress import RunReporter
-from opd.prompts import Balance, BalancedPrompts, MixedPrompts, split_samples
+from opd.prompts import Balance, BalancedPrompts, MixedPrompts, samples_by_weight
 from opd.reward.stream import CREDIT, RewardStream
 from opd.reward.verified import VerifiedRewards
 from opd.rollouts.episodes.drift import DriftOptions
@@ -279,7 +279,7 @@ def prompt_source(config: PipelineConfig, inputs: Inputs, metrics: MetricsFile) 
     """The prompts of every step; `metrics` has the records of the steps that the run has taken."""
     weights, total = config.domain_weights, config.trainer.samples_per_step // config.rollout.n
     if isinstance(config.balance, SamplesBalance):
-        return MixedPrompts(inputs.prompts, split_samples(total, weights), config.seed, config.rollout.n)
+        return MixedPrompts(inputs.prompts, samples_by_weight(total, weights), config.seed, config.rollout.n)
     balance = Balance(config.balance, weights, total, config.seed)
     options = {"n": config.rollout.n, "ahead": SCHEDULES[config.schedule.mode].STEPS_AHEAD}
     return BalancedPrompts(inputs.prompts, balance, config.seed, metrics.read(), **options)

@@ -95,7 +95,8 @@ class WeightSchedule(Strict):
 
 class RatioConfig(Strict):
     low: float = Field(0.3, gt=0, le=1)
-    """A token is masked, and gives no gradient, unless p / mu > 1 - low: the student's probability over the engine's."""
+    """A token is masked, and gives no gradient, unless p / mu > 1 - low: the student's probability over the engine's when it
+    sampled the token, both at `rollout.temperature`."""
     high: float = Field(5.0, gt=0, allow_inf_nan=False)
     """And unless p / mu < 1 + high. Outside of the band the student is too far from what was sampled for the token to say anything."""
 

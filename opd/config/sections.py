@@ -89,7 +89,7 @@ class TrainerConfig(Strict):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or down to `min_lr_ratio` of `lr` at the last step."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """Where linear and cosine decay end, as a share of `lr`."""
+    """Where linear and cosine decay end, as a share of `lr`; at 0 they end after the last step, which would train nothing."""
     extended: tuple[ShorterConfig, ...] = ()
     """Written by `opd merge --extend` under a linear or cosine decay: the shorter merges that this one was, the oldest first. Up
     to its step `at` each decays to its own end."""

@@ -122,6 +122,7 @@ class EngineEvaluator:
             turns=fmean(turns) if turns else None,
             invalid_calls=sum(a.invalid_calls for a in answers),
             by_length=by_length(list(zip(asked, scores, strict=True))),
+            by_question=tuple(map(fmean, scores)),
         )
 
 

@@ -62,11 +62,15 @@ class DomainScore:
     by_length: tuple[LengthScore, ...] = ()
     """Episodes by right moves of the task, the shortest first; empty where tasks do not say how many, or an older release
     wrote the file."""
+    by_question: tuple[float, ...] = ()
+    """Mean score of each question's answers, in the order of the exam, so that models can be compared question by question; empty
+    if an older release wrote the file."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DomainScore:
         """Make the score from its part of a parsed file. Raises: TypeError if that has another form."""
-        return cls(**{**data, "by_length": tuple(LengthScore(**part) for part in data.get("by_length", ()))})
+        lengths = tuple(LengthScore(**part) for part in data.get("by_length", ()))
+        return cls(**{**data, "by_length": lengths, "by_question": tuple(data.get("by_question", ()))})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -33,6 +33,8 @@ class Course:
         """Accuracy of the student as it started, by domain."""
         self.expert: Mapping[str, float] = {}
         """Accuracy of each domain's expert."""
+        self.clear: Collection[str] | None = None
+        """The domains whose expert is better beyond chance; None: not known."""
         self.exam: Exam | None = None
         """The newest exam after a step."""
         self.checkpoint: int | None = None

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,7 +63,9 @@ class Lines:
 
     def doing(self, what: str) -> None: ...
 
-    def exams(self, before: Mapping[str, float], expert: Mapping[str, float]) -> None: ...
+    def exams(
+        self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
+    ) -> None: ...
 
     def step(self, record: StepRecord) -> None:
         self._course.add(record)
@@ -81,7 +83,9 @@ class Silence:
 
     def doing(self, what: str) -> None: ...
 
-    def exams(self, before: Mapping[str, float], expert: Mapping[str, float]) -> None: ...
+    def exams(
+        self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
+    ) -> None: ...
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -140,8 +144,10 @@ class Screen:
         self._doing = (what, time.monotonic())
         self._scroll(self._kept)
 
-    def exams(self, before: Mapping[str, float], expert: Mapping[str, float]) -> None:
-        self._course.before, self._course.expert = before, expert
+    def exams(
+        self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
+    ) -> None:
+        self._course.before, self._course.expert, self._course.clear = before, expert, clear
         self._view = view_of(self._course)
 
     def step(self, record: StepRecord) -> None:

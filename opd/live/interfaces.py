@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from opd.step_record import StepRecord
@@ -19,8 +19,11 @@ class Display(Protocol):
         """The run does this now, until it says something else: a phase of a step by its name, or a few words."""
         ...
 
-    def exams(self, before: Mapping[str, float], expert: Mapping[str, float]) -> None:
-        """Accuracy by domain of the student as it started, and of the experts."""
+    def exams(
+        self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
+    ) -> None:
+        """Accuracy by domain of the student as it started, and of the experts; in `clear` domains these are better beyond chance.
+        None: not known."""
         ...
 
     def step(self, record: StepRecord) -> None:

@@ -17,6 +17,7 @@ from opd.live.memory import memory_of
 from opd.live.now import FINISHED, PAUSED, STOPPED, Now, read_now
 from opd.live.view import KILLED, RUNNING, View, view_of
 from opd.progress import notes_of
+from opd.report import clear_domains
 from opd.report.run import RunFiles, read_run
 from opd.run_dir import RunPaths
 from opd.text import as_typed
@@ -78,6 +79,7 @@ def _course(run: RunFiles) -> Course:
     course = Course(run.planned_steps or len(run.records), run.pipeline.get("domains", {}), run.records)
     course.before = run.before.accuracy if run.before else {}
     course.expert = run.expert.accuracy if run.expert else {}
+    course.clear = clear_domains(run.before.scores, run.expert.scores) if run.before and run.expert else None
     if run.during:
         step = max(run.during)
         course.exam = Exam(step=step, accuracy=run.during[step].accuracy)

@@ -86,6 +86,8 @@ def domain_views(course: Course) -> tuple[DomainView, ...]:
     found = []
     for name in dict.fromkeys((*course.domains, *course.before)):
         before, now, expert = course.before.get(name), accuracy.get(name), course.expert.get(name)
+        share = None if before is None or now is None else headroom(before, now, expert)
+        clear = course.clear is None or name in course.clear
         found.append(
             DomainView(
                 name=name,
@@ -97,7 +99,7 @@ def domain_views(course: Course) -> tuple[DomainView, ...]:
                 before=before,
                 now=now,
                 expert=expert,
-                headroom=None if before is None or now is None else headroom(before, now, expert),
+                headroom=share if clear else None,
             )
         )
     return tuple(found)

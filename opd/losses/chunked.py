@@ -115,8 +115,8 @@ class Loss:
     compiled: bool = False
     """Fuse the elementwise part with torch.compile; it needs a C++ compiler when it first runs."""
     temperature: float = 1.0
-    """The one that the tokens were sampled at. It matters to `TokenStats.logprob_N` alone, which is to be held against
-    `Tokens.behaviour_N`: objectives are about the student itself."""
+    """The one that the tokens were sampled at. It matters where a log-prob is held against `Tokens.behaviour_N`, to tell how far
+    the policy went since: objectives are about the student itself."""
 
     def __post_init__(self) -> None:
         assert self.chunk > 0
@@ -329,10 +329,10 @@ def _elementwise(
         logits_C_V = raw_C_V  # only a cap's derivative looks at the logits again
     logp_C = logp_C_V.gather(1, token_C[:, None])[:, 0]
     sampling_C = _at_temperature(logp_C_V, logp_C, loss.temperature)
-    student = StudentChunk(logp_C_V, logp_C_V.exp(), token_C, logp_C, behaviour_C)
+    student = StudentChunk(logp_C_V, logp_C_V.exp(), token_C, logp_C, sampling_C, behaviour_C)
     teacher = given.chunk(token_C, logp_C_V.dtype)
     slope = loss.objective(student, teacher)
-    stats = _token_stats(student, sampling_C, teacher, slope)
+    stats = _token_stats(student, teacher, slope)
     # In place from here on: [chunk, V] temporaries are what the loss costs in memory.
     grad_C_V = slope.p_slope_C_V
     grad_C_V.addcmul_(student.p_C_V, grad_C_V.sum(-1, keepdim=True), value=-1.0).mul_(weight_C[:, None])
@@ -350,14 +350,12 @@ def _at_temperature(logp_C_V: Tensor, logp_C: Tensor, temperature: float) -> Ten
     return logp_C if temperature == 1 else logp_C / temperature - (logp_C_V / temperature).logsumexp(-1)
 
 
-def _token_stats(
-    student: StudentChunk, sampling_C: Tensor, teacher: TeacherChunk, slope: Slope
-) -> tuple[Tensor | None, ...]:
+def _token_stats(student: StudentChunk, teacher: TeacherChunk, slope: Slope) -> tuple[Tensor | None, ...]:
     """In the order of `TokenStats`."""
     first_C = teacher.first_C()
     return (
         slope.value_C,
-        sampling_C,
+        student.sampling_C,
         entropy(student.p_C_V, student.logp_C_V),
         teacher.entropy_C(),
         None if first_C is None else first_C == likeliest(student.logp_C_V),

@@ -32,6 +32,8 @@ class StudentChunk:
     """Sampled ids."""
     logp_C: Tensor
     """Log-prob of the sampled ids."""
+    sampling_C: Tensor
+    """Log-prob of the sampled ids at the temperature at which they were sampled: `behaviour_C` where no step came between."""
     behaviour_C: Tensor
     """Log-prob of the sampled ids when they were sampled."""
 

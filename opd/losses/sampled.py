@@ -1,12 +1,13 @@
 """The sampled-token estimate (k1) as a policy gradient, for teachers that only give the sampled token's log-prob.
 
-    A_n = clip(log q(y_n) - log p(y_n)) - b,     w_n = clip(p(y_n) / mu(y_n))
+    A_n = clip(log q(y_n) - log p(y_n)) - b,     w_n = p(y_n) / p_T(y_n) * clip(p_T(y_n) / mu(y_n))
     gradient = -w_n A_n d log p(y_n),            A, b and w without gradient
 
-Its expectation over y ~ mu is the gradient of exact reverse KL at the same state, whatever policy mu sampled
+p_T is the student at the temperature of sampling, so p_T / mu is 1 for what it has just written. Without clips w is p / mu, and
+the expectation over y ~ mu is the gradient of exact reverse KL at the same state, whatever policy mu sampled
 (Thinking Machines, "On-Policy Distillation", 2025); differentiating k1 itself would not do: the teacher would drop out. It holds as long as
 neither the token's weight in the loss nor b depends on the response (see `opd.train.totals.row_weights`).
-The baseline b only lowers the variance (see `opd.train.batch.leave_one_out`). Clips: `ratio_clip` on w (stale samples),
+The baseline b only lowers the variance (see `opd.train.batch.leave_one_out`). Clips: `ratio_clip` on p_T / mu (stale samples),
 `advantage_clip` on the log-ratio (Kimi K3, arXiv 2607.24653); each makes the estimate biased where it is active, which
 is why its rate is reported.
 """
@@ -34,16 +35,20 @@ class Sampled:
     mixes: ClassVar[bool] = True
 
     ratio_clip: float | None = None
-    """Upper bound of w; None: unbounded."""
+    """Upper bound of p_T / mu; None: unbounded."""
     advantage_clip: float | None = None
     """Bound of |log q(y) - log p(y)|, nats; None: unbounded."""
 
     def __call__(self, student: StudentChunk, teacher: SampledChunk | WholeChunk) -> Slope:
         k1_C = student.logp_C - teacher.logq_C
         advantage_C = -k1_C if self.advantage_clip is None else (-k1_C).clamp(-self.advantage_clip, self.advantage_clip)
-        ratio_C = (student.logp_C - student.behaviour_C).exp()
-        w_C = ratio_C if self.ratio_clip is None else ratio_C.clamp(max=self.ratio_clip)
-        clipped_C = (advantage_C != -k1_C) | (w_C != ratio_C)
+        clipped_C = advantage_C != -k1_C
+        w_C = (student.logp_C - student.behaviour_C).exp()
+        if self.ratio_clip is not None:
+            aged_C = (student.sampling_C - student.behaviour_C).exp()
+            within_C = aged_C <= self.ratio_clip
+            w_C = w_C.where(within_C, (student.logp_C - student.sampling_C).exp() * self.ratio_clip)
+            clipped_C |= ~within_C
         if teacher.baseline_C is not None:
             advantage_C = advantage_C - teacher.baseline_C
         p_slope_C_V = student.logp_C_V.new_zeros(student.logp_C_V.shape)
@@ -62,7 +67,8 @@ class SampledConfig(ObjectiveConfig):
     """Mean over the trained tokens of the whole step, each response's own length replaced by that of the step's others of
     its domain, for it depends on the tokens that were sampled."""
     ratio_clip: float | None = Field(None, gt=0)
-    """Upper bound of the importance weight p / mu; default: none."""
+    """Upper bound of how much likelier a token has become since it was sampled, p / mu at the temperature of sampling;
+    default: none."""
     advantage_clip: float | None = Field(None, gt=0)
     """Bound of |log q - log p|, nats; default: none."""
     baseline: Literal["none", "leave_one_out"] = "none"

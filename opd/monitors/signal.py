@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import exp
 from statistics import fmean
 
-from opd.step_record import StepRecord, of_domain, token_mean
+from opd.step_record import StepRecord, mean_length, of_domain, token_mean
 from opd.types import Rollout
 
 WHOLE_STEP = ""
@@ -58,12 +58,8 @@ def share_of_responses(
 
 def tokens_of_responses(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Domain -> mean trained tokens of a response in these steps."""
-    found = {}
-    for domain in _domains(steps):
-        stats = of_domain(steps, domain)
-        if stats:
-            found[domain] = sum(s.tokens for s in stats) / sum(s.samples for s in stats)
-    return found
+    lengths = {domain: mean_length(steps, domain) for domain in _domains(steps)}
+    return {domain: length for domain, length in lengths.items() if length is not None}
 
 
 def means_of_tokens(steps: Sequence[StepRecord], key: str) -> dict[str, float]:

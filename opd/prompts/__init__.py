@@ -7,10 +7,10 @@ trained on the file, `answer` and `metadata` only by the verifier. A row of any 
 (`line.py`), so the same rows are the same prompts wherever they come from.
 """
 
-from opd.prompts.balance import Balance
+from opd.prompts.balance import Balance, samples_by_weight
 from opd.prompts.encode import encode_prompt, render_prompt
 from opd.prompts.line import Messages, PromptLine
-from opd.prompts.mix import BalancedPrompts, MixedPrompts, split_samples
+from opd.prompts.mix import BalancedPrompts, MixedPrompts
 from opd.prompts.rows import Rows, open_rows, read_prompt_lines
 from opd.prompts.sources import Source, find_source, is_here, is_hub_name
 from opd.prompts.table import PromptTable, is_held_out, load_prompts
@@ -33,5 +33,5 @@ __all__ = [
     "open_rows",
     "read_prompt_lines",
     "render_prompt",
-    "split_samples",
+    "samples_by_weight",
 ]

@@ -32,40 +32,38 @@ class Balance:
         self, section: TokensBalance | GapBalance, weights: Mapping[str, float], total: int, seed: int
     ) -> None:
         """`total` samples in each step, at least one for each domain."""
-        assert total >= len(weights) > 0
-        spare, whole = total - len(weights), sum(weights.values())
         self._section = section
         self._seed = seed
         self._total = total
-        self._by_weight = {name: 1 + spare * weight / whole for name, weight in weights.items()}
+        self._weights = weights
         per = section.per if isinstance(section, GapBalance) else "token"
         self._signals = {name: Signals(section.window, per) for name in weights}
 
     def see(self, record: StepRecord) -> None:
         """Take in the next step's record."""
         for name, stats in record.domains.items():
-            self._signals[name].see(stats, record.truncated_by_domain.get(name, 0))
+            self._signals[name].see(stats, record.truncated_by_domain.get(name, 0), record.prompts.get(name, 0))
 
     def exact(self) -> dict[str, float]:
         """Samples of each domain in the next step, not yet whole; they add up to the total."""
-        found, section = self._by_weight, self._section
+        section, found = self._section, in_proportion(self._total, self._weights)
         if isinstance(section, GapBalance):
             gaps = {name: signals.gap for name, signals in self._signals.items()}
-            low = {name: max(1.0, section.floor * samples) for name, samples in found.items()}
-            high = {name: section.cap * samples for name, samples in found.items()}
-            found = fitted(found, gaps, low, high)
-        if section.of == "tokens":
-            found = fitted(
-                found, self._shortness(), dict.fromkeys(found, 1.0), dict.fromkeys(found, float(self._total))
+            # What is shared out in tokens has its least number of samples below.
+            least, own = (
+                (1.0, samples_by_weight(self._total, self._weights)) if section.of == "samples" else (0.0, found)
             )
-        return dict(found)
+            low = {name: max(least, section.floor * samples) for name, samples in own.items()}
+            high = {name: section.cap * samples for name, samples in own.items()}
+            found = fitted(found, gaps, low, high)
+        return at_least_one(found, self._shortness()) if section.of == "tokens" else found
 
     def counts(self, step: int) -> dict[str, int]:
         """Samples of each domain in the next step, which is `step`."""
         return rounded(self.exact(), self._total, random.Random(f"{self._seed}/balance/{step}").random())
 
     def _shortness(self) -> dict[str, float]:
-        """Responses for each trained token; a domain that has not been trained yet counts as the others do on average."""
+        """Prompts for each trained token; a domain that has not been trained yet counts as the others do on average."""
         known = {name: 1 / length for name, signals in self._signals.items() if (length := signals.length.value)}
         usual = sum(known.values()) / len(known) if known else 1.0
         return {name: known.get(name, usual) for name in self._signals}
@@ -81,13 +79,13 @@ class Signals:
         self._cut = Mean(window)
         self._least_cut = 1.0
         self.length = Mean(window)
-        """Trained tokens of a response."""
+        """Trained tokens for each prompt that was dealt out, whatever segments its episode has."""
 
-    def see(self, stats: DomainRecord, cut: int) -> None:
-        """Take in the next step's means, of which `cut` responses ended at their limit."""
+    def see(self, stats: DomainRecord, cut: int, prompts: int) -> None:
+        """Take in the next step's means, of which `cut` responses ended at their limit; the step took so many `prompts`."""
         if not stats.tokens:
             return
-        self.length.add(stats.tokens, stats.samples)
+        self.length.add(stats.tokens, prompts)
         self._cut.add(min(cut, stats.samples), stats.samples)
         self._least_cut = min(self._least_cut, self._cut.value or 0.0)
         if stats.loss is not None:
@@ -141,17 +139,33 @@ class Mean:
         return self._total / self._count if self._count else None
 
 
+def in_proportion(total: int, weights: Mapping[str, float]) -> dict[str, float]:
+    """`total` in proportion to the weights, as real numbers."""
+    assert total >= len(weights) > 0
+    whole = sum(weights.values())
+    return {name: total * weight / whole for name, weight in weights.items()}
+
+
+def samples_by_weight(total: int, weights: Mapping[str, float]) -> dict[str, float]:
+    """`total` samples in proportion to the weights, not yet whole, at least one each."""
+    return at_least_one(in_proportion(total, weights), dict.fromkeys(weights, 1.0))
+
+
+def at_least_one(base: Mapping[str, float], pull: Mapping[str, float]) -> dict[str, float]:
+    """As `fitted`, with at least one sample for each domain."""
+    return fitted(base, pull, dict.fromkeys(base, 1.0), dict.fromkeys(base, sum(base.values())))
+
+
 def fitted(
     base: Mapping[str, float], pull: Mapping[str, float], low: Mapping[str, float], high: Mapping[str, float]
 ) -> dict[str, float]:
-    """Numbers in proportion to `base * pull`, each within its bounds, with the same sum as `base`.
+    """Numbers in proportion to `base * pull`, each within its bounds, with the same sum as `base`, for which they leave room.
 
-    `base` itself lies within the bounds; if no pull is above 0, it is the result.
+    If no pull is above 0, all are alike.
     """
     strongest = max(pull.values())
-    if strongest <= 0:
-        return dict(base)
-    wanted = {name: number * max(pull[name] / strongest, LEAST_PULL) for name, number in base.items()}
+    pulls = {name: max(own / strongest, LEAST_PULL) if strongest > 0 else 1.0 for name, own in pull.items()}
+    wanted = {name: number * pulls[name] for name, number in base.items()}
 
     def at(scale: float) -> dict[str, float]:
         return {name: min(high[name], max(low[name], scale * number)) for name, number in wanted.items()}

@@ -7,21 +7,12 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from opd.prompts.balance import Balance
+from opd.prompts.balance import Balance, rounded
 from opd.step_record import StepRecord
 from opd.types import Prompt
 
-
-def split_samples(total: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Deal `total` samples out in proportion to the weights, at least one each, by largest remainder."""
-    assert total >= len(weights) > 0
-    spare = total - len(weights)
-    exact = {name: spare * weight / sum(weights.values()) for name, weight in weights.items()}
-    counts = {name: 1 + int(share) for name, share in exact.items()}
-    by_remainder = sorted(exact, key=lambda name: (int(exact[name]) - exact[name], name))
-    for name in by_remainder[: total - sum(counts.values())]:
-        counts[name] += 1
-    return counts
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, modulo 1, fill 0..1 as evenly as a sequence without an end can."""
 
 
 def shuffled(count: int, seed: str) -> array[int]:
@@ -36,19 +27,32 @@ def shuffled(count: int, seed: str) -> array[int]:
 
 
 class MixedPrompts:
-    """Every domain in every step, with the same number of prompts in each."""
+    """Every domain in every step, with the same share of each."""
 
     def __init__(
-        self, by_domain: Mapping[str, Sequence[Prompt]], counts: Mapping[str, int], seed: int, n: int = 1
+        self, by_domain: Mapping[str, Sequence[Prompt]], exact: Mapping[str, float], seed: int, n: int = 1
     ) -> None:
-        """`counts` prompts of each domain in a step, each `n` times."""
-        assert set(by_domain) == set(counts)
+        """`exact` prompts of each domain in a step on average, each `n` times; together a whole number."""
+        assert set(by_domain) == set(exact)
         self._domains = EndlessDomains(by_domain, seed, n)
-        self._counts = counts
+        self._exact = exact
+        self._total = round(sum(exact.values()))
+        self._first_draw = random.Random(f"{seed}/mix").random()
+        self._taken = array("q", [0] * len(exact))
+        """Prompts of each domain before step 1, of each before step 2, and so on as far as steps were asked for."""
 
     def take(self, step: int) -> list[Prompt]:
         """The prompts of one step (from 1), grouped by domain: a pure function of (seed, step)."""
-        return self._domains.read({name: (step - 1) * count for name, count in self._counts.items()}, self._counts)
+        num = len(self._exact)
+        for before in range(len(self._taken) // num, step):
+            counts = self._counts(before).values()
+            self._taken.extend(taken + count for taken, count in zip(self._taken[-num:], counts, strict=True))
+        starts = self._taken[(step - 1) * num : step * num]
+        return self._domains.read(dict(zip(self._exact, starts, strict=True)), self._counts(step))
+
+    def _counts(self, step: int) -> dict[str, int]:
+        """Prompts of each domain in a step. What is left over by rounding down goes to other domains in each step."""
+        return rounded(self._exact, self._total, (self._first_draw + step * GOLDEN) % 1)
 
 
 class BalancedPrompts:

@@ -17,8 +17,8 @@ class Gate:
     """Thresholds in 0..1, or None for no threshold. They apply to the measured values, not to the ends of their intervals."""
 
     min_headroom: float | None = None
-    """The least share of the headroom that every domain must recover. A domain whose expert was no better than the student
-    has no headroom; only `max_regression` judges it."""
+    """The least share of the headroom that every domain must recover. A domain whose expert was not better than the student beyond
+    chance has no headroom; only `max_regression` judges it."""
     max_regression: float | None = None
     """The most accuracy that a domain may lose against the student before the merge."""
 
@@ -51,9 +51,11 @@ class Gate:
     def verdict(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """The key `gate` of report.json."""
         failures = self.failures(report)
+        unjudged = [name for name, domain in report["domains"].items() if domain["headroom"] is None]
         return {
             "min_headroom": self.min_headroom,
             "max_regression": self.max_regression,
             "passed": not failures,
             "failures": failures,
+            "without_headroom": unjudged if self.min_headroom is not None else [],
         }

@@ -51,12 +51,17 @@ def mean(estimates: Sequence[Estimate]) -> Estimate:
     return combine([(1 / len(estimates), e) for e in estimates])
 
 
+def is_clear(before: Estimate, expert: Estimate) -> bool:
+    """Whether the interval of expert - before lies above 0: else any share of it would fit, and so would its opposite."""
+    return difference(expert, before).low > 0
+
+
 def headroom_interval(before: Estimate, after: Estimate, expert: Estimate) -> Estimate | None:
     """(after - before) / (expert - before), not cut at 0 or 1.
 
-    None if the interval of expert - before holds 0: any share would fit, and so would its opposite.
+    None unless `is_clear`.
     """
-    if difference(expert, before).low <= 0:
+    if not is_clear(before, expert):
         return None
     value = (after.value - before.value) / (expert.value - before.value)
 

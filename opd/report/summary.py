@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -14,14 +14,14 @@ from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
 from opd.report.exams import answers, latest, success_by_length
 from opd.report.guard import guard_report
-from opd.report.intervals import Estimate, difference, headroom_interval, mean
+from opd.report.intervals import Estimate, difference, headroom_interval, is_clear, mean
 from opd.report.rewards import reward_curves
 from opd.report.roles import token_ages, utilisation
 from opd.report.run import STORED, RunFiles
 from opd.report.shares import shares
 from opd.report.stale import notices, stale_baseline, unfinished
 from opd.run_dir import EXAMS
-from opd.step_record import DomainRecord, StepRecord, of_domain, token_mean
+from opd.step_record import StepRecord, mean_length, of_domain, token_mean
 
 POINTS = 60
 """Points of a curve: neighbouring steps are averaged, because single steps of one domain are noisy."""
@@ -32,9 +32,19 @@ PER_TOKEN = ("loss", "student_entropy", "teacher_entropy", "argmax_agreement")
 def headroom(before: float, after: float, expert: float | None) -> float | None:
     """Share of the way from the starting student to the expert: (after - before) / (expert - before).
 
-    None where the expert is no better than the student was, or there is none: there was nothing to recover.
+    None where the expert is no better than the student was, or there is none: there was nothing to recover. Where it is better by
+    chance alone the share has no bounds: ask for it in `clear_domains` only.
     """
     return (after - before) / (expert - before) if expert is not None and expert > before else None
+
+
+def clear_domains(before: Mapping[str, DomainScore], expert: Mapping[str, DomainScore]) -> frozenset[str]:
+    """The domains whose expert is better than the starting student beyond chance, so that their headroom has an interval."""
+    return frozenset(
+        domain
+        for domain, score in expert.items()
+        if domain in before and is_clear(estimate_of(before[domain]), estimate_of(score))
+    )
 
 
 def build_report(
@@ -44,10 +54,11 @@ def build_report(
     *,
     wall_s: float,
     versions: Mapping[str, str],
+    clear: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """The report of a merge from the records of `metrics.jsonl` and its accuracies (0..1) by domain.
 
-    `exams`: those of `before`, `expert` and `after`.
+    `exams`: those of `before`, `expert` and `after`. `clear`: domains that may have headroom; None: not known.
     """
     tokens = sum(record.response_tokens for record in records)
     phase_s: dict[str, float] = {}
@@ -58,7 +69,7 @@ def build_report(
     return {
         "name": name,
         "steps": len(records),
-        **_gains(exams["before"], exams["expert"], exams["after"]),
+        **_gains(exams["before"], exams["expert"], exams["after"], clear),
         "wall_s": round(wall_s, 1),
         "phase_s": phase_s,
         "response_tokens": tokens,
@@ -67,13 +78,22 @@ def build_report(
     }
 
 
-def _gains(before: Mapping[str, float], expert: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+def _gains(
+    before: Mapping[str, float],
+    expert: Mapping[str, float],
+    after: Mapping[str, float],
+    clear: Collection[str] | None,
+) -> dict[str, Any]:
+    """Accuracies and headroom by domain, with mean and worst. `clear` is what `clear_domains` found; None where only accuracies
+    are known: then every domain with a better expert has headroom."""
     domains = {
         domain: {
             "before": before[domain],
             "after": after[domain],
             "expert": expert.get(domain),
-            "headroom": headroom(before[domain], after[domain], expert.get(domain)),
+            "headroom": headroom(before[domain], after[domain], expert.get(domain))
+            if clear is None or domain in clear
+            else None,
         }
         for domain in after
     }
@@ -150,8 +170,9 @@ def _round(run: RunFiles, index: int) -> dict[str, Any]:
     start, before, expert, after = (
         e.accuracy if e else {} for e in (run.before, one.before, one.expert, one.after if one.finished else None)
     )
-    own = _gains(before, expert, after)
-    whole = _gains(start, expert, {d: value for d, value in after.items() if d in start})
+    own = _gains(before, expert, after, _known_clear(one.before, one.expert))
+    among = {d: value for d, value in after.items() if d in start}
+    whole = _gains(start, expert, among, _known_clear(run.before, one.expert))
     for domain, values in own["domains"].items():
         values["headroom_in_round"] = values["headroom"]
         values["headroom"] = whole["domains"].get(domain, {}).get("headroom")
@@ -174,7 +195,12 @@ def _finished(
     """The stored report with the accuracies of the evaluation files, which may have been measured again."""
     assert run.stored is not None
     stored = {key: run.stored[key] for key in STORED if key != "domains"}
-    return {"name": stored.pop("name"), "steps": stored.pop("steps"), **_gains(before, expert, after), **stored}
+    return {
+        "name": stored.pop("name"),
+        "steps": stored.pop("steps"),
+        **_gains(before, expert, after, _clear(run)),
+        **stored,
+    }
 
 
 def _so_far(
@@ -186,7 +212,17 @@ def _so_far(
         run.records,
         wall_s=sum(record.seconds for record in run.records),
         versions=run.manifest.get("versions", {}),
+        clear=_clear(run),
     )
+
+
+def _clear(run: RunFiles) -> frozenset[str] | None:
+    return _known_clear(run.before, run.expert)
+
+
+def _known_clear(before: Evaluation | None, expert: Evaluation | None) -> frozenset[str] | None:
+    """`clear_domains`, or None without one of the evaluations."""
+    return clear_domains(before.scores, expert.scores) if before and expert else None
 
 
 def _accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
@@ -223,7 +259,7 @@ def _pair(found: Estimate | None) -> list[float] | None:
 
 
 def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluation | None, after: Evaluation) -> None:
-    """95 % intervals [low, high] beside each number; null for a headroom too small to be told from none."""
+    """95 % intervals [low, high] beside each number; null where there is no headroom, or none that can be told from chance."""
     shares = []
     for domain, values in report["domains"].items():
         b, a = (estimate_of(x.scores[domain]) for x in (before, after))
@@ -236,10 +272,9 @@ def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluatio
             "headroom_interval": _pair(share),
             "regression_interval": _pair(difference(b, a)),
         }
-        if values["headroom"] is not None:
+        if share is not None:
             shares.append(share)
-    known = [share for share in shares if share is not None]
-    report["mean_headroom_interval"] = _pair(mean(known)) if known and len(known) == len(shares) else None
+    report["mean_headroom_interval"] = _pair(mean(shares)) if shares else None
 
 
 def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
@@ -262,7 +297,7 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     found: dict[str, Any] = {"step": [part[-1].step for part in points], "tokens": tokens}
     for key in PER_TOKEN:
         found[key] = {name: [token_mean(of_domain(part, name), key) for part in points] for name in domains}
-    found["length"] = {name: [_length(of_domain(part, name)) for part in points] for name in domains}
+    found["length"] = {name: [mean_length(part, name) for part in points] for name in domains}
     found |= {f"{of}_share": shares(points, domains, of) for of in ("sample", "token")}
     found["positions"] = _positions(points)
     found["truncated"] = [_truncated(part) for part in points]
@@ -283,11 +318,6 @@ def _positions(points: Sequence[Sequence[StepRecord]]) -> dict[str, list[float |
         place: [token_mean([record[place] for record in part if place in record], "loss") for part in stats]
         for place in sorted(places, key=lambda place: int(place.split("-")[0]))
     }
-
-
-def _length(stats: Sequence[DomainRecord]) -> float | None:
-    samples = sum(s.samples for s in stats)
-    return sum(s.tokens for s in stats) / samples if samples else None
 
 
 def _truncated(part: Sequence[StepRecord]) -> float:
@@ -324,14 +354,14 @@ def _mean_gain(run: RunFiles, accuracy: Mapping[str, float], scores: Evaluation 
     before = run.before.accuracy if run.before else {}
     expert = run.expert.accuracy if run.expert else {}
     known = {d: value for d, value in accuracy.items() if d in before and d in expert}
-    found: dict[str, Any] = {"mean_headroom": _gains(before, expert, known)["mean_headroom"]}
+    found: dict[str, Any] = {"mean_headroom": _gains(before, expert, known, _clear(run))["mean_headroom"]}
     if scores and scores is not run.before and run.before and run.expert:
         found["mean_headroom_interval"] = _pair(mean_interval(run, scores.scores))
     return found
 
 
 def mean_interval(run: RunFiles, scores: Mapping[str, DomainScore]) -> Estimate | None:
-    """Mean headroom of a model over the domains where there is one; None if one of them has no interval."""
+    """Mean headroom of a model over the domains where there is one; None if there is none."""
     assert run.before and run.expert
     return _mean_interval(run.before, run.expert, scores)
 
@@ -340,10 +370,10 @@ def _mean_interval(before: Evaluation, expert: Evaluation, scores: Mapping[str, 
     shares = [
         headroom_interval(estimate_of(before.scores[d]), estimate_of(score), estimate_of(expert.scores[d]))
         for d, score in scores.items()
-        if d in before.scores and d in expert.scores and expert.scores[d].accuracy > before.scores[d].accuracy
+        if d in before.scores and d in expert.scores
     ]
     known = [share for share in shares if share is not None]
-    return mean(known) if known and len(known) == len(shares) else None
+    return mean(known) if known else None
 
 
 def _by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]]:
@@ -358,7 +388,10 @@ def _by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]
 def _baseline_row(group: Sequence[BaselineResult], run: RunFiles) -> dict[str, Any]:
     """One row with means over seeds. `interval`: for one seed that of its questions, for several the lowest and highest seed."""
     before, expert, _ = _accuracies(run)
-    gains = [_gains(before, expert, {d: s.accuracy for d, s in one.scores.items() if d in before}) for one in group]
+    gains = [
+        _gains(before, expert, {d: s.accuracy for d, s in one.scores.items() if d in before}, _clear(run))
+        for one in group
+    ]
     shares = [g["mean_headroom"] for g in gains if g["mean_headroom"] is not None]
     interval = [min(shares), max(shares)] if len(shares) > 1 else None
     if len(group) == 1 and run.before and run.expert:

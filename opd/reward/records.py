@@ -24,6 +24,9 @@ class RewardStep:
     """Sample id -> [N] advantage of each trained token; samples that are not in it take no part."""
     compare: bool = False
     """Compute the two gradients one after the other, so that they can be compared."""
+    waits: bool = False
+    """Take no optimiser step at all: a critic learns alone. A divergence from the weights that the run began with would be rounding
+    noise, which AdamW scales up to whole steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,7 @@ class RewardStream:
             weight=self._config.weight_at(step) if assigned.warm else 0.0,
             advantages=blamed(assigned.advantages, taking_part, self._config.penalty) if assigned.warm else {},
             compare=assigned.warm and every > 0 and step % every == 0,
+            waits=not assigned.warm,
         )
         return self._asked
 

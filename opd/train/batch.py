@@ -63,22 +63,26 @@ def gather_samples(rows: Iterable[TargetRow]) -> dict[str, Scored]:
 
 
 def leave_one_out(samples: Mapping[str, Scored]) -> dict[str, float]:
-    """Sample id -> mean of log q(y) - log mu(y) over the trained tokens of the step's other samples of its domain.
+    """Sample id -> mean of log q(y) - log mu(y) over the trained tokens of its domain in the step's other episodes.
 
-    It does not depend on the sample's own response, so it takes nothing from the gradient's mean; 0 where there is no
-    other. mu is what the rollout engine said, so it is known before the student's forward pass.
+    It does not depend on the sample's own episode, whose later segments depend on its earlier ones, so it takes nothing from the
+    gradient's mean; 0 where there is no other. mu is what the rollout engine said, so it is known before the student's forward
+    pass.
     """
-    sums: dict[str, tuple[float, int]] = {}
+    sums: dict[tuple[str, str], tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    """Episode and domain -> sum and number."""
     totals: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
-    for sample_id, scored in samples.items():
-        first = scored[0].rollout
-        ratios = [q - mu for q, mu in zip(mixed_logprobs(scored), _trained_logprobs(first), strict=True)]
-        sums[sample_id] = (sum(ratios), len(ratios))
+    firsts = {sample_id: scored[0].rollout for sample_id, scored in samples.items()}
+    for sample_id, first in firsts.items():
+        pairs = zip(mixed_logprobs(samples[sample_id]), _trained_logprobs(first), strict=True)
+        ratios = [q - mu for q, mu in pairs]
+        mine, count = sums[first.episode, first.domain]
+        sums[first.episode, first.domain] = (mine + sum(ratios), count + len(ratios))
         total, count = totals[first.domain]
         totals[first.domain] = (total + sum(ratios), count + len(ratios))
     baselines = {}
-    for sample_id, (mine, count) in sums.items():
-        total, number = totals[samples[sample_id][0].rollout.domain]
+    for sample_id, first in firsts.items():
+        (mine, count), (total, number) = sums[first.episode, first.domain], totals[first.domain]
         baselines[sample_id] = (total - mine) / (number - count) if number > count else 0.0
     return baselines
 

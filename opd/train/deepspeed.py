@@ -66,7 +66,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         stale: frozenset[str] = frozenset(),
         reward: RewardStep | None = None,
     ) -> StepReport:
-        """Take one optimiser step over all rows; skip it, and report that, if no token is trained.
+        """Take one optimiser step over all rows; skip it, and report that, if no token is trained, or while a critic learns alone.
 
         Weights are those of all rollouts, so training can begin before we know which are quarantined. These give no
         gradient; the optimiser divides by the share that was scored, of the divergence and of the policy gradient each its own.
@@ -139,7 +139,9 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
     ) -> RankWork:
         """The work of all ranks, not cut into micro-batches yet; without weights if no token is trained."""
         policy = policy_work(reward, rollouts, self._spec.domain_weights)
-        teaches = policy is not None or self._objective.HAS_DIVERGENCE
+        waits = reward is not None and reward.waits
+        rewards = policy is not None and policy.weight > 0
+        teaches = not waits and (rewards or self._objective.HAS_DIVERGENCE)
         weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
         lr = self._spec.rate.at(step)
         known: dict[str, Any] = {"stale": stale, "policy": policy, "watched": watched(rollouts)}

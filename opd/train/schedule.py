@@ -19,7 +19,7 @@ class LearningRate:
     decay: str = "constant"
     """Course of the rate after the warm-up: constant, linear or cosine."""
     floor: float = 0.0
-    """Where linear and cosine decay end, as a share of `peak`."""
+    """Where linear and cosine decay end, as a share of `peak`. An end at 0 comes after the last step, which would train nothing."""
     shorter: tuple[tuple[int, int], ...] = ()
     """Step and `steps` of the run before each time that it was made longer: up to that step the decay was the shorter run's."""
 
@@ -30,6 +30,7 @@ class LearningRate:
         if self.decay == "constant":
             return self.peak
         steps = next((steps for last, steps in self.shorter if step <= last), self.steps)
-        done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        end = steps if self.floor else steps + 1
+        done = (step - self.warmup_steps) / max(1, end - self.warmup_steps)
         shape = 1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return self.peak * (self.floor + (1 - self.floor) * shape)

@@ -7,7 +7,7 @@ ranks, micro-batches and gradient accumulation.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,41 +26,68 @@ lower bound; above the upper one the teacher calls nearly every token of the stu
 
 
 def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Mapping[str, float]) -> dict[str, float]:
-    """Sample id -> weight of each of its trained tokens; 0 for a response without one. Empty if nothing is trained.
+    """Sample id -> weight of each of its trained tokens; 0 for a sample without one. Empty if nothing is trained.
 
     token_mean:    d_i / sum_j d_j T_j               over T_j trained tokens of response j
     leave_one_out: d_i / (d_i U_i + sum_j!=i d_j T_j)    the same, with U_i the mean T of the step's other responses of
                                                          the domain in place of T_i (T_i itself if there is none)
     sequence_mean: d_i / (T_i sum_j d_j)             over responses with a trained token
-    with d the loss weight of the response's domain. An estimate from sampled tokens needs `leave_one_out`: how long a
+    with d the loss weight of the domain. A response is an episode with all its segments; where these are of several domains, d_i
+    is that of the token, and d_j their mean over the tokens. An estimate from sampled tokens needs `leave_one_out`: how long a
     response becomes depends on the tokens that its weight multiplies.
     """
     tokens = {r.sample_id: r.num_trained for r in rollouts}
     share = {r.sample_id: domain_weights.get(r.domain, 1.0) for r in rollouts if tokens[r.sample_id]}
-    if normalize == "token_mean":
-        total = sum(d * tokens[i] for i, d in share.items())
-        return {i: share[i] / total if i in share else 0.0 for i in tokens} if share else {}
+    if not share:
+        return {}
+    total = sum(d * tokens[i] for i, d in share.items())
+    divisors: dict[str, float] = {}
+    """Episode -> what its tokens' d are divided by."""
     if normalize == "leave_one_out":
-        total = sum(d * tokens[i] for i, d in share.items())
-        others = _lengths_of_others(rollouts, tokens)
-        weights = {i: d / (total + d * (others[i] - tokens[i])) for i, d in share.items()}
-        return {i: weights.get(i, 0.0) for i in tokens} if share else {}
-    total = sum(share.values())
-    return {i: share[i] / (tokens[i] * total) if i in share else 0.0 for i in tokens} if share else {}
+        changes = _changes_by_others(rollouts, domain_weights)
+        divisors = {episode: total + change for episode, change in changes.items()}
+    elif normalize == "sequence_mean":
+        lengths = {episode: of for episode, of in _lengths_of_episodes(rollouts).items() if of.total()}
+        means = [
+            sum(domain_weights.get(domain, 1.0) * (num / of.total()) for domain, num in of.items())
+            for of in lengths.values()
+        ]
+        divisors = {episode: of.total() * sum(means) for episode, of in lengths.items()}
+    return {
+        r.sample_id: share[r.sample_id] / divisors.get(r.episode, total) if r.sample_id in share else 0.0
+        for r in rollouts
+    }
 
 
-def _lengths_of_others(rollouts: Sequence[Rollout], tokens: Mapping[str, int]) -> dict[str, float]:
-    """Sample id -> mean trained tokens of the step's other responses of its domain; its own number if they have none."""
-    members: dict[str, list[str]] = defaultdict(list)
+def _lengths_of_episodes(rollouts: Sequence[Rollout]) -> dict[str, Counter[str]]:
+    """Episode -> domain -> trained tokens of the episode's segments."""
+    lengths: dict[str, Counter[str]] = defaultdict(Counter)
     for rollout in rollouts:
-        members[rollout.domain].append(rollout.sample_id)
-    found = {}
+        lengths[rollout.episode][rollout.domain] += rollout.num_trained
+    return lengths
+
+
+def _changes_by_others(rollouts: Sequence[Rollout], domain_weights: Mapping[str, float]) -> dict[str, float]:
+    """Episode -> by how much the step's weighted tokens would grow if the episode had as many as the step's other episodes that began
+    in its domain have on average; 0 if they have none."""
+    lengths = _lengths_of_episodes(rollouts)
+    began: dict[str, str] = {}
+    for rollout in rollouts:
+        began.setdefault(rollout.episode, rollout.domain)
+    members: dict[str, list[str]] = defaultdict(list)
+    for episode, domain in began.items():
+        members[domain].append(episode)
+    changes = dict.fromkeys(began, 0.0)
     for ids in members.values():
-        total = sum(tokens[i] for i in ids)
-        for i in ids:
-            rest = total - tokens[i]
-            found[i] = rest / (len(ids) - 1) if rest else float(tokens[i])
-    return found
+        sums = sum((lengths[episode] for episode in ids), Counter[str]())
+        for episode in ids:
+            own = lengths[episode]
+            if sums.total() > own.total():
+                changes[episode] = sum(
+                    domain_weights.get(domain, 1.0) * ((num - own[domain]) / (len(ids) - 1) - own[domain])
+                    for domain, num in sums.items()
+                )
+    return changes
 
 
 def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainStats]) -> None:

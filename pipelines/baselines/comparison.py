@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from math import sqrt
 from pathlib import Path
@@ -22,10 +22,11 @@ from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import Evaluation
 from opd.files import atomic_file, atomic_write_text
-from opd.report import headroom
+from opd.report import clear_domains, headroom
 from opd.run_dir import EXAMS, ComparisonPaths, RunPaths
 from opd.settings import validate
 from opd.text import or_dash
+from pipelines.baselines.difference import Difference, Scores, difference, t_quantile
 from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan, refuse_rounds
 from pipelines.baselines.run import check_methods, compute
 from pipelines.baselines.weights import WEIGHT_METHODS
@@ -37,8 +38,6 @@ from pipelines.merging.manifest import resolved
 from pipelines.merging.results import trained
 
 FORMAT = 1
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""97.5 % quantiles of Student's t distribution with 1, 2, ... degrees of freedom: for 2 to MAX_SEEDS seeds."""
 WHOLE_SECTIONS = ("seed", "trainer", "rollout", "objective", "teachers", "evaluate")
 """Keys of a pipeline in which all seeds of a comparison are alike, also where a resume might change something."""
 NOT_OF_A_MERGE = ("name", "logging")
@@ -59,11 +58,8 @@ class SeedMean:
     def of(cls, values: Sequence[float]) -> SeedMean:
         """Make the mean with Student's t interval; for one value the interval is the value itself."""
         mean = fmean(values)
-        half = T_QUANTILES[len(values) - 2] * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
+        half = t_quantile(len(values) - 1) * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
         return cls(mean=mean, low=mean - half, high=mean + half, by_seed=tuple(values))
-
-    def overlaps(self, other: SeedMean) -> bool:
-        return self.low <= other.high and other.low <= self.high
 
     def __format__(self, form: str) -> str:
         form = form or ".3f"
@@ -87,10 +83,12 @@ class ComparisonRow:
     accuracy: SeedMean
     """Mean over domains."""
     headroom: SeedMean | None
-    """Mean over the domains where the expert is better than the student; None if there is none."""
+    """Mean over the domains where the expert is better than the student beyond chance; None if there is none."""
+    difference: Difference | None = None
+    """From the accuracy of on-policy distillation at the same share of the training; merges of weights are compared with the
+    whole training. None if distillation ran with one seed only."""
     verdict: str = ""
-    """`tie`, `better` or `worse` than on-policy distillation at the same share of the training; merges of weights are
-    compared with the whole training. Empty if distillation ran with one seed only."""
+    """`tie`, `better` or `worse`, as the interval of the difference says; empty without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +100,10 @@ class _OneSeed:
     merge: dict[str, Any]
     """Steps, response tokens and weights of this seed's merge, with which its baselines are compared."""
     results: list[BaselineResult]
+
+
+Group = list[tuple[_OneSeed, BaselineResult]]
+"""A method at one share: its result of each seed."""
 
 
 def compare(
@@ -195,19 +197,20 @@ def _refuse_another_merge(config: PipelineConfig, inputs: Inputs, paths: RunPath
 
 def table(seeds: Sequence[_OneSeed]) -> list[ComparisonRow]:
     """A row for each method and share, methods in their order, larger shares first."""
-    groups: dict[tuple[str, float | None], list[tuple[_OneSeed, BaselineResult]]] = {}
+    groups: dict[tuple[str, float | None], Group] = {}
     for seed in seeds:
         for result in seed.results:
             groups.setdefault((result.method, result.token_share), []).append((seed, result))
-    rows = {key: _row(group) for key, group in groups.items()}
-    order = sorted(rows, key=lambda key: (METHODS[::-1].index(key[0]), -(key[1] or 0)))
-    return [_judged(rows[key], rows.get(("opd", 1.0 if key[1] is None else key[1]))) for key in order]
+    order = sorted(groups, key=lambda key: (METHODS[::-1].index(key[0]), -(key[1] or 0)))
+    return [
+        _judged(_row(groups[key]), groups[key], groups.get(("opd", 1.0 if key[1] is None else key[1]))) for key in order
+    ]
 
 
-def _row(group: Sequence[tuple[_OneSeed, BaselineResult]]) -> ComparisonRow:
+def _row(group: Group) -> ComparisonRow:
     results = [result for _, result in group]
     gains = [
-        mean_headroom(seed.before.accuracy, {d: s.accuracy for d, s in result.scores.items()}, seed.expert.accuracy)
+        mean_headroom(seed.before.scores, {d: s.accuracy for d, s in result.scores.items()}, seed.expert.scores)
         for seed, result in group
     ]
     tokens = [result.tokens for result in results if result.tokens is not None]
@@ -221,21 +224,20 @@ def _row(group: Sequence[tuple[_OneSeed, BaselineResult]]) -> ComparisonRow:
     )
 
 
-def mean_headroom(before: Mapping[str, float], after: Mapping[str, float], expert: Mapping[str, float]) -> float | None:
-    """Mean headroom over the domains of `after` where the expert is better than the student; None if there is none."""
-    shares = [headroom(before[domain], accuracy, expert.get(domain)) for domain, accuracy in after.items()]
+def mean_headroom(before: Scores, after: Mapping[str, float], expert: Scores) -> float | None:
+    """Mean headroom over the domains of `after` where the expert is better than the student beyond chance; None if there is
+    none."""
+    clear = clear_domains(before, expert)
+    shares = [headroom(before[d].accuracy, after[d], expert[d].accuracy) for d in after if d in clear]
     known = [share for share in shares if share is not None]
     return fmean(known) if known else None
 
 
-def _judged(row: ComparisonRow, opd: ComparisonRow | None) -> ComparisonRow:
-    if opd is None or row.method == "opd" or len(opd.accuracy.by_seed) == 1:
+def _judged(row: ComparisonRow, group: Group, opd: Group | None) -> ComparisonRow:
+    if opd is None or row.method == "opd" or len(opd) == 1:
         return row  # with one seed the share of chance is unknown
-    if row.accuracy.overlaps(opd.accuracy):
-        verdict = "tie"
-    else:
-        verdict = "better" if row.accuracy.mean > opd.accuracy.mean else "worse"
-    return ComparisonRow(**{**{name: getattr(row, name) for name in ComparisonRow.__slots__}, "verdict": verdict})
+    found = difference(*([result.scores for _, result in its] for its in (group, opd)))
+    return replace(row, difference=found, verdict=found.verdict)
 
 
 def cells(row: ComparisonRow) -> tuple[str, ...]:
@@ -246,7 +248,7 @@ def cells(row: ComparisonRow) -> tuple[str, ...]:
         or_dash(row.tokens, ",.0f"),
         str(row.accuracy),
         "-" if row.headroom is None else str(row.headroom),
-        row.verdict or "-",
+        f"{row.verdict} ({row.difference})" if row.difference else "-",
     )
 
 

@@ -26,7 +26,7 @@ from experts.episodes.rows import has_episodes
 from opd.config import PipelineConfig
 from opd.errors import PromptError
 from opd.files import replace_dir
-from opd.prompts import MixedPrompts, PromptTable, Rows, open_rows, split_samples
+from opd.prompts import MixedPrompts, PromptTable, Rows, open_rows, samples_by_weight
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.types import Prompt, Rollout, WeightedTeacher
 from pipelines.baselines.engine import rollout_engine
@@ -77,8 +77,7 @@ def train_off_policy(
         if budget is not None:
             wanted, n = _samples_of(config, by_domain, write, budget), config.rollout.n
             samples = max(n * len(by_domain), round(sum(wanted.values())))
-            # Weights deal out what is left when each domain has one prompt.
-            weights = {name: max(count / n - 1, 1e-6) for name, count in wanted.items()}
+            weights = {name: max(count, 1e-6) for name, count in wanted.items()}
         shape = _shape(config, samples)
         prompts = [p for step in _steps(config, by_domain, shape.samples, weights) for p in step]
         tell(f"{len(prompts)} responses: {config.trainer.steps} steps of {shape.samples}")
@@ -201,7 +200,7 @@ def _steps(
 ) -> Iterator[list[Prompt]]:
     """The prompts of each step, each once for every response to it; every step has all domains."""
     n = config.rollout.n
-    mixed = MixedPrompts(by_domain, split_samples(samples // n, weights), config.seed, n)
+    mixed = MixedPrompts(by_domain, samples_by_weight(samples // n, weights), config.seed, n)
     for step in range(1, config.trainer.steps + 1):
         yield mixed.take(step)
 

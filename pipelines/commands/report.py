@@ -63,6 +63,10 @@ def report(
     if gate.asked:
         for failure in found["gate"]["failures"]:
             say(f"gate: {failure}")
+        for name in found["gate"]["without_headroom"]:
+            say(
+                f"gate: {name}: --min-headroom does not judge it: its expert was not better than the student beyond chance"
+            )
         if not found["gate"]["passed"]:
             raise typer.Exit(1)
 

@@ -6,7 +6,7 @@ computed. The two lists below are all the keys that may be changed between two s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,34 @@ def unrecorded(recorded: Mapping[str, Any]) -> list[str]:
         "or generation_config.json of the student, or an expert's config.json, were edited since is not known; they are "
         "recorded now, and may not change from here"
     ]
+
+
+def changed_rules(recorded: Mapping[str, Any], config: PipelineConfig) -> list[str]:
+    """A warning about a run that an older release began, if its next steps are not those that this release would have had it take."""
+    other = list(_other_rules(config)) if recorded["format"] < 4 else []
+    if not other:
+        return []
+    return [
+        f"this run was begun by a release that decided otherwise {'; '.join(other)}: from here it is decided as in a run that begins "
+        "now, so the weights become others than that release would have made"
+    ]
+
+
+def _other_rules(config: PipelineConfig) -> Iterator[str]:
+    """What releases of format 3 decided otherwise, as far as it matters to this pipeline."""
+    prompts = config.trainer.samples_per_step // config.rollout.n
+    by_samples = isinstance(config.balance, SamplesBalance)
+    if not by_samples or len(set(config.domain_weights.values())) > 1 or prompts % len(config.domains):
+        yield "how many prompts of each domain a step has"
+    if config.trainer.lr_scheduler_type != "constant" and not config.trainer.min_lr_ratio:
+        yield "how fast the learning rate falls to 0"
+    objective = config.objective
+    if objective.weighting != "token_mean" and any(domain.acts for domain in config.domains.values()):
+        yield "how much an episode of several segments weighs"
+    if config.rollout.temperature != 1 and (objective.reward is not None or objective.kind == "sampled"):
+        yield "which tokens are too old to be trained"
+    if objective.has_critic and objective.HAS_DIVERGENCE:
+        yield "whether to train on the divergence while the critic learns alone"
 
 
 def _weights_only(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -74,8 +74,10 @@ class _Both:
         self._journal.write()
         self._shown.doing(what)
 
-    def exams(self, before: Mapping[str, float], expert: Mapping[str, float]) -> None:
-        self._shown.exams(before, expert)
+    def exams(
+        self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
+    ) -> None:
+        self._shown.exams(before, expert, clear)
 
     def step(self, record: StepRecord) -> None:
         self._shown.step(record)

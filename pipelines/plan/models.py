@@ -15,7 +15,7 @@ from opd.config.domains import ExpertConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
 from opd.errors import ConfigError
 from opd.lora import ADAPTER_CONFIG, LoraConfig, LoraSize
-from opd.prompts.mix import split_samples
+from opd.prompts.balance import rounded, samples_by_weight
 from opd.types import Teacher
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
@@ -94,9 +94,10 @@ def read_models(config: PipelineConfig) -> Models:
 
 
 def _samples(config: PipelineConfig) -> dict[str, int]:
-    """Responses of each domain in a step, as `opd merge` deals them out."""
-    groups = split_samples(config.trainer.samples_per_step // config.rollout.n, config.domain_weights)
-    return {name: config.rollout.n * count for name, count in groups.items()}
+    """Responses of each domain in an ordinary step, as `opd merge` deals them out."""
+    total = config.trainer.samples_per_step // config.rollout.n
+    prompts = rounded(samples_by_weight(total, config.domain_weights), total, draw=0.5)
+    return {name: config.rollout.n * count for name, count in prompts.items()}
 
 
 def _experts(config: PipelineConfig, student: Shape, notes: list[str]) -> Iterator[tuple[str, Expert, Shape]]:

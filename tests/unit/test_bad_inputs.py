@@ -200,7 +200,7 @@ class Heard:
     def doing(self, what: str) -> None:
         pass
 
-    def exams(self, before: Any, expert: Any) -> None:
+    def exams(self, before: Any, expert: Any, clear: Any = None) -> None:
         pass
 
     def step(self, record: StepRecord) -> None:

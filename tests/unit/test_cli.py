@@ -367,8 +367,8 @@ def test_a_resume_names_other_versions(started: Path, monkeypatch: pytest.Monkey
     [
         (None, ["FileNotFoundError", "the manifest of a run"]),
         ("[]", ["the manifest of a run"]),
-        ('{"format": 1}', ["run format 1", "format 3"]),
-        ('{"format": 4}', ["run format 4", "the release of opd-merge that began the run"]),
+        ('{"format": 1}', ["run format 1", "format 4"]),
+        ('{"format": 5}', ["run format 5", "the release of opd-merge that began the run"]),
     ],
 )
 def test_a_run_of_another_format_is_refused(manifest: str | None, words: list[str], started: Path) -> None:
@@ -570,6 +570,10 @@ def test_a_gate_decides_the_exit_code(tmp_path: Path) -> None:
     assert missed.exit_code == 1 and "67 %" in missed.stdout
     assert "gate: reverse: headroom 0.667 < 0.9" in missed.stderr
     assert json.loads((tmp_path / "report.json").read_text())["gate"]["passed"] is False
+    even = {"even": {"before": 0.5, "after": 0.5, "expert": 0.5, "headroom": None}}
+    (tmp_path / "report.json").write_text(json.dumps({**REPORT, "domains": {**REPORT["domains"], **even}}))
+    unjudged = opd("report", tmp_path, "--min-headroom", "0.6")
+    assert unjudged.exit_code == 0 and "gate: even: --min-headroom does not judge it" in unjudged.stderr
     refused(opd("report", tmp_path, "--min-headroom", "90"), "--min-headroom\n", "90.0")
     refused(opd("report", tmp_path, "--max-regression", "-0.1"), "--max-regression\n")
 

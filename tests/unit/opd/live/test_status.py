@@ -42,7 +42,9 @@ def a_run(root: Path, steps: int = 12, now: Now | None = NOW) -> RunPaths:
     paths.pipeline.write_text(yaml.safe_dump(config, sort_keys=False))
     paths.manifest.write_text("{}")
     for name, accuracy in (("before", 0.2), ("expert", 1.0)):
-        score = DomainScore(accuracy=accuracy, stderr=0.1, low=0.1, high=1.0, questions=9)
+        score = DomainScore(
+            accuracy=accuracy, stderr=0.1, low=0.9 * accuracy, high=min(1.0, 1.1 * accuracy), questions=9
+        )
         Evaluation(model=name, scores=dict.fromkeys(DOMAINS[:2], score)).save(paths.exam(name))
     for step in range(1, steps + 1):
         MetricsFile(paths.metrics).write(record(step, DOMAINS[:2], exam=step == 10))
@@ -63,6 +65,10 @@ def test_a_merge_at_work(tmp_path: Path) -> None:
     assert [(d.name, d.before, d.expert) for d in seen.domains] == [("math", 0.2, 1.0), ("code", 0.2, 1.0)]
     assert seen.mean_headroom == pytest.approx((0.2 + 10 / 160 - 0.2) / 0.8) and seen.exam_step == 10
     assert f"`kill {os.getpid()}`" in seen.hints[0]
+    chance = DomainScore(accuracy=0.3, stderr=0.1, low=0.1, high=0.6, questions=9)
+    expert = Evaluation.load(paths.exam("expert"))
+    replace(expert, scores=expert.scores | {"code": chance}).save(paths.exam("expert"))
+    assert [d.headroom is None for d in status_of(paths.root).domains] == [False, True], "no better beyond chance"
     assert status_of(paths.root).state == KILLED, "nobody holds the lock, and there is no last word"
 
 

@@ -144,7 +144,7 @@ def test_what_carries_no_weight_has_no_effect() -> None:
 )
 def test_the_band_is_around_one(ratio: float, masked: bool) -> None:
     logp = torch.zeros(1, dtype=torch.float64)
-    factor, outside = BAND.factor(logp, -torch.tensor([ratio], dtype=torch.float64).log())
+    factor, outside = BAND.factor(logp, logp, -torch.tensor([ratio], dtype=torch.float64).log())
     assert outside.item() is masked
     assert factor.item() == pytest.approx(0.0 if masked else ratio)
 
@@ -248,6 +248,43 @@ def test_an_older_policys_tokens_give_the_exact_gradient_at_their_state() -> Non
         logits, [0, 0, 0], token_N=torch.arange(3), behaviour_N=mu[0], advantage_N=worth, policy_weight_N=mu[0].exp()
     )
     torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_what_was_just_written_is_in_the_band_at_any_temperature(temperature: float) -> None:
+    """A likely token, and rare ones: p / mu lies far outside of the band for some of them, the gradient is exact all the same."""
+    logits = 3 * table()[:1]
+    mu = (logits / temperature).log_softmax(-1)
+    off = (logits.log_softmax(-1) - mu).exp()
+    assert ((off <= 0.7) | (off >= 1.2)).any(), "the test could see a band of p / mu"
+    worth = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
+    exact = logits.clone().requires_grad_()
+    (want,) = torch.autograd.grad(-(exact.softmax(-1) * worth).sum(), exact)
+    given = {"behaviour_N": mu[0], "advantage_N": worth, "policy_weight_N": mu[0].exp()}
+    loss, stats = run(
+        Tokens(token_N=torch.arange(3), weight_N=torch.zeros(3, dtype=torch.float64), **given),
+        hidden := logits.repeat(3, 1).requires_grad_(),
+        torch.eye(3, dtype=torch.float64),
+        vocab_size=3,
+        policy=PolicyGradient(low=0.3, high=0.2),
+        temperature=temperature,
+    )
+    assert isinstance(stats, RewardedStats) and not stats.masked_N.any()
+    torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0].sum(0, keepdim=True), want)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize(("aged", "masked"), [(0.69, True), (0.71, False), (5.9, False), (6.1, True)])
+def test_the_band_is_of_what_age_changed(temperature: float, aged: float, masked: bool) -> None:
+    logits = 3 * table()[:1]
+    behaviour = (logits / temperature).log_softmax(-1)[0] - float(np.log(aged))
+    ones = torch.ones(3, dtype=torch.float64)
+    given = Tokens(
+        token_N=torch.arange(3), weight_N=0 * ones, behaviour_N=behaviour, advantage_N=ones, policy_weight_N=ones
+    )
+    head = torch.eye(3, dtype=torch.float64)
+    _, stats = run(given, logits.repeat(3, 1), head, vocab_size=3, temperature=temperature)
+    assert isinstance(stats, RewardedStats) and (stats.masked_N != 0).tolist() == [masked] * 3
 
 
 # Divergence and reward together: the optimum of the whole objective

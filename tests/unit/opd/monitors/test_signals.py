@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from opd.config.monitors import MonitorsConfig
+from opd.episodes_record import EpisodesRecord
 from opd.monitors import SIGNALS
 from opd.monitors.signal import WHOLE_STEP, History, Signal
 from opd.monitors.tails import LOOP, SHORTEST, TAIL, loops, repeated
 from opd.named import imported
-from opd.step_record import StepRecord
+from opd.step_record import StepRecord, mean_length
 from tests.steps import rollout, step
 
 
@@ -92,6 +93,16 @@ def test_length_is_measured_by_the_longer_of_expert_and_start() -> None:
     short = [step(1, {"a": {"tokens": 20}, "b": {"tokens": 160}, "c": {"tokens": 20}})]
     found = reading("length", grown, first=short, expert_tokens={"a": 6.0, "b": 6.0})
     assert found == pytest.approx({"a": 24 / 6, "b": 24 / 16}), "no exam of c's expert, so no reading"
+
+
+def test_an_episode_of_many_segments_is_one_response() -> None:
+    """Twelve episodes of four segments each; the expert's exam counts whole episodes, too."""
+    episodes = {"a": EpisodesRecord(episodes=12, segments=48)}
+    steps = [step(number, {"a": {"tokens": 960, "samples": 48}}, episodes=episodes) for number in (1, 2)]
+    assert reading("length", steps, expert_tokens={"a": 40.0}) == pytest.approx({"a": 80 / 80})
+    assert (
+        mean_length(steps, "a") == 80.0 and mean_length([step(1, {"a": {"tokens": 960, "samples": 48}})], "a") == 20.0
+    )
 
 
 def test_entropy_is_what_the_student_lacks_of_its_teachers_weighed_by_tokens() -> None:

@@ -35,13 +35,19 @@ def record(
     *,
     lengths: Mapping[str, int] | None = None,
     cut: Mapping[str, int] | None = None,
+    segments: Mapping[str, int] | None = None,
     samples: int = 8,
 ) -> StepRecord:
-    """A step in which every domain had the same number of samples."""
+    """A step in which every domain had the same number of prompts; `lengths` are those of a segment."""
+    per_prompt = {name: (segments or {}).get(name, 1) for name in losses}
     return StepRecord(
         step=step,
         domains={
-            name: DomainRecord(loss=loss, samples=samples, tokens=samples * (lengths or {}).get(name, 4))
+            name: DomainRecord(
+                loss=loss,
+                samples=samples * per_prompt[name],
+                tokens=samples * per_prompt[name] * (lengths or {}).get(name, 4),
+            )
             for name, loss in losses.items()
         },
         prompts=dict.fromkeys(losses, samples),
@@ -112,6 +118,29 @@ def test_a_domain_of_ten_times_longer_responses_gets_its_share_of_the_tokens() -
     assert got["d3"] == pytest.approx(got["d0"]) and found["d3"] == pytest.approx(2.2, abs=0.1)
 
 
+@pytest.mark.parametrize("section", [tokens(), gap(of="tokens")], ids=["tokens", "gap of tokens"])
+def test_an_episode_of_many_segments_is_one_prompt(section: Any) -> None:
+    """Five segments of 100 tokens beside single responses of 100: a prompt of the first costs five times as much."""
+    balance, got = Balance(section, {"acts": 1.0, "answers": 1.0}, 60, 0), Counter[str]()
+    for step in range(1, 61):
+        counts = balance.counts(step)
+        segments = {"acts": 5 * counts["acts"], "answers": counts["answers"]}
+        stats = {name: DomainRecord(loss=1.0, samples=num, tokens=100 * num) for name, num in segments.items()}
+        balance.see(StepRecord(step=step, domains=stats, prompts=counts))
+        if step > 1:
+            got.update({name: one.tokens for name, one in stats.items()})
+    assert got["acts"] / got.total() == pytest.approx(0.5, abs=0.01)
+
+
+def test_prompts_that_could_not_be_trained_are_dealt_out_for_nothing() -> None:
+    """Half of a domain's prompts are left out: it gets twice as many, and its share of the tokens."""
+    balance = Balance(tokens(), {"a": 1.0, "b": 1.0}, 30, 0)
+    for step in range(1, 30):
+        stats = {"a": DomainRecord(samples=8, tokens=80), "b": DomainRecord(samples=4, tokens=40)}
+        balance.see(StepRecord(step=step, domains=stats, prompts={"a": 8, "b": 8}))
+    assert balance.exact() == pytest.approx({"a": 10, "b": 20})
+
+
 def test_a_weight_is_a_share_of_the_tokens() -> None:
     weights, lengths = {"a": 3.0, "b": 1.0}, {"a": 20, "b": 4}
     found = after(tokens(), lambda _: dict.fromkeys("ab", 1.0), total=1000, weights=weights, lengths=lambda _: lengths)
@@ -136,7 +165,9 @@ def test_lengths_follow_the_student() -> None:
 @pytest.mark.parametrize("section", [tokens(), gap(), gap(of="tokens")], ids=["tokens", "gap", "gap of tokens"])
 def test_before_anything_is_known_it_goes_by_weight(section: Any) -> None:
     found = Balance(section, {"a": 3.0, "b": 1.0}, 42, 0).exact()
-    assert found == pytest.approx({"a": 31.0, "b": 11.0}), "one each, and the other forty"
+    assert found == pytest.approx({"a": 31.5, "b": 10.5})
+    least = Balance(section, {"a": 3.0, "b": 0.01, "c": 1.0}, 41, 0).exact()
+    assert least == pytest.approx({"a": 30.0, "b": 1.0, "c": 10.0}), "one each at least, the others by weight"
 
 
 def test_a_domain_that_was_never_trained_counts_as_long_as_the_others() -> None:
@@ -216,12 +247,20 @@ def test_a_gap_per_response_counts_what_a_whole_answer_lacks() -> None:
     assert by_token["long"] == pytest.approx(by_token["short"])
     found = after(gap(floor=0.01, cap=9.0, per="response"), losses, steps=100, lengths=lambda _: lengths)
     assert found["long"] / found["short"] == pytest.approx((1.1 / 2.1) / (0.1 / 1.1), rel=1e-6)
+    cut_up = after(
+        gap(floor=0.01, cap=9.0, per="response"),
+        losses,
+        steps=100,
+        lengths=lambda _: {"long": 2, "short": 2},
+        segments=lambda _: {"long": 11},
+    )
+    assert cut_up == pytest.approx(found), "an answer in eleven segments lacks as much"
 
 
 def test_weights_multiply() -> None:
     weights = {"a": 2.0, "b": 1.0, "c": 1.0}
     found = after(gap(), lambda step: {"a": 0.5, "b": 0.5, "c": 0.5}, weights=weights, total=1003)
-    assert found == pytest.approx({"a": 501, "b": 251, "c": 251})
+    assert found == pytest.approx({"a": 501.5, "b": 250.75, "c": 250.75})
 
 
 @pytest.mark.parametrize("loss", [None, -0.2, 0.0])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from opd.config.balance import GapBalance, TokensBalance
-from opd.prompts import Balance, BalancedPrompts, MixedPrompts, split_samples
+from opd.prompts import Balance, BalancedPrompts, MixedPrompts, samples_by_weight
 from opd.step_record import DomainRecord, StepRecord
 from opd.types import Prompt
 
@@ -59,7 +59,7 @@ def headrooms(suite: Suite, section: Any, seed: int) -> tuple[dict[str, float], 
     source: MixedPrompts | BalancedPrompts = (
         BalancedPrompts(by_domain, Balance(section, weights, suite.samples, seed), seed)
         if section
-        else MixedPrompts(by_domain, split_samples(suite.samples, weights), seed)
+        else MixedPrompts(by_domain, samples_by_weight(suite.samples, weights), seed)
     )
     records = []
     for step in range(1, suite.steps + 1):

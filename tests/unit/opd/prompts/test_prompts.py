@@ -13,7 +13,7 @@ import pytest
 
 from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
-from opd.prompts import MixedPrompts, encode_prompt, load_prompts, open_rows, read_prompt_lines, split_samples
+from opd.prompts import MixedPrompts, encode_prompt, load_prompts, open_rows, read_prompt_lines, samples_by_weight
 from opd.prompts.line import as_chat, read_row
 from opd.types import Prompt
 
@@ -201,31 +201,44 @@ def test_a_role_whose_messages_the_template_leaves_out_is_named(
     ("total", "weights", "counts"),
     [
         (4, {"a": 1, "b": 1}, {"a": 2, "b": 2}),
-        (5, {"a": 1, "b": 1, "c": 1}, {"a": 2, "b": 2, "c": 1}),
+        (5, {"a": 1, "b": 1, "c": 1}, {"a": 5 / 3, "b": 5 / 3, "c": 5 / 3}),
         (3, {"a": 1, "b": 100, "c": 1}, {"a": 1, "b": 1, "c": 1}),
-        (12, {"a": 3, "b": 1}, None),
+        (12, {"a": 3, "b": 1}, {"a": 9, "b": 3}),
         (7, {"a": 0.001, "b": 1000.0}, {"a": 1, "b": 6}),
+        (8, {"a": 0.1, "b": 2, "c": 1}, {"a": 1, "b": 14 / 3, "c": 7 / 3}),
+        (40, {"most": 9.0, **{f"d{i}": 1.0 for i in range(9)}}, {"most": 20, **{f"d{i}": 20 / 9 for i in range(9)}}),
         (1, {"a": 0.5}, {"a": 1}),
     ],
 )
-def test_samples_are_dealt_out_by_weight(total: int, weights: dict[str, float], counts: dict[str, int] | None) -> None:
-    found = split_samples(total, weights)
-    assert sum(found.values()) == total
+def test_a_weight_is_a_share_of_the_samples(total: int, weights: dict[str, float], counts: dict[str, float]) -> None:
+    found = samples_by_weight(total, weights)
     assert list(found) == list(weights)
-    assert min(found.values()) >= 1
-    if counts:
-        assert found == counts
-    else:
-        assert found["a"] > 2 * found["b"]
+    assert found == pytest.approx(counts)
 
 
-def test_every_split_is_whole() -> None:
-    weights = {f"d{i}": 1 / (1 + i) for i in range(10)}
-    for total in range(10, 200):
-        counts = split_samples(total, weights)
-        assert sum(counts.values()) == total
-        assert min(counts.values()) >= 1
-        assert list(counts.values()) == sorted(counts.values(), reverse=True)
+def shares(total: int, weights: dict[str, float], steps: int, seed: int = 0) -> list[Counter[str]]:
+    """How many prompts each domain has in each step."""
+    source = MixedPrompts({d: prompts(d, 50) for d in weights}, samples_by_weight(total, weights), seed)
+    return [Counter(p.domain for p in source.take(step)) for step in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("total", "weights"),
+    [
+        (5, dict.fromkeys("abc", 1.0)),
+        (40, {"most": 9.0, **{f"d{i}": 1.0 for i in range(9)}}),
+        (200, {"a": 2.5, "b": 3.0, "c": 0.4, "d": 0.4, "e": 1.0, "f": 2.25}),
+        (17, {f"d{i}": 1 / (1 + i) for i in range(10)}),
+    ],
+)
+def test_what_is_left_over_by_rounding_goes_round(total: int, weights: dict[str, float], seed: int) -> None:
+    exact, steps, sums = samples_by_weight(total, weights), 60, Counter[str]()
+    for number, counts in enumerate(shares(total, weights, steps, seed), start=1):
+        sums.update(counts)
+        assert sum(counts.values()) == total and min(counts[d] for d in weights) >= 1
+        assert all(abs(counts[d] - exact[d]) < 1 for d in weights)
+        assert all(abs(sums[d] - number * exact[d]) < 2.5 for d in weights), "at every step, not in the end alone"
 
 
 # The mix

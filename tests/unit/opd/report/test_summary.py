@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opd.errors import RunDirError
-from opd.report import build_report, domain_rows, full_report, headroom, read_run
+from opd.report import Gate, build_report, domain_rows, full_report, headroom, read_run
 from opd.report.exams import latest
 from opd.report.summary import POINTS, curves
 from opd.run_dir import EXAMS
@@ -283,3 +283,31 @@ def test_without_experts_there_is_what_was_gained_and_no_headroom() -> None:
         ("b", "0.50", "-", "1.00", "-"),
         ("mean", "0.35", "-", "0.80", "-"),
     ]
+
+
+def test_an_expert_that_is_better_by_one_question_decides_nothing(run_dir: Path) -> None:
+    """The merge recovers none of `letters`; in `sums` it is nine questions above a start that is one below its expert."""
+    accuracies = {
+        "before": {"letters": 0.2, "sums": 0.5, "known": 0.9},
+        "expert": {"letters": 0.9, "sums": 0.51, "known": 0.8},
+        "after": {"letters": 0.2, "sums": 0.6, "known": 0.9},
+    }
+    for name, accuracy in accuracies.items():
+        evaluation(name, accuracy).save(run_dir / "evaluation" / f"{name}.json")
+    found = full_report(read_run(run_dir))
+    assert found["domains"]["sums"]["headroom"] is None and found["domains"]["sums"]["headroom_interval"] is None
+    assert found["mean_headroom"] == found["worst_headroom"] == 0.0
+    low, high = found["mean_headroom_interval"]
+    assert low < 0 < high < 0.5
+    verdict = Gate(min_headroom=0.5).verdict(found)
+    assert [failure.split(":")[0] for failure in verdict["failures"]] == ["letters"]
+    assert verdict["without_headroom"] == ["sums", "known"]
+    assert Gate(max_regression=0.1).verdict(found)["without_headroom"] == []
+
+
+def test_an_interval_of_the_mean_is_of_the_domains_that_have_one(run_dir: Path) -> None:
+    everything = full_report(read_run(run_dir))
+    evaluation("expert", {"letters": 0.9, "sums": 0.51, "known": 0.8}).save(run_dir / "evaluation" / "expert.json")
+    found = full_report(read_run(run_dir))
+    assert found["mean_headroom"] == found["domains"]["letters"]["headroom"] != everything["mean_headroom"]
+    assert found["mean_headroom_interval"] == pytest.approx(found["domains"]["letters"]["headroom_interval"])

@@ -91,7 +91,8 @@ class Cold:
 def test_while_a_critic_is_cold_the_policy_gradient_waits() -> None:
     made = stream(Cold(), compare_every=1)
     asked = made.step(1, [rollout("e")])
-    assert (asked.weight, dict(asked.advantages), asked.compare) == (0.0, {}, False)
+    assert (asked.weight, dict(asked.advantages), asked.compare, asked.waits) == (0.0, {}, False, True)
+    assert not stream().step(1, [rollout("e")]).waits
     record = made.record([rollout("e")], None)
     assert (record.weight, record.credit, record.domains["a"].reward) == (0.0, {"explained": -0.5}, 1.0)
 

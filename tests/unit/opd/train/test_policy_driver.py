@@ -121,5 +121,19 @@ def test_a_step_without_advantages_trains_what_is_left(kind: str, trains: bool, 
     assert report.skipped is not trains and targets.arrived, "AdamW must not decay weights for nothing"
     assert len(works(in_process)) == (2 if trains else 0)
     if kind == "none":
+        weightless = trainer.train_step(1, [rollout("a")], Targets("a"), frozenset(), reward("a", weight=0.0))  # type: ignore[arg-type]
+        assert weightless.skipped, "a schedule of the weight begins or ends at 0"
         rewarded = trainer.train_step(1, [rollout("a")], Targets("a"), frozenset(), reward("a"))  # type: ignore[arg-type]
         assert not rewarded.skipped
+
+
+def test_while_a_critic_is_cold_no_optimiser_step_is_taken(in_process: Any) -> None:
+    """A base that teaches its own copy differs from it by rounding alone, and AdamW scales that up to whole steps."""
+    in_process.replace = PolicyRank
+    trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(), 9))
+    targets: Any = Targets("a", "b")
+    cold = RewardStep(weight=0.0, advantages={}, waits=True)
+    report = trainer.train_step(1, [rollout("a"), rollout("b")], targets, frozenset(), cold)
+    assert report.skipped and targets.arrived and not works(in_process)
+    warm = trainer.train_step(2, [rollout("a"), rollout("b")], Targets("a", "b"), frozenset(), reward("a"))  # type: ignore[arg-type]
+    assert not warm.skipped and works(in_process)

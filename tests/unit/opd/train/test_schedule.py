@@ -24,16 +24,23 @@ def test_warm_up_is_linear_and_never_zero() -> None:
     assert rates(warmup_steps=4) == pytest.approx([0.5, 1.0, 1.5, 2.0, 2, 2, 2, 2, 2, 2])
 
 
-def test_linear_ends_at_zero() -> None:
-    assert rates(lr_scheduler_type="linear") == pytest.approx([2 * (1 - s / 10) for s in range(1, 11)])
+def test_linear_comes_to_zero_after_the_last_step() -> None:
+    assert rates(lr_scheduler_type="linear", steps=9) == pytest.approx([2 * (1 - s / 10) for s in range(1, 10)])
 
 
 def test_cosine_passes_the_middle_at_half() -> None:
-    found = rates(lr_scheduler_type="cosine")
+    found = rates(lr_scheduler_type="cosine", steps=9)
     assert found[4] == pytest.approx(1.0)
-    assert found[-1] == pytest.approx(0.0)
     assert found == sorted(found, reverse=True)
     assert found[0] > 1.9
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 9])
+def test_the_last_step_of_a_decay_trains(kind: str, warmup: int) -> None:
+    found = rates(lr_scheduler_type=kind, warmup_steps=warmup)
+    assert found[-1] > 0 and found[warmup:] == sorted(found[warmup:], reverse=True)
+    assert rates(lr_scheduler_type=kind, steps=1)[-1] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])

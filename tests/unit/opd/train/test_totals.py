@@ -70,6 +70,19 @@ def test_a_sequence_mean_counts_every_response_once() -> None:
     assert weights["a"] * 10 == pytest.approx(weights["c"] * 1)
 
 
+def test_a_sequence_mean_counts_a_compacted_episode_once() -> None:
+    """One response of 40 tokens, and one that went on in three more segments, the third of them a sub-agent's of another domain."""
+    parts = [("e", "math", 10), ("e.1", "math", 20), ("e.2", "code", 5), ("e.3", "math", 5)]
+    episode = [dataclasses.replace(rollout(i, domain, [(n, True)]), episode="e") for i, domain, n in parts]
+    step = [*episode, rollout("f", "math", [(40, True)]), rollout("g", "math", [(2, False)])]
+    weights = row_weights(step, "sequence_mean", {})
+    assert weights == pytest.approx(dict.fromkeys(("e", "e.1", "e.2", "e.3", "f"), 1 / 80) | {"g": 0})
+    weighed = row_weights(step, "sequence_mean", {"math": 2.0})
+    assert sum(weighed[r.sample_id] * r.num_trained for r in step) == pytest.approx(1)
+    assert weighed["e"] == 2 * weighed["e.2"], "a token counts by its own domain"
+    assert weighed["f"] * 40 == pytest.approx(2 / (2 + 2 * 35 / 40 + 5 / 40))
+
+
 def test_domain_weights_weigh_tokens_or_responses() -> None:
     tokens = row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
     total = 2 * 15 + 0.5 * 31 + 7

@@ -36,17 +36,14 @@ def test_an_interval_is_students_t() -> None:
 
 
 def test_the_mean_headroom_is_over_domains_with_a_better_expert() -> None:
-    before, expert = {"a": 0.2, "b": 0.5, "c": 0.5}, {"a": 0.6, "b": 0.5}
-    assert mean_headroom(before, {"a": 0.3, "b": 0.9, "c": 0.9}, expert) == pytest.approx(0.25)
-    assert mean_headroom(before, {"b": 0.9, "c": 0.9}, expert) is None
+    before = scores(a=0.2, b=0.5, c=0.5) | {"d": by_chance(0.50)}
+    expert = scores(a=0.6, b=0.5) | {"d": by_chance(0.51)}
+    assert mean_headroom(before, {"a": 0.3, "b": 0.9, "c": 0.9, "d": 0.9}, expert) == pytest.approx(0.25)
+    assert mean_headroom(before, {"b": 0.9, "c": 0.9, "d": 0.9}, expert) is None
 
 
-def test_intervals_that_touch_overlap() -> None:
-    first, second, third = (SeedMean(mean=m, low=m - 0.1, high=m + 0.1, by_seed=(m,)) for m in (0.5, 0.65, 0.75))
-    assert first.overlaps(second)
-    assert second.overlaps(first)
-    assert not first.overlaps(third)
-    assert not third.overlaps(first)
+def by_chance(accuracy: float) -> DomainScore:
+    return DomainScore(accuracy=accuracy, stderr=0.05, low=accuracy - 0.1, high=accuracy + 0.1, questions=100)
 
 
 ACCURACY = {

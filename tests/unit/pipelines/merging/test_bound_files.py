@@ -147,12 +147,51 @@ def test_a_run_of_the_release_before_goes_on_with_a_warning_and_is_bound_from_th
     (notice,) = said[0]
     assert "recorded hashes of weights only" in notice and "may not change from here" in notice
     new = manifest_of(root)
-    assert new["format"] == 3 and new["identity"] == old["identity"], "its checkpoints stay its own"
+    assert new["format"] == 4 and new["identity"] == old["identity"], "its checkpoints stay its own"
     merging.resume(root)
     assert said[1] == []
     add_a_space(world.root / "base" / "config.json")
     with pytest.raises(RunDirError, match=r"student changed since the run began: config.json"):
         merging.resume(root)
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"domains": {"upper": {"weight": 3}}}, "how many prompts of each domain a step has"),
+        ({"trainer": {"samples_per_step": 5}}, "how many prompts of each domain a step has"),
+        ({"balance": "gap"}, "how many prompts of each domain a step has"),
+        ({"trainer": {"lr_scheduler_type": "linear"}}, "how fast the learning rate falls to 0"),
+        ({"trainer": {"lr_scheduler_type": "linear", "min_lr_ratio": 0.1}}, None),
+        ({"rollout": {"temperature": 0.7}}, None),
+        ({"rollout": {"temperature": 0.7}, "objective": {"reward": {}}}, "which tokens are too old to be trained"),
+        (
+            {"objective": {"reward": {"baseline": "critic"}}},
+            "whether to train on the divergence while the critic learns alone",
+        ),
+    ],
+    ids=str,
+)
+def test_a_run_that_was_begun_under_other_rules_says_so_once(
+    changes: dict[str, Any], said: str | None, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.data["trainer"] |= {"samples_per_step": 4}
+    for section, values in changes.items():
+        for key, value in values.items() if isinstance(values, dict) else ():
+            merged = {**world.data[section][key], **value} if section == "domains" else value
+            world.data.setdefault(section, {})[key] = merged
+        if isinstance(values, str):
+            world.data[section] = values
+    root = begin(world)
+    (root / "manifest.json").write_text(json.dumps(manifest_of(root) | {"format": 3}))
+    notices: list[list[str]] = []
+    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, found, signals: notices.append(found) or {})
+    merging.resume(root)
+    merging.resume(root)
+    assert notices[1] == []
+    assert [said in notice for notice in notices[0]] == [True] if said else notices[0] == []
 
 
 @pytest.mark.usefixtures("stopped")
