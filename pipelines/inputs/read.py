@@ -15,7 +15,7 @@ from experts.adapter import AdapterInfo, inspect_expert
 from experts.bound_files import model_digest
 from experts.checks import check_fits
 from experts.finite import check_finite
-from experts.model_dir import ModelInfo, inspect_model
+from experts.model_dir import ModelInfo, inspect_model, refuse_other_tokens
 from experts.registry import Manifest, Registry, default_root
 from experts.weight_files import Hashes, weight_tensors
 from opd.config import PipelineConfig
@@ -232,10 +232,13 @@ def inspect_student(config: PipelineConfig, hash_weights: bool = True) -> ModelI
 
 
 def load_tokenizer(model_dir: Path) -> Any:
-    """The tokenizer of a model directory; no code from the directory is run."""
+    """The tokenizer of a model directory; no code from the directory is run. Raises: ModelError if its ids are not those of
+    tokenizer.json."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+    refuse_other_tokens(model_dir, tokenizer)
+    return tokenizer
 
 
 def _experts(config: PipelineConfig) -> dict[str, Expert]:
