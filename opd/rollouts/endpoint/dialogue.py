@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
 
+from opd.decoding import end_ids, written_text
 from opd.environments.records import Tool, ToolCall
 from opd.prompts.encode import encode_prompt, encode_text
 from opd.rollouts.endpoint.messages import Call, Message
@@ -33,7 +34,7 @@ class Dialogue(Protocol):
         ...
 
     def text(self, turn: Sequence[int]) -> str:
-        """What the policy wrote, without special tokens."""
+        """What the policy wrote, without what ends it."""
         ...
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
@@ -91,8 +92,10 @@ class ChatMessages:
 class PlainMessages:
     """For a student without a chat template: the texts of all messages one after the other, as the agent words them."""
 
-    def __init__(self, tokenizer: TurnTokenizer) -> None:
+    def __init__(self, tokenizer: TurnTokenizer, stop_token_ids: Iterable[int] = ()) -> None:
+        """`stop_token_ids` end a turn, beside the tokenizer's own end token."""
         self._tokenizer = tokenizer
+        self._ends = end_ids(tokenizer, stop_token_ids)
         self._special = special_texts(tokenizer)
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
@@ -110,7 +113,7 @@ class PlainMessages:
             raise Unreadable(str(error)) from None
 
     def text(self, turn: Sequence[int]) -> str:
-        return self._tokenizer.decode(turn, skip_special_tokens=True)
+        return written_text(self._tokenizer, turn, self._ends)
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
         found = plain_calls(text, tools)

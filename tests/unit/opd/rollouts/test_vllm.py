@@ -23,6 +23,7 @@ from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import Generated, GenerateRequest, _generated
 from opd.types import Prompt, Sampled, Span, StopReason
 from pipelines.specs import ForTraining, rollout_spec
+from tests.chatml import chat_tokenizer
 
 ROOM, LIMIT = 16, 6
 VOCABULARY = 100
@@ -74,7 +75,7 @@ def _episode(request: EpisodeRequest, version: int) -> EpisodeResult:
 
 class Letters:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
+        assert not skip_special_tokens
         return "".join(chr(97 + t) for t in token_ids)
 
 
@@ -363,11 +364,20 @@ def test_sampling_is_the_pipelines(in_process: Any) -> None:
     assert all(tuple(w.stop) == (2,) and w.options.model_dir.is_absolute() for w in in_process.workers)
 
 
+def test_answers_have_their_tags(in_process: Any) -> None:
+    """A worker of this file repeats the first token of the prompt."""
+    tokenizer = chat_tokenizer(None, ("<answer>",))
+    made = VLLMRolloutEngine(engine(in_process)._spec, tokenizer)
+    tag = tokenizer.convert_tokens_to_ids("<answer>")
+    found = made.answer([prompt(tag), prompt(tokenizer.eos_token_id), prompt(tokenizer.pad_token_id)])
+    assert [answer.text for answer in found] == ["<answer>" * LIMIT, "", ""]
+
+
 def test_greedy_answers_come_in_order_and_an_over_long_prompt_gets_none(in_process: Any) -> None:
-    prompts = [prompt(3), prompt(1, ROOM), prompt(2)]
+    prompts = [prompt(3), prompt(1, ROOM), prompt(4)]
     answers = engine(in_process).answer(prompts)
     assert [a.prompt for a in answers] == prompts
-    assert [a.text for a in answers] == ["d" * LIMIT, "", "c" * LIMIT]
+    assert [a.text for a in answers] == ["d" * LIMIT, "", "e" * LIMIT]
     assert [a.num_tokens for a in answers] == [LIMIT, 0, LIMIT]
 
 

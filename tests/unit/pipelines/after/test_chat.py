@@ -16,7 +16,7 @@ from cli import app
 from opd.errors import ConfigError, ModelError, PromptError
 from pipelines.after.chat import Chat, ChatOptions, talk
 from pipelines.after.models import find_model
-from tests.conftest import put_in_front
+from tests.conftest import CHARACTERS, put_in_front
 
 NEW = 6
 
@@ -61,6 +61,21 @@ def test_a_plain_line_begins_as_the_tokenizer_has_it(tiny_model_dir: Path, tmp_p
     shown = chat(model, plain=True).answer("ab", lambda text: None)
     assert shown == greedy(model, "ab") != greedy(tiny_model_dir, "ab")
     assert chat(model).answer("ab", lambda text: None) == greedy(tiny_model_dir, "ab="), "its template writes none"
+
+
+def test_an_answer_has_its_special_tokens_but_for_the_end(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": CHARACTERS})
+    tokenizer.save_pretrained(model)
+    said = greedy(tiny_model_dir, "ab")
+    assert said and greedy(model, "ab") == "", "every letter is a special token now"
+    assert chat(model, plain=True).answer("ab", lambda text: None) == said
+    ids = tokenizer(f"ab{said}")["input_ids"]
+    assert len(ids) == 2 + NEW, "none of its tokens ends it"
+    config = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [2, ids[3]]}))
+    assert chat(model, plain=True).answer("ab", lambda text: None) == said[: said.index(said[1])], "one more end token"
 
 
 def test_the_oldest_turns_are_forgotten_when_the_context_is_full(tiny_model_dir: Path) -> None:
