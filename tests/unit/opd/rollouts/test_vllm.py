@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from opd import cluster
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, load_pipeline
 from opd.errors import RunError
+from opd.rollouts.episodes.dialogue import PlainDialogue
 from opd.rollouts.episodes.drift import Curriculum, DriftOptions, Guide, TeacherTurns
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
@@ -20,10 +21,11 @@ from opd.rollouts.episodes.trace import Trace
 from opd.rollouts.partial import Cuts
 from opd.rollouts.responses import _spans, sample_ids, seed_of
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.rollouts.worker import Generated, GenerateRequest, _generated
+from opd.rollouts.worker import Generated, GenerateRequest, VLLMWorker, _generated
 from opd.types import Prompt, Sampled, Span, StopReason
 from pipelines.specs import ForTraining, rollout_spec
 from tests.chatml import chat_tokenizer
+from tests.conftest import build_tokenizer, put_in_front
 
 ROOM, LIMIT = 16, 6
 VOCABULARY = 100
@@ -371,6 +373,17 @@ def test_answers_have_their_tags(in_process: Any) -> None:
     tag = tokenizer.convert_tokens_to_ids("<answer>")
     found = made.answer([prompt(tag), prompt(tokenizer.eos_token_id), prompt(tokenizer.pad_token_id)])
     assert [answer.text for answer in found] == ["<answer>" * LIMIT, "", ""]
+
+
+@pytest.mark.parametrize(("says", "begin"), [(None, "<bos>"), (True, "<bos>"), (False, "")])
+def test_episodes_in_plain_text_begin_as_the_pipeline_says(says: bool | None, begin: str, world: Any) -> None:
+    put_in_front(build_tokenizer()).save_pretrained(world.root / "base")
+    world.data["student"]["add_special_tokens"] = says
+    config = load_pipeline(world.write())
+    worker = VLLMWorker.__new__(VLLMWorker)  # its engine is not needed
+    worker._options, worker._stop = rollout_spec(config, world.root / "base", VOCABULARY, (2,)).engine, [2]
+    tokenizer = worker._dialogues.tokenizer
+    assert tokenizer.decode(PlainDialogue(tokenizer, ()).first("go: ", "left?")) == f"{begin}go: left?"
 
 
 def test_greedy_answers_come_in_order_and_an_over_long_prompt_gets_none(in_process: Any) -> None:
