@@ -271,9 +271,8 @@ def _fit(
     if lora is not None:
         fold(model)
     model.to(getattr(torch, config.trainer.dtype)).save_pretrained(staging)
-    load_tokenizer(config.student.model).save_pretrained(
-        staging
-    )  # the one of `inputs` may have been told to add nothing
+    # The tokenizer of `inputs` may have been told to put nothing in front, which its files would say, too.
+    load_tokenizer(config.student.model).save_pretrained(staging)
     replace_dir(staging, out)
 
 
