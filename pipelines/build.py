@@ -172,7 +172,8 @@ def _rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> RewardSt
     assert reward is not None
     rewarded = [name for name, domain in config.domains.items() if domain.rewarded]
     verifiers = {name: inputs.exams[name].verifier for name in rewarded if not config.domains[name].acts}
-    return RewardStream(reward, rewarded, VerifiedRewards(verifiers, inputs.tokenizer, reward.timeout_s), credit)
+    verified = VerifiedRewards(verifiers, inputs.tokenizer, inputs.student.eos_token_ids, reward.timeout_s)
+    return RewardStream(reward, rewarded, verified, credit)
 
 
 def _sync(

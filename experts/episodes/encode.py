@@ -102,7 +102,7 @@ class EpisodeEncoder:
 
     def _dialogue(self, row: EpisodeRow) -> Dialogue:
         if isinstance(row.prompt, str):
-            return PlainDialogue(self._tokenizer, row.tools)
+            return PlainDialogue(self._tokenizer, row.tools, self._stops)
         if self._appender is None:
             self._appender = ChatAppender(self._tokenizer, self._stops, self._day, self._parser)
         return ChatDialogue(self._appender, row.tools)

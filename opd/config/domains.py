@@ -44,6 +44,9 @@ class StudentConfig(Strict):
     template_date: date | None = None
     """The day, as 2026-11-20, that a chat template which asks for today's date is given in every prompt of training and
     exams; default: the day on which the run begins, which is recorded here. Other templates leave it unused."""
+    add_special_tokens: bool | None = None
+    """Put in front of a prompt of plain text what the student's tokenizer puts there, such as the begin token of Gemma and Llama; a
+    chat template writes its own. Default: true, but a run that an earlier release began without goes on without."""
     tool_call_parser: Literal[
         "auto",
         "hermes",
@@ -58,6 +61,11 @@ class StudentConfig(Strict):
     ] = "auto"
     """How the student writes calls of tools in episodes, by the names of vLLM's `--tool-call-parser`; see docs/agents.md. `auto`: as
     its chat template writes them; `hermes` where that knows no tools."""
+
+    @property
+    def puts_in_front(self) -> bool:
+        """Whether a prompt of plain text begins as the tokenizer has it."""
+        return self.add_special_tokens is not False
 
 
 class ExpertConfig(Strict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -389,6 +390,19 @@ def sync_tolerance(config: PipelineConfig) -> float:
         return config.sync.tolerance
     exact = config.trainer.dtype == config.rollout.dtype == "float32"
     return TOLERANCE["float32" if exact else "bfloat16"]
+
+
+def as_begun(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pipeline that a run recorded, with what an earlier release did where it had no key for it."""
+    student = recorded.get("student")
+    if not isinstance(student, Mapping):  # a damaged file, which is refused where it is checked
+        return dict(recorded)
+    return {**recorded, "student": {"add_special_tokens": False, **student}}
+
+
+def load_run_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineConfig:
+    """Read, override and check the pipeline that a run recorded. Raises: ConfigError."""
+    return validate(PipelineConfig, apply_overrides(as_begun(load_yaml(path)), overrides or []), path)
 
 
 def load_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineConfig:

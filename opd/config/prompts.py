@@ -58,8 +58,8 @@ class PromptsConfig(Strict):
     """What the data set calls our columns, e.g. `{prompt: question, answer: solution}`; those not named keep their names."""
     chat: bool = False
     """Read the column `prompt` as a chat, for models with a chat template: a text is what the user says, and of a conversation that
-    ends with the assistant's turn, that turn is the `completion`. Default: a text is tokenised as it stands, and a conversation
-    goes on after its last turn."""
+    ends with the assistant's turn, that turn is the `completion`. Default: a text is tokenised as it stands, after the
+    tokenizer's begin token, and a conversation goes on after its last turn."""
     filter: FilterConfig | None = None
     """Keep only rows with this value in this column."""
     shuffle_seed: int | None = Field(None, ge=0)

@@ -8,7 +8,7 @@ trained on the file, `answer` and `metadata` only by the verifier. A row of any 
 """
 
 from opd.prompts.balance import Balance, samples_by_weight
-from opd.prompts.encode import encode_prompt, render_prompt
+from opd.prompts.encode import encode_prompt, load_tokenizer, render_prompt
 from opd.prompts.line import Messages, PromptLine
 from opd.prompts.mix import BalancedPrompts, MixedPrompts
 from opd.prompts.rows import Rows, open_rows, read_prompt_lines
@@ -30,6 +30,7 @@ __all__ = [
     "is_here",
     "is_hub_name",
     "load_prompts",
+    "load_tokenizer",
     "open_rows",
     "read_prompt_lines",
     "render_prompt",

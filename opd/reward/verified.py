@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from opd.decoding import end_ids, written_text
 from opd.interfaces import Decoder, Verifier
 from opd.text import one_line
 from opd.types import Prompt, Rollout, RolloutBatch
@@ -33,10 +34,13 @@ class VerifiedRewards:
     """Judges the responses of the domains that have a verifier; other rollouts stay as they are. So do a sub-agent's, which may be
     scored in such a domain: it has the reward of the episode that started it."""
 
-    def __init__(self, verifiers: Mapping[str, Verifier], tokenizer: Decoder, timeout_s: float) -> None:
-        """`verifiers`: domain -> what judges it."""
+    def __init__(
+        self, verifiers: Mapping[str, Verifier], tokenizer: Decoder, stop_token_ids: Sequence[int], timeout_s: float
+    ) -> None:
+        """`verifiers`: domain -> what judges it; `stop_token_ids` end a response."""
         self._verifiers = verifiers
         self._tokenizer = tokenizer
+        self._ends = end_ids(tokenizer, stop_token_ids)
         self._timeout_s = timeout_s
         self._thread = _Thread()
 
@@ -54,7 +58,7 @@ class VerifiedRewards:
 
     def _judged(self, rollout: Rollout, prompt: Prompt, failures: list[Failure]) -> Rollout:
         verifier = self._verifiers[rollout.domain]
-        text = self._tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
+        text = written_text(self._tokenizer, rollout.response_ids, self._ends)
 
         def judge() -> float:
             # A row that a verifier must not judge may run code: what was read at the start is only a part of them.

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from opd import cluster
 from opd.cluster import Pending, Worker
+from opd.decoding import end_ids, written_text
 from opd.early import Early
 from opd.interfaces import Decoder
 from opd.rollouts.endpoint.options import AgentOptions
@@ -84,6 +85,7 @@ class VLLMRolloutEngine(Engines):
     def __init__(self, spec: RolloutSpec, tokenizer: Decoder) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
+        self._ends = end_ids(tokenizer, spec.stop_token_ids)
         model_dir = spec.engine.model_dir
         options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker starts in another directory
         size = options.tensor_parallel_size
@@ -265,7 +267,7 @@ class VLLMRolloutEngine(Engines):
         ids = sampled.token_ids if sampled else ()
         return Completion(
             prompt=prompt,
-            text=self._tokenizer.decode(ids, skip_special_tokens=True),
+            text=written_text(self._tokenizer, ids, self._ends),
             num_tokens=len(ids),
             truncated=sampled is not None and sampled.stop_reason == "length",
         )

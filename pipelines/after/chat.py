@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from opd.decoding import end_ids
 from opd.errors import ConfigError, PromptError
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.model_weights import load_causal_lm
@@ -39,7 +40,7 @@ class Chat:
     def __init__(self, found: Found, options: ChatOptions) -> None:
         """Load the model. Raises: ConfigError for a system message without a chat template, before any weight is read."""
         import_lightly(TRANSFORMERS)
-        self._tokenizer = load_tokenizer(found.path)
+        self._tokenizer = load_tokenizer(found.path, found.config is None or found.config.student.puts_in_front)
         self.templated = bool(self._tokenizer.chat_template) and not options.plain
         if options.system and not self.templated:
             raise ConfigError.at(
@@ -50,6 +51,7 @@ class Chat:
                 fix="leave it out, or write the text at the beginning of your lines",
             )
         self._options, self._context = options, found.info.context
+        self._stop_token_ids = found.info.eos_token_ids
         self._model = _load(found, options)
         self._turns: list[dict[str, str]] = []
 
@@ -116,16 +118,21 @@ class Chat:
         from transformers import TextStreamer
 
         class Pieces(TextStreamer):
+            def put(self, value: torch.Tensor) -> None:
+                if self.next_tokens_are_prompt or int(value) not in ends:
+                    super().put(value)
+
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
                 piece(text)
 
+        ends = end_ids(self._tokenizer, self._stop_token_ids)
         ids_B_T = torch.tensor([ids], device=self._model.device)
         room = self._options.max_new_tokens if self._context is None else self._context - len(ids)
         self._model.generate(
             ids_B_T,
             attention_mask=torch.ones_like(ids_B_T),
             max_new_tokens=min(room, self._options.max_new_tokens),
-            streamer=Pieces(self._tokenizer, skip_prompt=True, skip_special_tokens=True),
+            streamer=Pieces(self._tokenizer, skip_prompt=True),
         )
 
 

@@ -1,19 +1,18 @@
-"""The day that a chat template writes into every prompt, as that of Llama 3.2 does.
+"""What of a prompt's tokens a run decides when it begins: the day that a chat template writes into every prompt, as that of Llama 3.2
+does, and whether plain text begins as the tokenizer has it.
 
 On another day the same prompt would have other tokens: a resume would train on other prompts, and the exams before and after
 a merge would ask different questions. So a run takes the day on which it begins, records it as
 `student.template_date`, and renders everything with it: training prompts, exams, baselines, and `opd evaluate` of the run.
+`student.add_special_tokens` is recorded likewise: earlier releases had no such key, and put nothing in front.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 from opd.config import PipelineConfig
-from opd.settings import validate
 
 DATE_CALL = "strftime_now"
 """The function by which a template asks for the date; it runs in a sandbox and has no other way."""
@@ -33,10 +32,12 @@ def on_day(config: PipelineConfig, day: date | None) -> PipelineConfig:
     return config.model_copy(update={"student": config.student.model_copy(update={"template_date": day})})
 
 
-def as_recorded(config: PipelineConfig, recorded: Mapping[str, Any], where: Path) -> PipelineConfig:
-    """Set the day of the run that the pipeline goes on with, unless the pipeline has its own.
-
-    `recorded` is the run's own pipeline, as `where` has it. Raises: ConfigError if that is damaged.
-    """
-    day = validate(PipelineConfig, recorded, where).student.template_date
-    return config if config.student.template_date else on_day(config, day)
+def as_recorded(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig:
+    """Take day and begin of prompts from the run that the pipeline goes on with, whose own is `begun`, unless the pipeline says
+    them."""
+    own, student = begun.student, config.student
+    update = {
+        "template_date": student.template_date or own.template_date,
+        "add_special_tokens": own.puts_in_front if student.add_special_tokens is None else student.add_special_tokens,
+    }
+    return config.model_copy(update={"student": student.model_copy(update=update)})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
 
+from opd.decoding import end_ids, written_text
 from opd.environments.records import Tool, ToolCall
-from opd.prompts.encode import encode_text
+from opd.prompts.encode import encode_prompt, encode_text
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import ChatAppender, call_id, harmless, special_texts, without_tool_role
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
@@ -33,7 +34,7 @@ class Dialogue(Protocol):
         ...
 
     def text(self, turn: Sequence[int]) -> str:
-        """What the policy wrote, without special tokens."""
+        """What the policy wrote, without what ends it."""
         ...
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
@@ -91,23 +92,28 @@ class ChatMessages:
 class PlainMessages:
     """For a student without a chat template: the texts of all messages one after the other, as the agent words them."""
 
-    def __init__(self, tokenizer: TurnTokenizer) -> None:
+    def __init__(self, tokenizer: TurnTokenizer, stop_token_ids: Iterable[int] = ()) -> None:
+        """`stop_token_ids` end a turn, beside the tokenizer's own end token."""
         self._tokenizer = tokenizer
+        self._ends = end_ids(tokenizer, stop_token_ids)
         self._special = special_texts(tokenizer)
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        return self._encoded(messages, encode_prompt)
+
+    def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        return self._encoded(messages, encode_text)
+
+    def _encoded(self, messages: Sequence[Message], encode: Callable[[TurnTokenizer, str], Sequence[int]]) -> list[int]:
         calls = ((f"{call.name} {json.dumps(call.arguments, default=dict)}" for call in m.calls) for m in messages)
         texts = "".join(m.text + "".join(made) for m, made in zip(messages, calls, strict=True))
         try:
-            return encode_text(self._tokenizer, harmless(texts, self._special)) if texts else []
+            return list(encode(self._tokenizer, harmless(texts, self._special))) if texts else []
         except (ValueError, TypeError) as error:  # a lone surrogate is no text
             raise Unreadable(str(error)) from None
 
-    def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        return self.whole(messages, tools)
-
     def text(self, turn: Sequence[int]) -> str:
-        return self._tokenizer.decode(turn, skip_special_tokens=True)
+        return written_text(self._tokenizer, turn, self._ends)
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
         found = plain_calls(text, tools)

@@ -186,7 +186,7 @@ class _Agent:
 def _dialogue(dialogues: Dialogues, options: AgentOptions) -> Dialogue:
     """How the student reads messages. Raises: ModelError if its chat template cannot append."""
     if not options.through_template(dialogues.tokenizer):
-        return PlainMessages(dialogues.tokenizer)
+        return PlainMessages(dialogues.tokenizer, dialogues.stops)
     return ChatMessages(dialogues.appender(options), dialogues.stops)
 
 

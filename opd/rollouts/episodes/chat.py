@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
-from functools import partial
-from itertools import count, groupby
+from itertools import count
 from typing import Any
 
+from opd.decoding import end_ids, written_text
 from opd.environments.records import Tool, ToolCall
 from opd.errors import ModelError
 from opd.prompts.encode import encode_text, render_prompt
@@ -91,6 +91,7 @@ class ChatAppender:
         self._tokenizer = tokenizer
         self._day = day
         self._stop_ids = list(stop_token_ids)
+        self._ends = end_ids(tokenizer, stop_token_ids)
         self._stops: list[str] = [tokenizer.decode([i], skip_special_tokens=False) for i in stop_token_ids]
         self._special = special_texts(tokenizer)
         self._closer = ""
@@ -106,7 +107,6 @@ class ChatAppender:
         self._format, self.tools_in_template = self._find_format(parser)
         """Whether the template tells of tools as the format has it; else they stand in the system message, and results in a
         user's."""
-        self._kept = {} if self._format is None else kept_marks(tokenizer, self._format.marks)
 
     @property
     def end_id(self) -> int:
@@ -156,12 +156,8 @@ class ChatAppender:
         return self.format.read(text, tools) if tools else Written((), text)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What the policy wrote: without special tokens, but for those that mark calls."""
-        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        if self._kept.keys().isdisjoint(token_ids):
-            return decode(token_ids)
-        runs = groupby(token_ids, key=self._kept.get)
-        return "".join(decode(list(run)) if mark is None else mark * len(list(run)) for mark, run in runs)
+        """What the policy wrote, without what ends it."""
+        return written_text(self._tokenizer, token_ids, self._ends)
 
     def harmless(self, text: str) -> str:
         """The text with a blank inside of whatever would be read as a special token."""
@@ -297,13 +293,6 @@ def numbered(messages: Sequence[Message]) -> list[Message]:
 def call_id(place: int) -> str:
     """Nine letters and digits, as the strictest chat templates want them."""
     return f"call{place:05d}"
-
-
-def kept_marks(tokenizer: TurnTokenizer, marks: Sequence[str]) -> dict[int, str]:
-    """Id -> text of those marks that are special tokens of the tokenizer, so that a text without special tokens lacks them."""
-    known = {tokenizer.decode([i], skip_special_tokens=False): i for i in tokenizer.added_tokens_decoder}
-    ids = {known[mark]: mark for mark in marks if mark in known}
-    return {i: mark for i, mark in ids.items() if not tokenizer.decode([i], skip_special_tokens=True)}
 
 
 def _fits(form: ToolFormat, turns: Sequence[str], *, alone: bool = False) -> bool:

@@ -5,11 +5,12 @@ Which one an episode has depends on its prompt: messages or text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from opd.decoding import end_ids, written_text
 from opd.environments.records import Tool, ToolCall
-from opd.prompts.encode import encode_text
+from opd.prompts.encode import encode_prompt, encode_text
 from opd.prompts.line import Messages
 from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
@@ -34,7 +35,7 @@ class Dialogue(Protocol):
         ...
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What a turn says, without special tokens but for those that mark calls."""
+        """What a turn says, without what ends it."""
         ...
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
@@ -50,8 +51,10 @@ class Dialogue(Protocol):
 class PlainDialogue:
     """Texts one after the other, as the environment words them: prompt, observation, turn, observation, turn."""
 
-    def __init__(self, tokenizer: TurnTokenizer, tools: Sequence[Tool]) -> None:
+    def __init__(self, tokenizer: TurnTokenizer, tools: Sequence[Tool], stop_token_ids: Iterable[int] = ()) -> None:
+        """`stop_token_ids` end a turn, beside the tokenizer's own end token."""
         self._tokenizer = tokenizer
+        self._ends = end_ids(tokenizer, stop_token_ids)
         self._tools = tools
         self._special = special_texts(tokenizer)
 
@@ -59,10 +62,10 @@ class PlainDialogue:
         assert isinstance(prompt, str)
         if not isinstance(observation, str):
             raise BadObservation("messages after a prompt that is text")
-        return encode_text(self._tokenizer, prompt + self._safe(observation, note))
+        return list(encode_prompt(self._tokenizer, prompt + self._safe(observation, note)))
 
     def text(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return written_text(self._tokenizer, token_ids, self._ends)
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return plain_calls(text, self._tools)

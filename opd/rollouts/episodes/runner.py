@@ -56,7 +56,7 @@ class Dialogues:
     def make(self, request: EpisodeRequest, tools: Sequence[Tool]) -> Dialogue:
         """The dialogue that fits the request's prompt. Raises: ModelError if the template cannot append."""
         if isinstance(request.prompt.text, str):
-            return PlainDialogue(self.tokenizer, tools)
+            return PlainDialogue(self.tokenizer, tools, self.stops)
         return ChatDialogue(self.appender(request.options), tools)
 
     def appender(self, options: EpisodeOptions | AgentOptions) -> ChatAppender:

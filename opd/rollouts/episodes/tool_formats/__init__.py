@@ -24,7 +24,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": Hermes(),
     "llama3_json": Llama3Json(),
     "mistral": Mistral(),
-    "pythonic": Pythonic(),
+    "pythonic": Pythonic("<|python_tag|>"),
     "llama4_pythonic": Pythonic("<|python_start|>", "<|python_end|>"),
     "qwen3_xml": Qwen3Xml(),
 }

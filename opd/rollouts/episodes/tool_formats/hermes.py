@@ -27,7 +27,6 @@ WHERE = "between the tags"
 class Hermes:
     """Any number of calls, each between tags of its own, with text around them."""
 
-    marks: tuple[str, ...] = (OPEN, CLOSE)
     told = f"""To call one, write a JSON object with its name and its arguments between tags; you may write several:
 {OPEN}
 {{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from opd.environments.records import Tool, ToolCall
 from opd.rollouts.episodes.tool_formats.records import BadCall, Written, arguments_of, call_of, parsed
 
-MARK, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+MARK, ARGS = "[TOOL_CALLS]", "[ARGS]"
 WHERE = f"after {MARK}"
 _NAMED = re.compile(r"([^\s\[{]+)\s*(?:\[CALL_ID\][^\s\[{]*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
 
@@ -21,7 +21,6 @@ _NAMED = re.compile(r"([^\s\[{]+)\s*(?:\[CALL_ID\][^\s\[{]*)?(?:\[ARGS\])?\s*(\{
 class Mistral:
     """Both forms, told apart by what follows the token. Ids that the model writes are left out: calls are told apart by place."""
 
-    marks: tuple[str, ...] = (MARK, ARGS, ID)
     told = f"""To call them, end your answer with a list of calls:
 {MARK}[{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}]"""
 

@@ -29,11 +29,11 @@ class Pythonic:
 
     def __init__(self, *marks: str) -> None:
         """`marks` may stand around the list."""
-        self.marks = marks
+        self._marks = marks
 
     def read(self, text: str, tools: Sequence[Tool]) -> Written:
         bare = text
-        for mark in self.marks:
+        for mark in self._marks:
             bare = bare.replace(mark, "")
         bare = bare.strip()
         if _BEGINS.match(bare):

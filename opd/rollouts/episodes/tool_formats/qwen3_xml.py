@@ -29,7 +29,6 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 class Qwen3Xml:
     """Any number of calls, each between tags of its own, with text around them."""
 
-    marks: tuple[str, ...] = (OPEN, CLOSE)
     told = f"""To call one, write its name and its arguments between tags; you may write several:
 {OPEN}
 <function=NAME>

@@ -35,8 +35,6 @@ class Written:
 class ToolFormat(Protocol):
     """How models of one family write tool calls."""
 
-    marks: tuple[str, ...]
-    """Texts that tell calls from other text. For some students they are special tokens, which a turn's text has to keep."""
     told: str
     """How a call is written, for a student whose chat template does not say it."""
 

@@ -28,7 +28,7 @@ def rollout(name: str, domain: str = "a", **more: Any) -> Rollout:
 
 
 def stream(credit: Any = None, *, domains: tuple[str, ...] = ("a",), **config: Any) -> RewardStream:
-    verified = VerifiedRewards({"a": ExactMatch()}, Letters(), 5.0)
+    verified = VerifiedRewards({"a": ExactMatch()}, Letters(), (), 5.0)
     return RewardStream(RewardConfig(**config), domains, verified, credit or LeaveOneOut())
 
 
@@ -175,7 +175,7 @@ def test_an_episode_that_earned_nothing_is_worth_0_and_one_that_broke_has_no_rew
         rollout("f", reward=1.0, stop_reason="done"), rollout("g", reward=None, stop_reason="raised"),
         rollout("x", "b", reward=None, stop_reason="turns"), rollout("h", reward=0.0, stop_reason="timeout"),
     )  # fmt: skip
-    made = RewardStream(RewardConfig(), ["a"], VerifiedRewards({}, Letters(), 5.0), LeaveOneOut())
+    made = RewardStream(RewardConfig(), ["a"], VerifiedRewards({}, Letters(), (), 5.0), LeaveOneOut())
     judged = made.judged(RolloutBatch(rollouts=rollouts, quarantined=()), []).rollouts
     assert [r.reward for r in judged] == [0.0, 0.0, 1.0, None, None, None]
     assert {i: list(v) for i, v in made.step(1, judged).advantages.items()} == {

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from opd.evaluation.verifiers.exact import ExactMatch
+from opd.evaluation.verifiers.regex import Regex
 from opd.reward.verified import VerifiedRewards
 from opd.types import Prompt, Rollout, RolloutBatch
+from tests.chatml import chat_tokenizer
 from tests.rows import make_rollout
 from tests.steps import Letters
 
@@ -49,9 +51,18 @@ class Odd:
 
 def judged(verifier: Any, *rollouts: Rollout, timeout_s: float = 5.0) -> tuple[list[Any], list[tuple[str, str]]]:
     batch = RolloutBatch(rollouts=rollouts, quarantined=())
-    found, failures = VerifiedRewards({"a": verifier}, Letters(), timeout_s).give(batch, PROMPTS)
+    found, failures = VerifiedRewards({"a": verifier}, Letters(), (), timeout_s).give(batch, PROMPTS)
     assert [r.sample_id for r in found.rollouts] == [r.sample_id for r in rollouts]
     return [r.reward for r in found.rollouts], [(one.domain, one.error) for one in failures]
+
+
+def test_tags_that_are_special_tokens_reach_the_verifier() -> None:
+    tokenizer = chat_tokenizer(None, ("<answer>", "</answer>"))
+    written = rollout("a/0", *tokenizer("cb<answer>bc</answer><|im_end|>")["input_ids"])
+    assert len(written.response_ids) == 7, "its tags are one token each"
+    verified = VerifiedRewards({"a": Regex("<answer>(.*)</answer>")}, tokenizer, [tokenizer.eos_token_id], 5.0)
+    found, failures = verified.give(RolloutBatch(rollouts=(written,), quarantined=()), PROMPTS)
+    assert (found.rollouts[0].reward, failures) == (1.0, [])
 
 
 def test_each_response_is_judged_by_its_own_prompts_answer() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from opd import cluster
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, load_pipeline
 from opd.errors import RunError
+from opd.rollouts.episodes.dialogue import PlainDialogue
 from opd.rollouts.episodes.drift import Curriculum, DriftOptions, Guide, TeacherTurns
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
@@ -20,9 +21,11 @@ from opd.rollouts.episodes.trace import Trace
 from opd.rollouts.partial import Cuts
 from opd.rollouts.responses import _spans, sample_ids, seed_of
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.rollouts.worker import Generated, GenerateRequest, _generated
+from opd.rollouts.worker import Generated, GenerateRequest, VLLMWorker, _generated
 from opd.types import Prompt, Sampled, Span, StopReason
 from pipelines.specs import ForTraining, rollout_spec
+from tests.chatml import chat_tokenizer
+from tests.conftest import build_tokenizer, put_in_front
 
 ROOM, LIMIT = 16, 6
 VOCABULARY = 100
@@ -74,7 +77,7 @@ def _episode(request: EpisodeRequest, version: int) -> EpisodeResult:
 
 class Letters:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
+        assert not skip_special_tokens
         return "".join(chr(97 + t) for t in token_ids)
 
 
@@ -363,11 +366,31 @@ def test_sampling_is_the_pipelines(in_process: Any) -> None:
     assert all(tuple(w.stop) == (2,) and w.options.model_dir.is_absolute() for w in in_process.workers)
 
 
+def test_answers_have_their_tags(in_process: Any) -> None:
+    """A worker of this file repeats the first token of the prompt."""
+    tokenizer = chat_tokenizer(None, ("<answer>",))
+    made = VLLMRolloutEngine(engine(in_process)._spec, tokenizer)
+    tag = tokenizer.convert_tokens_to_ids("<answer>")
+    found = made.answer([prompt(tag), prompt(tokenizer.eos_token_id), prompt(tokenizer.pad_token_id)])
+    assert [answer.text for answer in found] == ["<answer>" * LIMIT, "", ""]
+
+
+@pytest.mark.parametrize(("says", "begin"), [(None, "<bos>"), (True, "<bos>"), (False, "")])
+def test_episodes_in_plain_text_begin_as_the_pipeline_says(says: bool | None, begin: str, world: Any) -> None:
+    put_in_front(build_tokenizer()).save_pretrained(world.root / "base")
+    world.data["student"]["add_special_tokens"] = says
+    config = load_pipeline(world.write())
+    worker = VLLMWorker.__new__(VLLMWorker)  # its engine is not needed
+    worker._options, worker._stop = rollout_spec(config, world.root / "base", VOCABULARY, (2,)).engine, [2]
+    tokenizer = worker._dialogues.tokenizer
+    assert tokenizer.decode(PlainDialogue(tokenizer, ()).first("go: ", "left?")) == f"{begin}go: left?"
+
+
 def test_greedy_answers_come_in_order_and_an_over_long_prompt_gets_none(in_process: Any) -> None:
-    prompts = [prompt(3), prompt(1, ROOM), prompt(2)]
+    prompts = [prompt(3), prompt(1, ROOM), prompt(4)]
     answers = engine(in_process).answer(prompts)
     assert [a.prompt for a in answers] == prompts
-    assert [a.text for a in answers] == ["d" * LIMIT, "", "c" * LIMIT]
+    assert [a.text for a in answers] == ["d" * LIMIT, "", "e" * LIMIT]
     assert [a.num_tokens for a in answers] == [LIMIT, 0, LIMIT]
 
 

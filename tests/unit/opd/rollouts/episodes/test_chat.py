@@ -9,6 +9,7 @@ import pytest
 
 from opd.environments.records import Tool
 from opd.errors import ModelError
+from opd.rollouts.endpoint.dialogue import ChatMessages, PlainMessages
 from opd.rollouts.episodes.chat import ChatAppender, harmless
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION, BadObservation, ChatDialogue, PlainDialogue
 from tests.chatml import CHATML, COUNTS, LAST_ONLY, NO_END, THINKS, WITH_TOOLS, chat_tokenizer
@@ -118,6 +119,23 @@ def test_plain_text_is_joined_as_it_is() -> None:
     assert plain.after("", calls=0, ended=False) == []
     with pytest.raises(BadObservation, match="messages after a prompt that is text"):
         plain.first("go:", [{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_a_turn_has_its_tags_and_not_its_end(template: str | None) -> None:
+    tokenizer = chat_tokenizer(template, ("<answer>", "</answer>"))
+    stops = [tokenizer.eos_token_id, 2]
+    dialogues = (
+        [PlainDialogue(tokenizer, (), stops), PlainMessages(tokenizer, stops)]
+        if template is None
+        else [
+            ChatDialogue(ChatAppender(tokenizer, stops), ()),
+            ChatMessages(ChatAppender(tokenizer, stops), frozenset()),
+        ]
+    )
+    for dialogue in dialogues:
+        for end in ("<|im_end|>", "<|endoftext|>", "<pad>", ""):
+            assert dialogue.text(tokenizer(f"so <answer>x</answer>{end}")["input_ids"]) == "so <answer>x</answer>"
 
 
 def test_the_first_observation_joins_the_users_message() -> None:

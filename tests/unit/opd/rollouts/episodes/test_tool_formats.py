@@ -57,6 +57,7 @@ def test_the_pipeline_has_the_same_names() -> None:
         ("mistral", '[TOOL_CALLS]add[CALL_ID]aB3dE6gH9[ARGS]{"a": 1, "b": 2}', (ONE,), ""),
         ("mistral", '[TOOL_CALLS]add{"a": 1, "b": 2}', (ONE,), ""),
         ("pythonic", " [add(a=1, b=2),\n add(b=4, a=3)]\n", (ONE, TWO), ""),
+        ("pythonic", "<|python_tag|>[add(a=1, b=2)]", (ONE,), ""),
         ("llama4_pythonic", "<|python_start|>[add(a=1, b=2)]<|python_end|>", (ONE,), ""),
         ("llama4_pythonic", "[add(a=1, b=2)]", (ONE,), ""),
     ],
