@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from opd import leftovers
 from opd.address import LOOPBACK
+from opd.cluster import search_path
 from opd.cluster.background import end_background
 from opd.cluster.daemons import no_daemon_stands_still
 from opd.cluster.errors import WorkerDied
@@ -73,7 +74,9 @@ def _connect(config: ClusterConfig, num_workers: int) -> None:
 
     if config.address != LOCAL:
         try:
-            ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+            ray.init(
+                address=config.address, log_to_driver=False, logging_level="ERROR", job_config=search_path.job_config()
+            )
         except ConnectionError as error:
             raise ConfigError.at(
                 "cluster.address",
@@ -91,6 +94,7 @@ def _connect(config: ClusterConfig, num_workers: int) -> None:
         log_to_driver=False,
         logging_level="ERROR",
         configure_logging=True,
+        job_config=search_path.job_config(),
         # Else Ray waits for `num_cpus` processes that have none of the environment that our workers need.
         _system_config={"prestart_worker_first_driver": False},
     )

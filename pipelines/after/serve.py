@@ -18,6 +18,7 @@ from typing import NoReturn
 from opd.address import Address
 from opd.cluster.environment import SPINS
 from opd.errors import ConfigError
+from opd.rollouts.processes import drop_service_port
 from opd.rollouts.served import CPU_LATENT, LATENT
 from pipelines.after.models import Found
 
@@ -119,4 +120,6 @@ def serve(model: Found, options: ServeOptions) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     arguments = command(model, options)
-    os.execve(arguments[0], arguments, environment(model) | dict(os.environ))
+    variables = environment(model) | dict(os.environ)
+    drop_service_port(variables)
+    os.execve(arguments[0], arguments, variables)

@@ -91,7 +91,8 @@ class Run:
         """Take the run to its end. Returns the report.
 
         If a worker dies and the step cannot replace it, all workers are started again, and the run goes on from its last
-        checkpoint, as a resume would; up to `cluster.max_restarts` times.
+        checkpoint, as a resume would; up to `cluster.max_restarts` times, and not if a worker fails to start for the reason it failed
+        for before, word for word.
         Raises: RunDirError for a checkpoint that cannot be used, before any compute; RunError if the run cannot go on;
         Interrupted after Ctrl-C, also if a worker dies then.
         """
@@ -104,13 +105,15 @@ class Run:
             else:
                 finish_inputs(self.paths)
             # One handler for all attempts: a Ctrl-C while workers start again must not get lost.
+            start_error = ""
             with around.signals() as signals:
                 for restart in itertools.count(1):
                     try:
                         return _session(replace(self, around=around), checkpoint, notices, signals)
                     except WorkerDied as error:
-                        if restart > most:
+                        if restart > most or (error.start_error and error.start_error == start_error):
                             raise
+                        start_error = error.start_error
                         notices = [f"{error}", f"starting all workers again, {restart} of {most} times"]
                         checkpoint = _go_on_from(self, checkpoints.LATEST, notices)
                         if signals.asked():  # a scheduler's SIGTERM may have gone to the workers, too

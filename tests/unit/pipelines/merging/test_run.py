@@ -352,6 +352,20 @@ def test_too_many_deaths_end_the_run_with_the_last_one(interrupted: Path, monkey
     assert len(died) == 2
 
 
+def test_a_worker_that_fails_to_start_twice_for_one_reason_ends_the_run(
+    interrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = iter(["ValueError: port taken", "ValueError: no disk", "ValueError: no disk"])
+    pids = iter(range(1, 9))
+
+    def session(*_: Any) -> Any:
+        raise WorkerDied(f"rollout worker 0: (pid={next(pids)}) died", start_error=next(reasons))
+
+    monkeypatch.setattr(merging, "_session", session)
+    with pytest.raises(RunError, match="pid=3"):
+        merging.resume(interrupted, overrides=["cluster.max_restarts=8"])
+
+
 def test_another_failure_is_not_tried_again(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
