@@ -100,7 +100,7 @@ class Evaluation:
     scores: dict[str, DomainScore]
     """Domain -> score."""
     answers: tuple[Answer, ...] = ()
-    """The first few answers of each domain, and of the other answers the first few whose verifier raised."""
+    """The first few answers of each domain; of the others the first few wrong ones, and the first few whose verifier raised."""
     step: int | None = None
     """Steps of the merge that the model had taken; None if it comes from no merge, or if an older release wrote the file."""
     tokens: int | None = None

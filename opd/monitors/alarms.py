@@ -80,8 +80,11 @@ def sentence(alarm: AlarmRecord) -> str:
 
 
 def samples_of(alarm: AlarmRecord, rollouts: Sequence[Rollout], tokenizer: Decoder) -> list[Sample]:
-    """The responses that show the alarm best, of its domain; of an alarm of the whole step the first ones of each."""
+    """The responses that show the alarm best, of its domain. Of a signal in which responses do not differ, the first ones of each
+    domain, for the person who is asked to look; a mere warning has none, because they would be ordinary ones."""
     shown_by = signal_of(alarm).shown_by
+    if shown_by is None and alarm.action == "warn":
+        return []
     chosen = [r for r in rollouts if alarm.domain in (WHOLE_STEP, r.domain)]
     if shown_by is not None:
         chosen = sorted(chosen, key=shown_by, reverse=True)
