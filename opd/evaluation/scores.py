@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from opd.errors import RunDirError
 from opd.files import atomic_write_text
+from opd.json_fields import check_types
 
 T = TypeVar("T")
 FORMAT = 1
@@ -136,7 +137,7 @@ class Evaluation:
     def from_json(cls, data: Mapping[str, Any]) -> Evaluation:
         """Make the evaluation from the parsed JSON of its file."""
         assert data["format"] == FORMAT, f"evaluation file of format {data['format']}"
-        return cls(
+        found = cls(
             model=data["model"],
             scores={domain: DomainScore.from_json(score) for domain, score in data["scores"].items()},
             answers=tuple(Answer(**answer) for answer in data["answers"]),
@@ -145,6 +146,7 @@ class Evaluation:
             weights=data.get("weights", {}),
             cached=data.get("cached", {}),
         )
+        return check_types(found)
 
 
 def loaded(path: Path, wanted: int, read: Callable[[Mapping[str, Any]], T]) -> T:

@@ -10,6 +10,7 @@ from typing import Any
 
 from opd.files import atomic_write_text
 from opd.interfaces import Decoder
+from opd.json_fields import check_types
 from opd.monitors import SIGNALS
 from opd.monitors.signal import WHOLE_STEP, Signal
 from opd.named import imported
@@ -58,12 +59,13 @@ class Alarms:
     def from_json(cls, data: Mapping[str, Any]) -> Alarms:
         """Inverse of what `save` writes. Raises: KeyError, TypeError or AssertionError for anything else."""
         assert data["format"] == FORMAT, f"monitors file of format {data['format']}"
-        return cls(
+        found = cls(
             step=data["step"],
             alarms=tuple(AlarmRecord(**alarm) for alarm in data["alarms"]),
             samples=tuple(Sample(**sample) for sample in data["samples"]),
             readings=data["readings"],
         )
+        return check_types(found)
 
 
 def signal_of(alarm: AlarmRecord) -> Signal:
