@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-METHOD_NAMES = ("linear", "task_arithmetic", "ties", "dare_ties", "slerp", "off_policy", "mixed_sft", "opd")
-"""Those of `pipelines.baselines.jobs.METHODS`, which takes too long to import for a help page."""
-METHODS_HELP = f"Comma-separated: {', '.join(METHOD_NAMES)}."
+METHODS_HELP = f"Comma-separated: {', '.join(completion.METHODS)}."
 ShareOption = Annotated[
     str | None, typer.Option(help="Comma-separated shares of the merge's training, e.g. 0.1,0.3,1. Default: 1.")
 ]

@@ -9,6 +9,9 @@ from pathlib import Path
 KEYS = Path(__file__).with_name("keys.txt")
 """Keys of a pipeline without those below names of a user's; `docs/make_reference.py` writes it."""
 
+METHODS = ("linear", "task_arithmetic", "ties", "dare_ties", "slerp", "off_policy", "mixed_sft", "opd")
+"""Those of `pipelines.baselines.jobs`, which takes too long to import here."""
+
 
 def pipelines(incomplete: str) -> list[str]:
     """Shipped pipelines, and YAML files."""
@@ -71,10 +74,8 @@ def settings(incomplete: str) -> list[str]:
 
 def methods(incomplete: str) -> list[str]:
     """Ways to merge, behind those that are there already, comma-separated."""
-    from pipelines.commands.baselines import METHOD_NAMES
-
     before, comma, start = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in _names(METHOD_NAMES, start)]
+    return [f"{before}{comma}{name}" for name in _names(METHODS, start)]
 
 
 def clusters(incomplete: str) -> list[str]:

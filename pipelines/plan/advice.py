@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from opd.config import PipelineConfig
 from opd.errors import OpdError
 from opd.settings import apply_overrides, validate
 from pipelines.plan.plan import fits
 from pipelines.plan.spec import ClusterSpec, load_spec, shipped_specs
-
-SMALL_CHUNK = 128
-SMALL_BUCKET = 50_000_000
-"""Numbers: gathering a layer of most models at a time."""
+from pipelines.propose.sizes import rungs
+from pipelines.propose.text import on_one_line
 
 
 def advise(config: PipelineConfig, spec: ClusterSpec) -> str:
-    """Return a sentence that says what would make a merge fit: changes with the same result first, then those that change it, then a
-    larger cluster."""
-    changes = list(_changes(config))
+    """Return a sentence that says what would make a merge fit: keys of its pipeline, else a larger cluster."""
+    changes = list(_changes(config, gpus=bool(spec.machine.gpus)))
     for number in range(1, len(changes) + 1):
         tried = changes[:number]
         if _fits_with(config, spec, tried):
@@ -30,29 +28,20 @@ def advise(config: PipelineConfig, spec: ClusterSpec) -> str:
     return "no key that was tried makes it fit, nor does a shipped cluster: a smaller student, or a cluster spec of more GPUs"
 
 
-def _changes(config: PipelineConfig) -> Iterator[str]:
-    """Changes to try, each on top of those before it: what costs least comes first."""
-    trainer, bf16 = config.trainer, "bfloat16"
-    if not trainer.gradient_checkpointing:
-        yield "trainer.gradient_checkpointing=true"
-    if "chunk" in type(config.objective).model_fields and getattr(config.objective, "chunk", 0) > SMALL_CHUNK:
-        yield f"objective.chunk={SMALL_CHUNK}"
-    shortest = max(16, config.rollout.max_model_len)
-    if trainer.micro_batch_tokens > shortest:
-        yield f"trainer.micro_batch_tokens={shortest}"
-    if trainer.bucket is None or trainer.bucket > SMALL_BUCKET:
-        yield f"trainer.bucket={SMALL_BUCKET}"
-    if config.cluster.rollout_gpus and not config.rollout.sleep:
-        yield "rollout.sleep=true"
-    for section, dtype in (("rollout", config.rollout.dtype), ("teachers", config.teachers.dtype)):
-        if dtype == "float32":
-            yield f"{section}.dtype={bf16}"
-    if trainer.dtype == "float32":
-        yield f"trainer.dtype={bf16}"
-    if trainer.grad_accum_dtype == "float32":
-        yield f"trainer.grad_accum_dtype={bf16}"
-    if config.student.lora is None:
-        yield "student.lora={r: 16}"
+def _changes(config: PipelineConfig, *, gpus: bool) -> Iterator[str]:
+    """What `opd init` would do to make the merge smaller, one after the other, as far as the pipeline has not done it."""
+    for _, change in rungs(gpus=gpus):
+        for section, keys in change.items():
+            for key, value in keys.items():
+                if key != "lr" and _is_smaller(value, getattr(getattr(config, section), key, None)):
+                    yield f"{section}.{key}={on_one_line(value)}"
+
+
+def _is_smaller(value: Any, now: Any) -> bool:
+    """Return True if a key with this value needs less memory than with the one that it has now."""
+    if isinstance(value, str):  # a type, or a size such as 1GiB
+        return now == "float32" if value == "bfloat16" else isinstance(now, int) and now > 1 << 30
+    return now is None or (value > now if isinstance(value, bool) else not isinstance(value, dict) and value < now)
 
 
 def _fits_with(config: PipelineConfig, spec: ClusterSpec, changes: Sequence[str]) -> bool:

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from cli import app
 from pipelines.baselines.jobs import METHODS
 from pipelines.commands import completion
-from pipelines.commands.baselines import METHOD_NAMES
 from pipelines.commands.usage import UsageError
 from tests.plain_models import plain_model_dir
 from tests.unit.test_frictions import registered_expert
@@ -90,7 +89,7 @@ def test_experts_are_offered(here: Path) -> None:
 
 def test_values_of_options_are_offered(here: Path) -> None:
     assert completion.settings("trainer.ste") == ["trainer.steps="] and completion.settings("trainer.steps=1") == []
-    assert completion.methods("linear,tie") == ["linear,ties"] and set(METHOD_NAMES) == set(METHODS)
+    assert completion.methods("linear,tie") == ["linear,ties"] and set(completion.METHODS) == set(METHODS)
     assert completion.clusters("8") == ["8-gpus"] and "list" in completion.clusters("")
 
 

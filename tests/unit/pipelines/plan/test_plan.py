@@ -273,8 +273,6 @@ def advice_of(name: str, cluster: str, *changes: str) -> str:
 
 
 def test_what_would_fit_is_said_and_fits() -> None:
-    said = advice_of("merge-7b", "8-gpus", "trainer.gradient_checkpointing=false")
-    assert said == "does not fit: it would fit with --set trainer.gradient_checkpointing=true"
     crowded = ["trainer.micro_batch_tokens=131072", "trainer.gradient_checkpointing=false"]
     said = advice_of("merge-7b", "8-gpus", *crowded)
     changes = [word for word in said.split() if "=" in word]
