@@ -91,7 +91,7 @@ def command(model: Found, options: ServeOptions) -> list[str]:
     dtype = options.dtype or (rollout.dtype if rollout else None)
     length = options.max_model_len or (rollout.max_model_len if rollout else None)
     return [
-        *(sys.executable, "-m", SERVER, "--model", str(model.path)),
+        *(sys.executable, "-P", "-m", SERVER, "--model", str(model.path)),
         *("--host", options.address.host, "--port", str(options.address.port)),
         *("--served-model-name", options.name or model.name),
         *(("--dtype", dtype) if dtype else ()),
