@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
 
 
 def known(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,13 +30,13 @@ def mapping_under(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found
 
 
-def check_types(record: T) -> T:
+def check_types(record: R) -> R:
     """Return a dataclass that was read from JSON with every value in it, at any depth, of the type of its field.
 
     Raises: TypeError that names the first field whose value cannot be that.
     """
     try:
-        found: T = _adapter(type(record)).validate_python(asdict(record))  # type: ignore[call-overload]
+        found: R = _adapter(type(record)).validate_python(asdict(record))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

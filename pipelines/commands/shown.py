@@ -62,9 +62,9 @@ class Shown:
         """Print the result of a merge that ended well."""
         if self._as_json:
             told = {key: report[key] for key in REPORTED if key in report}
-            adapter = {"adapter": str(paths.adapter)} if paths.adapter.is_dir() else {}
-            self._result = told | {"run_dir": str(paths.root), "model": str(paths.model), **adapter}
-            self._result["report"] = str(paths.report)
+            self._result = told | {"run_dir": str(paths.root), "model": str(paths.model)}
+            self._result |= {"adapter": str(paths.adapter)} if paths.adapter.is_dir() else {}
+            self._result |= {"report": str(paths.report)}
         else:
             print_report(report)
             adapter = f"\nadapter: {paths.adapter}" if paths.adapter.is_dir() else ""
