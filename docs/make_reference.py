@@ -1,5 +1,5 @@
 """Writes what follows from the code: in docs/pipelines.md key tables, shipped files and an example report, in docs/commands.md the
-commands, in docs/plan.md the keys of a cluster spec and the shipped plans.
+commands, in docs/plan.md the keys of a cluster spec and the shipped plans; and the keys that the shell offers behind `--set`.
 
     python docs/make_reference.py            rewrite the text between the markers
     python docs/make_reference.py --check    write nothing; exit code 1 and a diff if the text is out of date
@@ -29,9 +29,10 @@ from experts.spec import ExpertsSpec
 from experts.suites import DOMAINS
 from opd.config import PipelineConfig, load_pipeline
 from opd.report import build_report
-from opd.settings import load_yaml
+from opd.settings import every_key, load_yaml
 from opd.step_record import StepRecord
 from pipelines.catalog import find, shipped
+from pipelines.commands.completion import KEYS
 from pipelines.plan.plan import make_plan
 from pipelines.plan.spec import ClusterSpec, load_spec
 from pipelines.plan.tables import tables
@@ -219,15 +220,21 @@ def main() -> int:
     if missing:
         print(f"docs: no markers for {', '.join(sorted(missing))}", file=sys.stderr)
         return 1
-    outdated = [page for page, old in pages.items() if not _renew(page, old, check)]
+    written = {page: (old, fill(old)) for page, old in pages.items()}
+    written[KEYS] = (KEYS.read_text(encoding="utf-8"), "".join(f"{key}\n" for key in settable_keys()))
+    outdated = [page for page, (old, new) in written.items() if not _renew(page, old, new, check)]
     for page in outdated:
         print(f"{page} is out of date: run `python docs/make_reference.py`", file=sys.stderr)
     return 1 if outdated else 0
 
 
-def _renew(page: Path, old: str, check: bool) -> bool:
+def settable_keys() -> list[str]:
+    """Return the keys that `--set` offers: all but those below a name that the user chooses."""
+    return sorted({key for key in every_key(PipelineConfig) if "NAME" not in key.split(".")})
+
+
+def _renew(page: Path, old: str, new: str, check: bool) -> bool:
     """Write a page anew, or only say how it would differ; False if it is out of date and stays so."""
-    new = fill(old)
     if not check:
         page.write_text(new, encoding="utf-8")
     elif new != old:

@@ -30,10 +30,14 @@ student's tokenizer, template and end tokens. Every start compares its own vocab
 """
 
 
+def matching_files(path: Path, patterns: Sequence[str]) -> list[Path]:
+    """Return the directory's files that match, by name; a directory such as `tokenizer_old/` is none of them. Raises: OSError."""
+    return sorted({file for pattern in patterns for file in path.glob(pattern) if file.is_file()})
+
+
 def file_hashes(path: Path, patterns: Sequence[str]) -> dict[str, str]:
     """Name -> BLAKE3 of the directory's files that match. Raises: OSError."""
-    files = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
-    return {file.name: blake3_file(file) for file in sorted(files)}
+    return {file.name: blake3_file(file) for file in matching_files(path, patterns)}
 
 
 def model_digest(path: Path, weight_files: Mapping[str, str], adapter_files: Mapping[str, str] | None = None) -> str:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from dataclasses import asdict, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
 
 
 def known(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,3 +28,22 @@ def mapping_under(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise TypeError(f"{found!r:.60} under {key} where a mapping was expected")
     return found
+
+
+def check_types(record: R) -> R:
+    """Return a dataclass that was read from JSON with every value in it, at any depth, of the type of its field.
+
+    Raises: TypeError that names the first field whose value cannot be that.
+    """
+    try:
+        found: R = _adapter(type(record)).validate_python(asdict(record))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise TypeError(f"{where} is {first['input']!r:.60}: {first['msg'].lower()}") from None
+    return found
+
+
+@cache
+def _adapter(record: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(record)

@@ -9,7 +9,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
 from opd.episodes_record import EpisodesRecord
-from opd.json_fields import known, mapping_under
+from opd.json_fields import check_types, known, mapping_under
 from opd.monitors.tails import loops
 from opd.reward.records import RewardRecord
 from opd.staleness import ages
@@ -225,7 +225,7 @@ class StepRecord:
             read["reward"] = RewardRecord.from_json(read["reward"])
         if "checkpoint" in read:
             read["checkpoint"] = SavedCheckpoint(**known(SavedCheckpoint, read["checkpoint"]))
-        return cls(**read)
+        return check_types(cls(**read))
 
 
 def of_domain(records: Sequence[StepRecord], domain: str) -> list[DomainRecord]:

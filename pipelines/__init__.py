@@ -1,7 +1,7 @@
 """Pipelines: the shipped YAML files, and the code that turns one into a running merge.
 
-For programs and notebooks: `merge`, `resume`, `evaluate`, `register_expert`, `load_pipeline`, `MergeResult`; see
-`pipelines.api`. They are imported on first use, because the command line must not wait for engines.
+Programs and notebooks find the functions of `pipelines.api` as `opd.merge`, `opd.check` and so on. Those that stood here before are
+here still; they are imported on first use, because the command line must not wait for engines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Merges from Python: the functions that `pipelines` offers to a program or a notebook.
+"""Merges from Python: the functions that `opd` offers to a program or a notebook.
 
-    from pipelines import merge
-    result = merge("quickstart", on_step=lambda record: print(record.step, record.loss))
+    import opd
+    result = opd.merge("quickstart", on_step=lambda record: print(record.step, record.loss))
     print(result.after, result.model)
 
 No signal handler is set and nothing is printed unless the caller asks for it. Errors are those of `opd.errors`.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experts.registry import Manifest, Registry, default_root
 from opd import config as pipeline_files
@@ -29,6 +29,11 @@ from pipelines.evaluation.models import evaluate_models
 from pipelines.interrupts import Interrupts, interrupts
 from pipelines.merging import rounds
 from pipelines.merging.surroundings import Surroundings
+from pipelines.plan.plan import Plan, make_plan
+from pipelines.plan.spec import DEFAULT, load_spec
+
+if TYPE_CHECKING:
+    from pipelines.check.measure import CheckReport
 
 Pipeline = PipelineConfig | Path | str | Mapping[str, Any]
 """A pipeline as an object, a file, the name of a shipped one, or its keys as plain data."""
@@ -135,6 +140,24 @@ def evaluate(
     config = load_pipeline(pipeline)
     found = evaluate_models(config, [Path(model) for model in models], domains, tell or _silent)
     return {name: evaluation.accuracy for name, evaluation in found.items()}
+
+
+def check(pipeline: Pipeline, *, samples: int = 32, tell: Tell | None = None) -> CheckReport:
+    """Measure whether a merge is worth starting, as `opd check` does, on `samples` held-out prompts per domain.
+
+    Raises: OpdError before any compute, RunError if a worker fails.
+    """
+    from pipelines.check.measure import check_pipeline
+    from pipelines.inputs.at_once import refuse_at_once
+
+    config = load_pipeline(pipeline)
+    refuse_at_once(config)
+    return check_pipeline(config, samples, tell or _silent)
+
+
+def plan(pipeline: Pipeline, *, cluster: str = DEFAULT) -> Plan:
+    """Return what a merge needs on a cluster, a spec's file or the name of a shipped one, and how long it takes. Raises: OpdError."""
+    return make_plan(load_pipeline(pipeline), load_spec(cluster))
 
 
 def register_expert(

@@ -80,7 +80,7 @@ class _Watch:
 
 def main() -> None:
     case, turns = started()
-    from pipelines import merge
+    from opd import merge
     from pipelines.api import load_pipeline
 
     with tempfile.TemporaryDirectory(dir=case.folder) as scratch:

@@ -2,6 +2,7 @@
 
 environment   variables of a worker's process
 session       starting Ray, and stopping it with all that it started
+search_path   where workers look for modules
 daemons       whether Ray's own processes live
 workers       the handle to a worker, whose methods are called by reference
 pulse         how a worker says that it lives

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import OpdError, RunError
@@ -13,14 +14,28 @@ if TYPE_CHECKING:
 class WorkerDied(RunError):
     """A worker's process, or Ray itself, is gone."""
 
-    def __init__(self, message: str, worker: Worker[Any] | None = None) -> None:
+    def __init__(self, message: str, worker: Worker[Any] | None = None, start_error: str = "") -> None:
         super().__init__(message)  # alone, so that it can be pickled; a handle is of use in the driver only
         self.worker = worker
         """The worker that died; None if Ray itself did."""
+        self.start_error = start_error
+        """Type and text of the exception that its constructor raised; empty if it had started."""
 
 
 class LostValue(WorkerDied):
     """A value cannot be read any more: the only node that had it is gone. A call that was given it did not begin."""
+
+
+def start_error(error: Any) -> str:
+    """Return type and text of the exception that a worker's constructor raised, from Ray's `RayActorError`; empty if it raised none.
+
+    Ray has it only as text: a line about the actor, a traceback, the exception. Without the numbers before it, two starts that fail
+    alike have equal ones.
+    """
+    if not error.actor_init_failed:
+        return ""
+    raised = list(re.finditer(r"^[A-Za-z_][\w.]*(?:: .*)?$", str(error), re.MULTILINE))
+    return str(error)[raised[-1].start() :].strip() if raised else ""
 
 
 def cause(error: Any) -> Exception:

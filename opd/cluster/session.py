@@ -13,6 +13,7 @@ from pathlib import Path
 
 from opd import leftovers
 from opd.address import LOOPBACK
+from opd.cluster import search_path
 from opd.cluster.background import end_background
 from opd.cluster.daemons import no_daemon_stands_still
 from opd.cluster.errors import WorkerDied
@@ -87,7 +88,9 @@ def _connect(config: ClusterConfig, num_workers: int, directory: Path | None) ->
 
     if directory is None:
         try:
-            ray.init(address=config.address, log_to_driver=False, logging_level="ERROR")
+            ray.init(
+                address=config.address, log_to_driver=False, logging_level="ERROR", job_config=search_path.job_config()
+            )
         except ConnectionError as error:
             raise ConfigError.at(
                 "cluster.address",
@@ -105,6 +108,7 @@ def _connect(config: ClusterConfig, num_workers: int, directory: Path | None) ->
         logging_level="ERROR",
         configure_logging=True,
         _temp_dir=str(directory / RAYS),  # Ray opens the directory itself to everybody, but not the one above it
+        job_config=search_path.job_config(),
         # Else Ray waits for `num_cpus` processes that have none of the environment that our workers need.
         _system_config={"prestart_worker_first_driver": False},
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from opd.cluster.daemons import ray_lives, refuse_dead_ray
-from opd.cluster.errors import LostValue, WorkerDied, cause
+from opd.cluster.errors import LostValue, WorkerDied, cause, start_error
 from opd.cluster.pulse import LOOK_S
 from opd.cluster.watching import log_tail
 from opd.errors import RunError
@@ -114,7 +114,7 @@ def _death(pending: Pending[Any], error: Any) -> WorkerDied:
     worker = pending.worker
     last_words = log_tail(worker.pulse) if worker.watch.forget(worker) else ""
     found = worker.pulse.ended or f"the worker died during `{pending.method}`: {str(error).strip()}{last_words}"
-    return WorkerDied(f"{worker.name}: {found}", worker)
+    return WorkerDied(f"{worker.name}: {found}", worker, start_error(error))
 
 
 def _raise_a_death(pending: Sequence[Pending[Any]]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from opd.evaluation.scores import DomainScore, loaded
 from opd.files import atomic_write_text
+from opd.json_fields import check_types
 
 FORMAT = 1
 
@@ -65,4 +66,4 @@ class BaselineResult:
         """Make the result from the parsed JSON of its file."""
         assert data["format"] == FORMAT, f"baseline of format {data['format']}"
         scores = {domain: DomainScore.from_json(score) for domain, score in data["scores"].items()}
-        return cls(**{key: value for key, value in data.items() if key != "format"} | {"scores": scores})
+        return check_types(cls(**{key: value for key, value in data.items() if key != "format"} | {"scores": scores}))

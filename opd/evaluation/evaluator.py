@@ -19,8 +19,10 @@ from opd.types import Completion, Prompt, Teacher
 
 KEPT_QUESTIONS = 5
 """Questions of each domain whose answers are kept to be read."""
+KEPT_WRONG = 5
+"""Wrong answers of each domain to other questions that are kept as well, at most."""
 KEPT_FAILURES = 20
-"""Answers of each domain whose verifier raised and that are kept as well, at most."""
+"""The same of answers whose verifier raised."""
 
 BEFORE, EXPERT, MERGED = "student before", "expert", "merged"
 """Names of a merge's evaluations, for people."""
@@ -127,9 +129,10 @@ class EngineEvaluator:
 
 
 def _kept(answers: Sequence[Answer], n: int) -> list[Answer]:
-    """The first few questions' answers, and the first few of the others whose verifier raised."""
+    """The first few questions' answers; of the others the first few that are wrong, and the first few whose verifier raised."""
     first, rest = answers[: KEPT_QUESTIONS * n], answers[KEPT_QUESTIONS * n :]
-    return [*first, *[a for a in rest if a.error][:KEPT_FAILURES]]
+    wrong = [a for a in rest if a.score < 1 and not a.error][:KEPT_WRONG]
+    return [*first, *wrong, *[a for a in rest if a.error][:KEPT_FAILURES]]
 
 
 def measure_before(evaluator: Evaluator, domains: Sequence[str], tell: Callable[[str], None]) -> Evaluation:

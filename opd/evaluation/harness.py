@@ -98,7 +98,7 @@ def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
     with TemporaryDirectory(prefix="opd-lm-eval-") as scratch:
         settings, results, log = (Path(scratch) / name for name in ("config.yaml", "results", "log"))
         settings.write_text(yaml.safe_dump(_settings(config, model_dir, dtype, results)), encoding="utf-8")
-        command = [sys.executable, "-m", "lm_eval", "run", "--config", str(settings)]
+        command = [sys.executable, "-P", "-m", "lm_eval", "run", "--config", str(settings)]
         # A file, not a pipe: nothing has to read it while the harness runs.
         with log.open("w") as written:
             try:

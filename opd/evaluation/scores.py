@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from opd.errors import RunDirError
 from opd.files import atomic_write_text
+from opd.json_fields import check_types
 
 T = TypeVar("T")
 FORMAT = 1
@@ -104,7 +105,7 @@ class Evaluation:
     scores: dict[str, DomainScore]
     """Domain -> score."""
     answers: tuple[Answer, ...] = ()
-    """The first few answers of each domain, and of the other answers the first few whose verifier raised."""
+    """The first few answers of each domain; of the others the first few wrong ones, and the first few whose verifier raised."""
     step: int | None = None
     """Steps of the merge that the model had taken; None if it comes from no merge, or if an older release wrote the file."""
     tokens: int | None = None
@@ -140,7 +141,7 @@ class Evaluation:
     def from_json(cls, data: Mapping[str, Any]) -> Evaluation:
         """Make the evaluation from the parsed JSON of its file."""
         assert data["format"] == FORMAT, f"evaluation file of format {data['format']}"
-        return cls(
+        found = cls(
             model=data["model"],
             scores={domain: DomainScore.from_json(score) for domain, score in data["scores"].items()},
             answers=tuple(Answer(**answer) for answer in data["answers"]),
@@ -149,6 +150,7 @@ class Evaluation:
             weights=data.get("weights", {}),
             cached=data.get("cached", {}),
         )
+        return check_types(found)
 
 
 def loaded(path: Path, wanted: int, read: Callable[[Mapping[str, Any]], T]) -> T:

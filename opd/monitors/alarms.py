@@ -10,6 +10,7 @@ from typing import Any
 
 from opd.files import atomic_write_text
 from opd.interfaces import Decoder
+from opd.json_fields import check_types
 from opd.monitors import SIGNALS
 from opd.monitors.signal import WHOLE_STEP, Signal
 from opd.named import imported
@@ -58,12 +59,13 @@ class Alarms:
     def from_json(cls, data: Mapping[str, Any]) -> Alarms:
         """Inverse of what `save` writes. Raises: KeyError, TypeError or AssertionError for anything else."""
         assert data["format"] == FORMAT, f"monitors file of format {data['format']}"
-        return cls(
+        found = cls(
             step=data["step"],
             alarms=tuple(AlarmRecord(**alarm) for alarm in data["alarms"]),
             samples=tuple(Sample(**sample) for sample in data["samples"]),
             readings=data["readings"],
         )
+        return check_types(found)
 
 
 def signal_of(alarm: AlarmRecord) -> Signal:
@@ -80,8 +82,11 @@ def sentence(alarm: AlarmRecord) -> str:
 
 
 def samples_of(alarm: AlarmRecord, rollouts: Sequence[Rollout], tokenizer: Decoder) -> list[Sample]:
-    """The responses that show the alarm best, of its domain; of an alarm of the whole step the first ones of each."""
+    """The responses that show the alarm best, of its domain. Of a signal in which responses do not differ, the first ones of each
+    domain, for the person who is asked to look; a mere warning has none, because they would be ordinary ones."""
     shown_by = signal_of(alarm).shown_by
+    if shown_by is None and alarm.action == "warn":
+        return []
     chosen = [r for r in rollouts if alarm.domain in (WHOLE_STEP, r.domain)]
     if shown_by is not None:
         chosen = sorted(chosen, key=shown_by, reverse=True)

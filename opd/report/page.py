@@ -353,7 +353,7 @@ def baseline_name(row: Mapping[str, Any]) -> str:
 
 
 def _samples(run: RunFiles) -> list[dict[str, Any]]:
-    """The same prompts answered by student, merged model and expert: the first few of each domain."""
+    """The same prompts answered by student, merged model and expert: a few of each domain, the merged model's worst answers first."""
     models = [
         {answer.prompt_id: answer for answer in evaluation.answers} if evaluation else {}
         for evaluation in (run.before, latest(run), run.expert)
@@ -361,7 +361,8 @@ def _samples(run: RunFiles) -> list[dict[str, Any]]:
     ids: dict[str, list[Answer]] = {}
     for answer in models[1].values():
         ids.setdefault(answer.domain, []).append(answer)
-    chosen = [answer for answers in ids.values() for answer in answers[:SAMPLES_PER_DOMAIN]][:MOST_SAMPLES]
+    worst_first = [sorted(answers, key=lambda answer: answer.score)[:SAMPLES_PER_DOMAIN] for answers in ids.values()]
+    chosen = [answer for answers in worst_first for answer in answers][:MOST_SAMPLES]
     return [
         {"domain": a.domain, "prompt": a.prompt, "answer": a.answer, "cells": [m.get(a.prompt_id) for m in models]}
         for a in chosen

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
@@ -20,6 +21,63 @@ from opd.step_record import StepRecord
 from opd.traces.record import StepTraces, read_traces
 
 T = TypeVar("T")
+
+
+class ManifestExpert(BaseModel):
+    """What the report reads of an expert in manifest.json."""
+
+    domains: list[str]
+    weights: dict[str, str]
+    config: dict[str, str] = {}
+    adapter: dict[str, str] = {}
+
+
+class ModelFacts(BaseModel):
+    """Facts of a model in manifest.json."""
+
+    parameters: int = 0
+
+
+class ManifestModels(BaseModel):
+    """Facts of all models, by name."""
+
+    student: ModelFacts = ModelFacts()
+    experts: dict[str, ModelFacts] = {}
+
+
+class DomainFigures(BaseModel):
+    """What the report reads of a domain in report.json."""
+
+    before: float | None = None
+    after: float | None = None
+    expert: float | None = None
+    headroom: float | None = None
+
+
+class Stored(BaseModel):
+    """What the report reads of report.json; it has more."""
+
+    name: str
+    steps: int
+    domains: dict[str, DomainFigures]
+    wall_s: float
+    phase_s: dict[str, float]
+    response_tokens: float
+    response_tokens_per_s: float
+    versions: dict[str, str]
+
+
+class Manifest(BaseModel):
+    """What the report reads of manifest.json; it has more."""
+
+    student: dict[str, str]
+    experts: dict[str, ManifestExpert]
+    models: ManifestModels = ManifestModels()
+    versions: dict[str, str] = {}
+    lineage: list[dict[str, Any]] = []
+    command: str | None = None
+
+
 STORED = ("name", "steps", "domains", "wall_s", "phase_s", "response_tokens", "response_tokens_per_s", "versions")
 """Keys of a stored report that cannot be computed again; the accuracies too, if the report is the only file."""
 
@@ -100,7 +158,7 @@ def read_run(root: Path) -> RunFiles:
         matrix=_matrix(paths.matrix),
         baselines=[_parsed(BaselineResult.from_json, _json(path), path) for path in paths.baseline_results()],
         rounds=[read_run(path) for path in rounds if path.exists()],
-        planned_steps=sum(plan) if plan else pipeline.get("trainer", {}).get("steps"),
+        planned_steps=sum(plan) if plan else _steps(pipeline, paths.pipeline),
     )
     return _of_its_steps(chained(found) if found.rounds else found)
 
@@ -157,8 +215,8 @@ def _plan(path: Path) -> list[int]:
     if data is None:
         return []
     try:
-        return [one["config"]["trainer"]["steps"] for one in data["rounds"]]
-    except (KeyError, TypeError) as error:
+        return [int(one["config"]["trainer"]["steps"]) for one in data["rounds"]]
+    except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
 
 
@@ -175,6 +233,15 @@ def _pipeline(path: Path) -> tuple[str, dict[str, Any]]:
     return text, pipeline
 
 
+def _steps(pipeline: Mapping[str, Any], path: Path) -> int | None:
+    """Return `trainer.steps`; None where there is no pipeline."""
+    trainer = pipeline.get("trainer", {})
+    steps = trainer.get("steps") if isinstance(trainer, dict) else trainer
+    if steps is not None and not isinstance(steps, int):
+        raise _damaged(path, f"trainer.steps: {steps!r:.60}")
+    return steps
+
+
 def _json(path: Path) -> Any:
     """The parsed file; None if there is none."""
     if not path.exists():
@@ -189,10 +256,18 @@ def _manifest(path: Path) -> dict[str, Any]:
     """Empty if there is none."""
     if not path.exists():
         return {}
-    data = _json(path)
-    if not isinstance(data, dict):
-        raise _damaged(path, "no mapping")
-    return data
+    return _shaped(Manifest, _json(path), path)
+
+
+def _shaped(shape: type[BaseModel], data: Any, path: Path) -> dict[str, Any]:
+    """Return the data of a file as it is, if what the report reads of it has the types of `shape`. Raises: RunDirError."""
+    try:
+        shape.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _damaged(path, f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg'].lower()}") from None
+    found: dict[str, Any] = data
+    return found
 
 
 def _stored(path: Path) -> dict[str, Any] | None:
@@ -202,8 +277,7 @@ def _stored(path: Path) -> dict[str, Any] | None:
     missing = [key for key in STORED if key not in data] if isinstance(data, dict) else STORED
     if missing:
         raise _damaged(path, f"no {', '.join(missing)}")
-    stored: dict[str, Any] = data
-    return stored
+    return _shaped(Stored, data, path)
 
 
 def _records(path: Path) -> list[StepRecord]:
@@ -227,6 +301,8 @@ def _matrix(path: Path) -> dict[str, Evaluation]:
         models = data["models"].items()
     except (KeyError, AttributeError) as error:
         raise _damaged(path, f"no models: {error}") from None
+    if not all(isinstance(model, dict) for _, model in models):
+        raise _damaged(path, "a model that is no mapping")
     return {name: _parsed(Evaluation.from_json, {"format": FORMAT, **model}, path) for name, model in models}
 
 
@@ -242,7 +318,7 @@ def _parsed(read: Callable[[Any], T], data: Any, path: Path) -> T:
 def _check_format(data: Any, path: Path) -> None:
     found = data.get("format") if isinstance(data, Mapping) else None
     if found != FORMAT:
-        raise _damaged(path, f"format {found!r}")
+        raise _damaged(path, f"format {found!r:.60}")
 
 
 def _damaged(path: Path, found: str) -> RunDirError:

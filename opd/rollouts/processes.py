@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -32,6 +32,15 @@ LOG_LINES = 30
 SHARED = re.compile(r"/dev/shm/(psm_.*|vllm_dist_.*-cpushm_\d+)")
 """Shared memory by the names that Python gives it, and that vLLM's sums over processes have: on x86 only its build for AVX-512 has
 such sums, so other processors never show the second kind."""
+
+
+def drop_service_port(environ: MutableMapping[str, str]) -> None:
+    """Take VLLM_PORT away where it is an address such as tcp://10.0.0.7:8000.
+
+    Kubernetes sets that in every pod beside a service named `vllm`; vLLM wants a number there, and would not start.
+    """
+    if "://" in environ.get("VLLM_PORT", ""):
+        del environ["VLLM_PORT"]
 
 
 def engine_env(size: int) -> dict[str, str]:

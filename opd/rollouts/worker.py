@@ -10,6 +10,7 @@ happening. `repairs` has those of single families.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -30,7 +31,7 @@ from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
 from opd.rollouts.inside import EXTENSION
 from opd.rollouts.on_cpu import cpu_settings
 from opd.rollouts.own_files import own_files
-from opd.rollouts.processes import bind_processes, explained
+from opd.rollouts.processes import bind_processes, drop_service_port, explained
 from opd.rollouts.repairs import RESTARTED
 from opd.rollouts.swap import Incoming, StreamedSwap, reset_prefix_cache, swap_weights
 from opd.types import TurnStop
@@ -342,6 +343,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     words and the model directory's generation config are off.
     Raises: RunError if the engine cannot be kept to the tokenizer's ids.
     """
+    drop_service_port(os.environ)
     import_lightly("vllm.entrypoints.llm")
     from vllm import LLM
     from vllm.platforms import current_platform

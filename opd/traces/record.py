@@ -10,6 +10,7 @@ from typing import Any
 
 from opd.errors import RunDirError
 from opd.files import atomic_write_text
+from opd.json_fields import check_types
 from opd.traces.choose import Why
 from opd.types import Origin, SegmentOrigin, StopReason
 
@@ -117,7 +118,7 @@ class StepTraces:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepTraces:
         """Inverse of what `save` writes. Raises: KeyError or TypeError for anything else."""
-        return cls(step=data["step"], episodes=tuple(map(_episode, data["episodes"])))
+        return check_types(cls(step=data["step"], episodes=tuple(map(_episode, data["episodes"]))))
 
 
 def read_traces(path: Path) -> StepTraces:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experts.bound_files import TOKENIZER_FILES
+from experts.bound_files import TOKENIZER_FILES, matching_files
 from experts.licences import FILES as LICENCE_FILES
 from experts.safetensors_header import Tensor, read_header
 from experts.weight_files import weight_shards
@@ -58,9 +58,8 @@ def export(model: Found, output: Path, options: ExportOptions) -> list[Path]:
             temporary.mkdir(parents=True)
             _write_weights(model.path, temporary, options)
             _write_config(model.path, temporary, options.dtype)
-            for pattern in BESIDE:
-                for file in filter(Path.is_file, model.path.glob(pattern)):
-                    shutil.copy(file, temporary / file.name)
+            for file in matching_files(model.path, BESIDE):
+                shutil.copy(file, temporary / file.name)
             if converter is not None:
                 dtype = options.dtype or model.info.dtype
                 write_gguf(converter, temporary, temporary / f"{model.name}-{dtype}.gguf", dtype, model.name)

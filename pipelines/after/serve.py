@@ -20,6 +20,7 @@ from opd.cluster.environment import SPINS
 from opd.compiler import keep_compiled_code_private
 from opd.errors import ConfigError
 from opd.rollouts.own_files import SOCKETS, own_folder
+from opd.rollouts.processes import drop_service_port
 from opd.rollouts.served import CPU_LATENT, LATENT
 from pipelines.after.models import Found
 
@@ -92,7 +93,7 @@ def command(model: Found, options: ServeOptions) -> list[str]:
     dtype = options.dtype or (rollout.dtype if rollout else None)
     length = options.max_model_len or (rollout.max_model_len if rollout else None)
     return [
-        *(sys.executable, "-m", SERVER, "--model", str(model.path)),
+        *(sys.executable, "-P", "-m", SERVER, "--model", str(model.path)),
         *("--host", options.address.host, "--port", str(options.address.port)),
         *("--served-model-name", options.name or model.name),
         *(("--dtype", dtype) if dtype else ()),
@@ -122,4 +123,6 @@ def serve(model: Found, options: ServeOptions) -> NoReturn:
     sys.stderr.flush()
     keep_compiled_code_private()
     arguments = command(model, options)
-    os.execve(arguments[0], arguments, environment(model) | {SOCKETS: own_folder()} | dict(os.environ))
+    variables = environment(model) | {SOCKETS: own_folder()} | dict(os.environ)
+    drop_service_port(variables)
+    os.execve(arguments[0], arguments, variables)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Literal
 
 from pipelines.check.comparison import Comparison
@@ -47,12 +48,14 @@ class MeasuredTeacher:
     student_accuracy: float | None
     """None if the domain has no exam."""
     expert_accuracy: float | None
-    """None if the domain has no exam, or if the teacher is broken or not the heaviest."""
+    """None if the domain has no exam, or if the teacher is unusable or not the heaviest."""
     compared: Comparison
     knows_another: bool = False
     """True if it is no better than a guess on this domain, but better on another one."""
     frequent: tuple[str, float] = ("", 0.0)
     """The exam's most frequent right answer, and the share of the questions that it answers."""
+    registered: bool = False
+    """True for an expert of the registry, which `opd experts verify` knows."""
     rivals: Mapping[str, float] = field(default_factory=dict)
     """Accuracy of other experts on this domain; measured only where this one does not stand out."""
 
@@ -70,7 +73,7 @@ def judge_student(itself: Comparison) -> Iterator[Finding]:
 def judge(measured: Sequence[MeasuredTeacher], vocab_size: int) -> Iterator[Finding]:
     """All findings, in the order of the domains."""
     for one in measured:
-        why = problem(one, vocab_size)
+        why = explain_garbled(one, vocab_size)
         if why:
             yield _garbled(one, why)
             continue
@@ -88,17 +91,42 @@ def judge(measured: Sequence[MeasuredTeacher], vocab_size: int) -> Iterator[Find
             )
 
 
-def problem(one: MeasuredTeacher, vocab_size: int) -> str:
-    """Why a teacher is not worth an exam; empty if it is. A teacher that knows another domain is sound but misplaced."""
+def is_unusable(compared: Comparison) -> bool:
+    """Return True for a teacher that cannot take an exam: it does not load, or its log-probs are not numbers."""
+    return bool(compared.broken) or any(
+        nll is not None and isnan(nll) for nll in (compared.prompt_nll, compared.answer_nll)
+    )
+
+
+def is_guess(compared: Comparison, vocab_size: int) -> bool:
+    """Return True if a teacher knows the right answers, and the prompts, no better than a guess among all tokens.
+
+    Prompts alone are no evidence: those of random letters or numbers are a guess to everybody.
+    """
+    share = compared.guessing(vocab_size)
+    return share is not None and not isnan(share) and compared.answer_nll is not None and share >= GARBLED
+
+
+def knows(compared: Comparison, vocab_size: int) -> bool:
+    """Return True if a teacher predicts the texts of a domain better than a guess among all tokens would."""
+    share = compared.guessing(vocab_size)
+    return share is not None and share < GARBLED  # NaN is not
+
+
+def explain_garbled(one: MeasuredTeacher, vocab_size: int) -> str:
+    """Return why a teacher's weights are taken for garbled; empty if they are not.
+
+    A guess is no verdict where something else speaks for the teacher: it knows another domain, beats the student in the exam (one
+    that reasons first may not know bare answers), or ranks the student's tokens as the student does.
+    """
+    if is_unusable(one.compared):
+        return one.compared.broken or "its log-probs are not numbers"
+    gains = one.expert_accuracy is not None and one.expert_accuracy > (one.student_accuracy or 0.0)
+    agrees = one.compared.overlap is not None and one.compared.overlap >= FAR_APART
+    if one.knows_another or gains or agrees or not is_guess(one.compared, vocab_size):
+        return ""
     share = one.compared.guessing(vocab_size)
-    if one.compared.broken or one.knows_another or not is_guess(share):
-        return one.compared.broken
     return f"NLL of its own domain is {share:.2f} of a blind guess's, ln {vocab_size}, and no better on any other"
-
-
-def is_guess(share: float | None) -> bool:
-    """True if an NLL, as a share of ln V, is no better than a guess among all tokens."""
-    return share is not None and not share < GARBLED  # NaN is not
 
 
 def _judge_accuracy(one: MeasuredTeacher) -> Iterator[Finding]:
@@ -160,7 +188,8 @@ def _garbled(one: MeasuredTeacher, why: str) -> Finding:
         level="fail",
         domain=one.domain,
         message=f"expert `{one.expert}`: {why}: garbled weights?",
-        fix=f"copy or save the model of experts.{one.expert} again, and see what `opd experts verify {one.expert}` says",
+        fix=f"copy or save the model of experts.{one.expert} again"
+        + (f", and see what `opd experts verify {one.expert}` says" if one.registered else ""),
     )
 
 

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from experts.adapter import whole_model
 from opd import cluster
 from opd.config import PipelineConfig
+from opd.config.domains import RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
@@ -25,7 +26,16 @@ from opd.text import or_dash
 from opd.types import Prompt, Rollout, Teacher
 from pipelines.build import start_rollouts
 from pipelines.check.comparison import Comparer, Comparison
-from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, is_guess, judge, judge_student, problem
+from pipelines.check.judge import (
+    Finding,
+    MeasuredTeacher,
+    is_doubtful,
+    is_guess,
+    is_unusable,
+    judge,
+    judge_student,
+    knows,
+)
 from pipelines.inputs.beside_gpus import Need
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.machine_memory import machine_bytes
@@ -138,7 +148,7 @@ def measure(
     # Sorted by teacher, so that each is loaded once.
     for domain, teacher in sorted(routed, key=lambda route: teachers.index(route[1])):
         compared = compare(teacher, responses[domain], texts[domain])
-        others = [texts[d] for d in texts if d != domain] if is_guess(compared.guessing(vocab_size)) else []
+        others = [texts[d] for d in texts if d != domain] if is_guess(compared, vocab_size) else []
         rows[domain, teacher] = MeasuredTeacher(
             domain=domain,
             expert=teacher.name,
@@ -147,18 +157,19 @@ def measure(
             expert_accuracy=None,
             compared=compared,
             frequent=_most_frequent(inputs, domain),
-            knows_another=any(not is_guess(compare(teacher, [], other).guessing(vocab_size)) for other in others),
+            knows_another=any(knows(compare(teacher, [], other), vocab_size) for other in others),
+            registered=isinstance(config.experts, RegisteredExperts),
         )
     tell(f"{len(rows)} teachers compared with the student, token by token")
-    rows |= _with_exams(rows, engine, evaluator, vocab_size, tell)
+    rows |= _with_exams(rows, engine, evaluator, tell)
     return itself, [rows[route] for route in routed]
 
 
 def _with_exams(
-    rows: Mapping[Route, MeasuredTeacher], engine: RolloutEngine, evaluator: Evaluator, vocab_size: int, tell: Tell
+    rows: Mapping[Route, MeasuredTeacher], engine: RolloutEngine, evaluator: Evaluator, tell: Tell
 ) -> dict[Route, MeasuredTeacher]:
-    """Put the heaviest teacher of each domain to its exam, if it is sound; returns these rows with accuracies."""
-    sound = [route for route, one in rows.items() if not problem(one, vocab_size)]
+    """Put the heaviest teacher of each domain to its exam, if it can take one; returns these rows with accuracies."""
+    sound = [route for route, one in rows.items() if not is_unusable(one.compared)]
     leading = [route for route in sound if rows[route].leads and rows[route].student_accuracy is not None]
     own = _accuracies(engine, evaluator, leading)
     doubtful = {d for d, t in leading if is_doubtful(rows[d, t].student_accuracy or 0.0, own[d, t])}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-METHODS_HELP = "Comma-separated: linear, task_arithmetic, ties, dare_ties, slerp, off_policy, mixed_sft, opd."
+METHODS_HELP = f"Comma-separated: {', '.join(completion.METHODS)}."
 ShareOption = Annotated[
     str | None, typer.Option(help="Comma-separated shares of the merge's training, e.g. 0.1,0.3,1. Default: 1.")
 ]
@@ -50,7 +50,7 @@ def baseline(
             autocompletion=completion.runs_and_pipelines,
         ),
     ],
-    method: Annotated[str, typer.Option(help=METHODS_HELP)],
+    method: Annotated[str, typer.Option(help=METHODS_HELP, autocompletion=completion.methods)],
     share: ShareOption = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Default: the pipeline's.")] = None,
     run_dir: Annotated[
@@ -104,7 +104,10 @@ def _cells(result: BaselineResult) -> tuple[str, ...]:
 def compare(
     pipeline: PipelineArgument,
     seeds: Annotated[str, typer.Option(help="Comma-separated, at most ten.")] = "0,1,2",
-    method: Annotated[str | None, typer.Option(help="As of `opd baseline`, comma-separated. Default: all.")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="As of `opd baseline`, comma-separated. Default: all.", autocompletion=completion.methods),
+    ] = None,
     share: Annotated[str, typer.Option(help="Shares of the merge's training for methods that train.")] = "0.1,0.3,1",
     run_dir: Annotated[Path | None, typer.Option(help="Where it all goes. Default: runs/NAME-compare.")] = None,
     overrides: SetOption = None,

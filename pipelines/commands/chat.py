@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from opd.text import printable
+from pipelines.commands import completion
 from pipelines.commands.shell import examples, say, wait_passively
 
 app = typer.Typer()
@@ -19,7 +20,12 @@ app = typer.Typer()
 @app.command(epilog=examples("opd chat runs/quickstart", "opd chat runs/quickstart/model --temperature 0.7"))
 def chat(
     model: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR|MODEL", help="A finished merge, or a Hugging Face directory.")
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR|MODEL",
+            help="A finished merge, or a Hugging Face directory.",
+            autocompletion=completion.runs,
+        ),
     ],
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="First message of every dialogue.")] = None,
     max_new_tokens: Annotated[

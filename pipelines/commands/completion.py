@@ -6,6 +6,12 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+KEYS = Path(__file__).with_name("keys.txt")
+"""Keys of a pipeline without those below names of a user's; `docs/make_reference.py` writes it."""
+
+METHODS = ("linear", "task_arithmetic", "ties", "dare_ties", "slerp", "off_policy", "mixed_sft", "opd")
+"""Those of `pipelines.baselines.jobs`, which takes too long to import here."""
+
 
 def pipelines(incomplete: str) -> list[str]:
     """Shipped pipelines, and YAML files."""
@@ -58,6 +64,26 @@ def environments(incomplete: str) -> list[str]:
     from opd.environments import ENVIRONMENTS
 
     return _names(ENVIRONMENTS, incomplete)
+
+
+def settings(incomplete: str) -> list[str]:
+    """Keys of a pipeline for `--set KEY=VALUE`, from a file: building the config's classes would take longer than a Tab may."""
+    keys = KEYS.read_text(encoding="utf-8").splitlines() if "=" not in incomplete else []
+    return [f"{key}=" for key in _names(keys, incomplete)]
+
+
+def methods(incomplete: str) -> list[str]:
+    """Ways to merge, behind those that are there already, comma-separated."""
+    before, comma, start = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in _names(METHODS, start)]
+
+
+def clusters(incomplete: str) -> list[str]:
+    """Shipped cluster specs, and YAML files."""
+    from pipelines.catalog import PLANS
+
+    shipped = sorted(file.stem for file in (PLANS / "clusters").glob("*.yaml"))
+    return _names(["list", *shipped], incomplete) + _files(incomplete)
 
 
 def suites(incomplete: str) -> list[str]:

@@ -37,6 +37,12 @@ MatrixOption = Annotated[
         autocompletion=completion.runs_and_pipelines,
     ),
 ]
+PromptsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompts", metavar="[DOMAIN=]FILE", help="Questions of your own in place of a domain's, all of them; repeat."
+    ),
+]
 TasksOption = Annotated[
     list[str] | None,
     typer.Option("--lm-eval", metavar="TASK", help="A task of lm-evaluation-harness, by name or YAML file; repeat."),
@@ -46,6 +52,7 @@ TasksOption = Annotated[
 @app.command(
     epilog=examples(
         "opd evaluate runs/quickstart",
+        "opd evaluate runs/mine --prompts math=new-questions.jsonl",
         "opd evaluate models/a models/b --pipeline quickstart --compare",
         "opd evaluate --matrix runs/quickstart --output matrix.json",
     )
@@ -54,6 +61,7 @@ def evaluate(
     models: ModelsArgument = None,
     pipeline: PipelineOption = None,
     domains: Annotated[str | None, typer.Option(help="Comma-separated; default: all that have an eval.")] = None,
+    prompts: PromptsOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Several models side by side in one table.")] = False,
     matrix: MatrixOption = None,
     lm_eval: TasksOption = None,
@@ -65,7 +73,7 @@ def evaluate(
     overrides: SetOption = None,
 ) -> None:
     """How well models answer: held-out prompts of a pipeline's domains, with intervals, and public tasks."""
-    if bool(models) == bool(matrix) or (matrix and (pipeline or compare or lm_eval)):
+    if bool(models) == bool(matrix) or (matrix and (pipeline or compare or lm_eval or prompts)):
         raise typer.BadParameter("give MODELs, or --matrix alone (with --domains and --set)")
     _first_look(models or [], pipeline or matrix)
     from pipelines.evaluation import command
@@ -75,6 +83,7 @@ def evaluate(
         matrix=matrix,
         pipeline=pipeline,
         domains=split(domains),
+        prompts=prompts or (),
         tasks=[task for item in lm_eval or () for task in item.split(",")],
         overrides=overrides,
         side_by_side=compare,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pipelines.commands import completion
 from pipelines.commands.shell import examples, say
 
 app = typer.Typer()
@@ -24,7 +25,12 @@ class ExportDtype(StrEnum):
 @app.command(epilog=examples("opd export runs/quickstart --output quickstart-bf16 --dtype bfloat16"))
 def export(
     model: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR|MODEL", help="A finished merge, or a Hugging Face directory.")
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR|MODEL",
+            help="A finished merge, or a Hugging Face directory.",
+            autocompletion=completion.runs,
+        ),
     ],
     output: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
     dtype: Annotated[ExportDtype | None, typer.Option(help="Default: as the model is stored.")] = None,

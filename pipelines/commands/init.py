@@ -52,6 +52,7 @@ Shipped = Annotated[
         autocompletion=completion.shipped_pipelines,
     ),
 ]
+Lora = Annotated[bool, typer.Option("--lora", help="Train LoRA adapters in place of all weights.")]
 Probe = Annotated[bool, typer.Option("--probe", help="Let the models write a little, to choose the objective.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
 
@@ -71,6 +72,7 @@ def init(
     verifiers: Verifiers = None,
     bases: Bases = None,
     chat: Chat = None,
+    lora: Lora = False,
     probe: Probe = False,
     output: Output = None,
     shipped: Shipped = None,
@@ -92,6 +94,7 @@ def init(
         verifiers=tuple(verifiers or ()),
         bases=tuple(bases or ()),
         chat=chat,
+        lora=lora,
         probe=probe,
     )
     if shipped and flags != Flags():

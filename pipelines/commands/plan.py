@@ -8,17 +8,32 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import PipelineArgument, SetOption, examples, print_table, say
+from pipelines.commands import completion
+from pipelines.commands.shell import MaybePipelineArgument, SetOption, examples, print_table, say
 
 app = typer.Typer()
 
 
-@app.command(epilog=examples("opd plan quickstart", "opd plan merge-7b --cluster 8-gpus", "opd plan mine.yaml --json"))
+CLUSTER_COLUMNS = ("cluster", "machines", "GPUs of each", "GiB of each", "cores", "memory [GiB]")
+LIST = "list"
+
+
+@app.command(
+    epilog=examples(
+        "opd plan quickstart",
+        "opd plan --cluster list",
+        "opd plan merge-7b --cluster 8-gpus",
+        "opd plan mine.yaml --json",
+    )
+)
 def plan(
-    pipeline: PipelineArgument,
+    pipeline: MaybePipelineArgument = None,
     cluster: Annotated[
         str | None,
-        typer.Option(help="A cluster spec, or the name of a shipped one; default: two-cores. See docs/plan.md."),
+        typer.Option(
+            help="A cluster spec, or the name of a shipped one; `list` shows these. Default: two-cores. See docs/plan.md.",
+            autocompletion=completion.clusters,
+        ),
     ] = None,
     measure: Annotated[
         Path | None,
@@ -33,8 +48,14 @@ def plan(
     overrides: SetOption = None,
 ) -> None:
     """What will a merge need, and how long will it take? From configs alone: no weights, no compute; exit code 1 if it does not fit."""
+    if cluster == LIST:
+        print_table("shipped clusters", CLUSTER_COLUMNS, list_clusters())
+        return
+    if pipeline is None:
+        raise typer.BadParameter("give a PIPELINE, or --cluster list")
     from opd.config import load_pipeline
     from pipelines.catalog import find
+    from pipelines.plan.advice import advise
     from pipelines.plan.measure import cluster_spec
     from pipelines.plan.plan import make_plan
     from pipelines.plan.spec import with_lengths
@@ -42,7 +63,8 @@ def plan(
 
     config = load_pipeline(find(pipeline), overrides)
     spec = cluster_spec(cluster, measure, config.student.model)
-    made = make_plan(config, with_lengths(spec, prompt_tokens, response_tokens, tail))
+    spec = with_lengths(spec, prompt_tokens, response_tokens, tail)
+    made = make_plan(config, spec)
     if as_json:
         typer.echo(json.dumps(made.to_json(), indent=2))
     else:
@@ -50,5 +72,25 @@ def plan(
             print_table(table.title, table.columns, table.rows)
         for note in made.notes:
             say(f"note: {note}", err=False)
+        if not made.fits:
+            say(f"does not fit: {advise(config, spec)}", err=False)
     if not made.fits:
         raise typer.Exit(1)
+
+
+def list_clusters() -> list[tuple[str, ...]]:
+    """Return a row for each shipped cluster spec: name, machines, and what each of them has."""
+    from pipelines.plan.spec import load_spec, shipped_specs
+
+    specs = {name: load_spec(name) for name in shipped_specs()}
+    return [
+        (
+            name,
+            str(spec.machines),
+            str(spec.machine.gpus),
+            f"{spec.machine.gpu_memory >> 30}" if spec.machine.gpus else "-",
+            str(spec.machine.cores),
+            f"{spec.machine.memory >> 30}",
+        )
+        for name, spec in specs.items()
+    ]

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from pipelines.commands import completion
 from pipelines.commands.shell import examples, say
 
 app = typer.Typer()
@@ -21,7 +22,12 @@ app = typer.Typer()
 def serve(
     ctx: typer.Context,
     model: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR|MODEL", help="A finished merge, or a Hugging Face directory.")
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR|MODEL",
+            help="A finished merge, or a Hugging Face directory.",
+            autocompletion=completion.runs,
+        ),
     ],
     host: Annotated[str, typer.Option(help="Beyond this machine only with a key in VLLM_API_KEY.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,

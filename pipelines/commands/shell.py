@@ -40,7 +40,13 @@ MaybePipelineArgument = Annotated[
     typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.pipelines),
 ]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. trainer.steps=10.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a pipeline key, e.g. trainer.steps=10.",
+        autocompletion=completion.settings,
+    ),
 ]
 
 

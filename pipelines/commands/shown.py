@@ -62,10 +62,13 @@ class Shown:
         """Print the result of a merge that ended well."""
         if self._as_json:
             told = {key: report[key] for key in REPORTED if key in report}
-            self._result = told | {"run_dir": str(paths.root), "model": str(paths.model), "report": str(paths.report)}
+            self._result = told | {"run_dir": str(paths.root), "model": str(paths.model)}
+            self._result |= {"adapter": str(paths.adapter)} if paths.adapter.is_dir() else {}
+            self._result |= {"report": str(paths.report)}
         else:
             print_report(report)
-            typer.echo(f"model: {paths.model}\nreport: {paths.page}")
+            adapter = f"\nadapter: {paths.adapter}" if paths.adapter.is_dir() else ""
+            typer.echo(f"model: {paths.model}{adapter}\nreport: {paths.page}")
             self._say_what_is_next(as_typed(paths.root), report)
 
     def _say_what_is_next(self, root: str, report: dict[str, Any]) -> None:

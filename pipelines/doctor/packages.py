@@ -103,7 +103,7 @@ def _unwanted() -> Iterator[Finding]:
 
 def _imports() -> Iterator[Finding]:
     """Import the engines in another process, which may crash or hang without harm."""
-    command = [sys.executable, "-m", "opd.doctor"]
+    command = [sys.executable, "-P", "-m", "opd.doctor"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

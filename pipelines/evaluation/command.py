@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from opd.config import PipelineConfig, load_pipeline, load_run_pipeline
+from opd.config.domains import DomainEvalConfig
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunError
 from opd.evaluation import harness
@@ -16,6 +18,7 @@ from opd.evaluation.evaluator import MERGED
 from opd.evaluation.harness import TaskScores
 from opd.evaluation.scores import FORMAT, Evaluation
 from opd.files import atomic_write_text
+from opd.near import did_you_mean
 from opd.run_dir import RunPaths
 from pipelines.catalog import find
 from pipelines.evaluation.lm_eval import lm_eval_models
@@ -39,7 +42,9 @@ class EvaluateOptions:
     pipeline: str | None = None
     """The pipeline with the exams. None: the pipeline of the run that the first model comes from."""
     domains: Sequence[str] | None = None
-    """Domains to evaluate. None: all that have an exam."""
+    """Domains to evaluate. None: all that have an exam, or those that `prompts` names."""
+    prompts: Sequence[str] = ()
+    """Files of questions in place of the pipeline's: DOMAIN=FILE, or FILE where there is one domain."""
     tasks: Sequence[str] = ()
     """Public tasks beside those of the pipeline."""
     overrides: list[str] | None = None
@@ -77,7 +82,8 @@ def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
             wanted="a pipeline, for its domains and verifiers, or --lm-eval TASK",
             fix="give --pipeline FILE, or the name of a shipped one",
         )
-    unused = [name for name, given in (("--domains", options.domains), ("--set", options.overrides)) if given]
+    belongs = (("--domains", options.domains), ("--prompts", options.prompts), ("--set", options.overrides))
+    unused = [name for name, given in belongs if given]
     if config is None and unused:
         raise ConfigError.at(
             unused[0],
@@ -85,9 +91,14 @@ def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
             wanted="--pipeline beside it, or --lm-eval alone",
             fix=f"give --pipeline FILE, or leave {unused[0]} out",
         )
+    domains = options.domains
+    if config is not None and options.prompts:
+        files = name_exam_files(options.prompts, domains or list(config.domains))
+        asked = any(change.startswith("evaluate.samples=") for change in options.overrides or ())
+        config, domains = use_exam_files(config, files, whole=not asked), domains or list(files)
     settings = _with_tasks(config, options.tasks)
     harness.check_tasks(settings)
-    found = {} if config is None else evaluate_models(config, dirs, options.domains, tell)
+    found = {} if config is None else evaluate_models(config, dirs, domains, tell)
     public: dict[str, TaskScores] = {}
     failure = None
     if settings.tasks:
@@ -99,6 +110,56 @@ def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
             failure = error
     tables = [*_tables(found, options.side_by_side), *_public_tables(public)]
     return EvaluateOutput(_as_json(config, found, public), tables, failure)
+
+
+ALL_ROWS = sys.maxsize
+
+
+def name_exam_files(given: Sequence[str], domains: Sequence[str]) -> dict[str, Path]:
+    """Return domain -> file of questions, from the values of `--prompts`. Raises: ConfigError for a domain that is not there, or that
+    does not follow from a file alone."""
+    files: dict[str, Path] = {}
+    for value in given:
+        name, equals, path = value.partition("=")
+        if not equals and len(domains) == 1:
+            name, path = domains[0], value
+        if not equals and len(domains) > 1:
+            raise ConfigError.at(
+                f"--prompts {value}",
+                found=f"a file without a domain, and {len(domains)} domains: {', '.join(domains)}",
+                wanted="DOMAIN=FILE: the domain says how answers are judged",
+                fix=f"--prompts {domains[0]}={value}",
+            )
+        if name not in domains:
+            raise ConfigError.at(
+                f"--prompts {value}",
+                found=f"the domain {name}",
+                wanted=f"one of: {', '.join(domains)}",
+                fix=did_you_mean(name, domains, "correct the name before the ="),
+            )
+        if name in files:
+            raise ConfigError.at(
+                f"--prompts {value}",
+                found=f"{name} twice",
+                wanted="one file a domain",
+                fix="evaluate one after the other",
+            )
+        files[name] = Path(path).expanduser()
+    return files
+
+
+def use_exam_files(config: PipelineConfig, files: Mapping[str, Path], *, whole: bool) -> PipelineConfig:
+    """Return the pipeline with these files as the exams of their domains: the `whole` of them, or as many rows as its exams have.
+
+    A domain without an exam compares answers exactly.
+    """
+    domains = dict(config.domains)
+    for name, file in files.items():
+        before = domains[name].eval
+        verifier = {"verifier": before.verifier} if before else {}
+        domains[name] = domains[name].model_copy(update={"eval": DomainEvalConfig(prompts=file, **verifier)})
+    evaluate = config.evaluate.model_copy(update={"samples": ALL_ROWS} if whole else {})
+    return config.model_copy(update={"domains": domains, "evaluate": evaluate})
 
 
 def _matrix(options: EvaluateOptions, where: str, tell: Tell) -> EvaluateOutput:

@@ -31,6 +31,7 @@ from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.merging.changes import among, changed_keys, dotted, identity, refuse_foreign
+from pipelines.merging.companions import read_companions
 from pipelines.merging.directory import link_files, locked_to_read, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
 from pipelines.merging.origin import Origin
@@ -52,6 +53,19 @@ DECIDE_ROLLOUTS = (
 are left behind."""
 
 
+DECIDE_EXAMS = (
+    "seed",
+    "student.*",
+    "domains.*.eval*",
+    "domains.*.environment*",
+    "domains.*.agent*",
+    "evaluate.*",
+    "rollout.*",
+)
+"""Keys that decide what an exam says of the start student and the experts. If none differs, the origin's exams are this run's, also
+those that are not kept for other runs because code of the user's takes part: it is the same student, with the same questions."""
+
+
 def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
     """Begin a run in `root`, which must not exist, from the checkpoint of `origin`; from here on it can be resumed.
 
@@ -66,6 +80,7 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
     refuse_too_large(config, inputs)
     notices = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)
+    read_companions(config, inputs)
     manifest = manifest_of(config, inputs)
     _refuse_other_student(recorded["student"], manifest["student"], origin)
     now = validate(PipelineConfig, manifest["config"], origin.paths.manifest)
@@ -78,8 +93,12 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
     }
     manifest |= {"identity": identity(manifest), LINEAGE: [*events_until(recorded, origin.step), event]}
     as_written = not any(among(key, DECIDE_ROLLOUTS) for key in changed) and _same_writers(config, recorded, manifest)
+    same_files = all(recorded.get(key) == manifest[key] for key in ("prompts", "versions"))
+    same_exams = same_files and not any(among(key, DECIDE_EXAMS) for key in changed)
     with new_directory(root) as temporary:
         _take_over(origin, recorded["identity"], temporary, manifest["identity"], as_written)
+        if same_exams and config.evaluate.cache:
+            _take_over_exams(origin.paths, temporary)
         write_inputs(temporary, manifest)
     return Run(
         config=config,
@@ -122,6 +141,14 @@ def _take_over(
             facts["files"].pop(name, None)
     # It takes the place of the linked file, so the origin keeps its own.
     atomic_write_text(file, json.dumps({**facts, "identity": dict(ours)}, indent=2))
+
+
+def _take_over_exams(origin: RunPaths, paths: RunPaths) -> None:
+    """Copy the exams of the start student and of the experts; those of an expert that has changed are taken again."""
+    paths.evaluation.mkdir()
+    for name in ("before", "expert"):
+        if origin.exam(name).is_file():
+            shutil.copyfile(origin.exam(name), paths.exam(name))
 
 
 def _refuse_other_shape(config: PipelineConfig, before: PipelineConfig, origin: Origin) -> None:

@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experts.bound_files import TOKENIZER_FILES
 from opd import checkpoints, loop
 from opd.checkpoints import Checkpoint
 from opd.cluster import WorkerDied, ray_session
 from opd.config import PipelineConfig, load_pipeline, overlaps
-from opd.errors import RunDirError
+from opd.errors import ModelError, RunDirError, RunError, StorageError
 from opd.evaluation.evaluator import MERGED
 from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text, replace_dir, storing, sweep
@@ -32,6 +31,7 @@ from opd.report import build_report, clear_domains, write_report
 from opd.run_dir import RunPaths
 from opd.settings import validate
 from opd.sinks import open_sinks
+from opd.text import as_typed
 from pipelines.build import build, num_workers
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
@@ -50,6 +50,7 @@ from pipelines.merging.changes import (
     unrecorded,
     version_warnings,
 )
+from pipelines.merging.companions import read_companions
 from pipelines.merging.directory import locked, new_directory, refuse_existing, refuse_no_run, says_what_is_intact
 from pipelines.merging.exams import StartingExams
 from pipelines.merging.journal import Journal
@@ -92,7 +93,8 @@ class Run:
         """Take the run to its end. Returns the report.
 
         If a worker dies and the step cannot replace it, all workers are started again, and the run goes on from its last
-        checkpoint, as a resume would; up to `cluster.max_restarts` times.
+        checkpoint, as a resume would; up to `cluster.max_restarts` times, and not if a worker fails to start for the reason it failed
+        for before, word for word.
         Raises: RunDirError for a checkpoint that cannot be used, before any compute; RunError if the run cannot go on;
         Interrupted after Ctrl-C, also if a worker dies then.
         """
@@ -105,13 +107,15 @@ class Run:
             else:
                 finish_inputs(self.paths)
             # One handler for all attempts: a Ctrl-C while workers start again must not get lost.
+            start_error = ""
             with around.signals() as signals:
                 for restart in itertools.count(1):
                     try:
                         return _session(replace(self, around=around), checkpoint, notices, signals)
                     except WorkerDied as error:
-                        if restart > most:
+                        if restart > most or (error.start_error and error.start_error == start_error):
                             raise
+                        start_error = error.start_error
                         notices = [f"{error}", f"starting all workers again, {restart} of {most} times"]
                         checkpoint = _go_on_from(self, checkpoints.LATEST, notices)
                         if signals.asked():  # a scheduler's SIGTERM may have gone to the workers, too
@@ -155,6 +159,7 @@ def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
     refuse_too_large(config, inputs)
     notices = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)
+    read_companions(config, inputs)  # what the merged model needs at the end can be read now
     manifest = manifest_of(config, inputs)
     manifest["identity"] = identity(manifest)
     with new_directory(root) as temporary:
@@ -207,6 +212,7 @@ def _reopened(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConf
     refuse_too_large(config, inputs)
     crowded = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)
+    read_companions(config, inputs)
     found = manifest_of(config, inputs)
     refuse_changed_inputs(recorded, found, paths.manifest)
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
@@ -368,17 +374,28 @@ def _export(parts: loop.Parts, run: Run) -> None:
         with storing(paths.model):
             temporary.mkdir()
             parts.trainer.export(temporary.absolute())
-            for pattern in TOKENIZER_FILES:
-                for file in run.config.student.model.glob(pattern):
-                    shutil.copy(file, temporary / file.name)
-            (temporary / card.NAME).write_text(card.model_card(run.config, run.inputs), encoding="utf-8")
+            _write_companions(run, temporary)
             replace_dir(temporary, paths.model)
             if run.config.student.lora and run.config.student.lora.export == "adapter":
                 temporary.mkdir()
                 parts.trainer.export_adapter(temporary.absolute())
                 replace_dir(temporary, paths.adapter)
-    finally:
+    except StorageError:
         shutil.rmtree(temporary, ignore_errors=True)  # on a full disk this gives the room back
+        raise
+
+
+def _write_companions(run: Run, weights: Path) -> None:
+    """Write the tokenizer's files and the card beside the weights. Raises: RunError that says where the weights are; StorageError."""
+    try:
+        companions = read_companions(run.config, run.inputs)
+    except ModelError as error:  # they were there when the run began
+        raise RunError(
+            f"{error}\n  intact: the merged weights, in {weights}\n"
+            f"  fix:    put the file back, then `opd merge --resume {as_typed(run.paths.whole)}`"
+        ) from None
+    for name, content in companions.items():
+        (weights / name).write_bytes(content)
 
 
 def _write_report(run: Run, exams: Mapping[str, Mapping[str, float]], wall_s: float) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class Flags:
     bases: tuple[str, ...] = ()
     chat: bool | None = None
     """Whether texts are what a user says; None: it follows from the student's chat template."""
+    lora: bool = False
+    """Train adapters in place of all weights."""
     probe: bool = False
     """Let the models write a little, to choose the objective."""
 

@@ -16,6 +16,7 @@ from pipelines.propose.domains import SeenDomain, choose_share, splits, wants_sh
 from pipelines.propose.machine import Machine
 from pipelines.propose.models import SeenExpert
 from pipelines.propose.sizes import (
+    ADAPTERS,
     Data,
     cache_gib,
     changed,
@@ -49,8 +50,8 @@ class Proposal:
     warnings: tuple[str, ...]
 
 
-def propose(name: str, seen: Seen) -> Proposal:
-    """A pipeline for what was seen."""
+def propose(name: str, seen: Seen, *, lora: bool = False) -> Proposal:
+    """Return a pipeline for what was seen; with `lora` its student trains adapters, however much memory there is."""
     rollout = choose_lengths(seen.domains, seen.student.context, gpu=bool(seen.machine.gpus))
     share, room = choose_share(seen.domains), longest_prompt(rollout)
     data: Data = {
@@ -62,6 +63,8 @@ def propose(name: str, seen: Seen) -> Proposal:
         "rollout": rollout,
     }
     data = changed(data, choose_sizes(seen.student.parameters, len(seen.domains), seen.machine))
+    if lora:
+        data = changed(data, ADAPTERS)
     if not seen.machine.gpus:
         data["rollout"]["kv_cache_gib"] = cache_gib(seen.student_dir, data["rollout"])
     fits = fits_machine(seen.student, seen.experts, seen.domains, seen.machine)
@@ -72,6 +75,8 @@ def propose(name: str, seen: Seen) -> Proposal:
             "the merge may not fit into this machine's memory: `opd check` shows the sum, and what to lower"
         )
     notes = NOTES | _notes(seen, data)
+    if lora:
+        notes["student.lora"] = "trains adapters; export: adapter also leaves them as PEFT has them"
     if smaller:
         notes["trainer"] = f"made smaller until the merge fits into memory: {', '.join(smaller)}"
     return Proposal(data=data, notes=notes, warnings=tuple(warnings))

@@ -105,7 +105,7 @@ def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) ->
     tokenizer, machine = load_tokenizer(given.student), this_machine()
     domains = look_at_domains(given, sources, tokenizer, ask, tell)
     seen = Seen(student_dir=given.student, student=student, experts=experts, domains=domains, machine=machine)
-    proposal = propose(_name(target.path), seen)
+    proposal = propose(_name(target.path), seen, lora=flags.lora)
     config = validate(PipelineConfig, proposal.data, target.path)
     prompts = {name: one.prompts for name, one in config.domains.items() if one.prompts}
     training = load_training(config, prompts, tokenizer)

@@ -140,28 +140,31 @@ def _on_gpus(num: int, domains: int) -> Data:
     }
 
 
-def rungs(machine: Machine) -> list[tuple[str, Data]]:
+ADAPTERS: Data = {"student": {"lora": {"r": 16, "alpha": 32}}, "trainer": {"lr": LORA_RATE}}
+"""The change of a pipeline by which a LoRA student learns."""
+
+
+def rungs(*, gpus: bool) -> list[tuple[str, Data]]:
     """What makes a merge smaller, one after the other: in words, and as changes of the pipeline."""
     half = {section: {"dtype": "bfloat16"} for section in ("rollout", "teachers", "trainer")}
     small = {"trainer": {"micro_batch_tokens": 2048}, "rollout": {"max_num_seqs": 64}}
     fewer = {"teachers": {"workers": 1, "memory": "1GiB"}}
     least = {"trainer": {"micro_batch_tokens": 1024, "gradient_checkpointing": True}}
-    lora = {"student": {"lora": {"r": 16, "alpha": 32}}, "trainer": {"lr": LORA_RATE}}
-    first = [] if machine.gpus else [("one trainer rank", {"trainer": {"ranks": 1}})]
+    first = [] if gpus else [("one trainer rank", {"trainer": {"ranks": 1}})]
     return [
         *first,
         ("smaller batches", small),
         ("fewer experts in memory at a time", fewer),
         ("recomputed activations", least),
         ("bfloat16", half),
-        ("adapters in place of all weights", lora),
+        ("adapters in place of all weights", ADAPTERS),
     ]
 
 
 def fit(data: Data, fits: Callable[[Data], bool], machine: Machine) -> tuple[Data, list[str], bool]:
     """The pipeline, made smaller until it fits; what was done for that; and whether it fits at last."""
     done: list[str] = []
-    for what, change in [("", {}), *rungs(machine)]:
+    for what, change in [("", {}), *rungs(gpus=bool(machine.gpus))]:
         data = changed(data, change)
         done += [what] if what else []
         if fits(data):

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from opd import cluster, leftovers
-from opd.cluster import Group, Remote, Seat, Worker, watching
+from opd.cluster import Group, Remote, Seat, Worker, WorkerDied, watching
 from opd.cluster.session import current_watch
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
@@ -350,6 +350,54 @@ def test_a_worker_goes_to_the_place_that_is_reserved_for_its_name() -> None:
         for place in current_watch().places.values():
             remove_placement_group(place.group)
         current_watch().places.clear()
+
+
+def test_a_worker_searches_the_current_directory_last(tmp_path: Path) -> None:
+    """A file named like one of our packages does not stand in for it; a module that is nowhere else is found."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    for name in ("opd", "teachers", "ray"):
+        (here / f"{name}.py").write_text("raise SystemExit('the file of the current directory was run')\n")
+    (here / "mine.py").write_text("FOUND = True\n")
+    script = elsewhere / "script.py"
+    script.write_text(
+        "from opd import cluster\n"
+        "from opd.config.sections import ClusterConfig\n"
+        "def main():\n"
+        "    class Looking:\n"
+        "        def look(self):\n"
+        "            import mine, teachers\n"
+        "            return mine.FOUND, teachers.__file__\n"
+        "    with cluster.ray_session(ClusterConfig(), 1):\n"
+        "        worker = cluster.spawn(Looking, name='looking worker', env={})\n"
+        "        print(*worker.submit(Looking.look).result(timeout_s=120))\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=here, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", str(ROOT / "teachers" / "__init__.py")]
+
+
+def test_a_constructor_that_fails_alike_twice_can_be_told() -> None:
+    class Failing:
+        def __init__(self) -> None:
+            raise ValueError("VLLM_PORT 'tcp://10.0.0.7:8000' appears to be a URI.\nSee the manual.")
+
+        def look(self) -> None: ...
+
+    errors = []
+    for _ in range(2):
+        worker = cluster.spawn(Failing, name="failing worker", env={})
+        with pytest.raises(WorkerDied) as died:
+            worker.submit(Failing.look).result(timeout_s=120)
+        errors.append(died.value)
+    assert str(errors[0]) != str(errors[1]), "pids differ"
+    assert errors[0].start_error == errors[1].start_error
+    assert errors[0].start_error.startswith("ValueError: VLLM_PORT 'tcp://10.0.0.7:8000' appears to be a URI.")
 
 
 def test_ray_itself_dies() -> None:

@@ -527,6 +527,17 @@ def test_a_merge_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -
     assert "model: runs/two/model" in result.stdout
 
 
+def test_an_adapter_is_listed_at_the_end(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def session(run: Any, *_: Any) -> Any:
+        run.paths.adapter.mkdir()
+        return REPORT
+
+    monkeypatch.setattr(pipelines.merging.run, "_session", session)
+    assert "adapter: runs/two/adapter\n" in opd("merge", "pipeline.yaml").stdout
+    told = json.loads(opd("merge", "pipeline.yaml", "--run-dir", "runs/b", "--json").stdout.splitlines()[-1])
+    assert told["adapter"] == "runs/b/adapter"
+
+
 @pytest.mark.parametrize(("gained", "goes_on"), [(0.67, True), (0.8, False), (None, False)])
 def test_a_merge_says_what_comes_next(
     gained: float | None, goes_on: bool, world: Any, monkeypatch: pytest.MonkeyPatch

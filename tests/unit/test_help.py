@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from cli import app
+from pipelines.baselines.jobs import METHODS
 from pipelines.commands import completion
 from pipelines.commands.usage import UsageError
 from tests.plain_models import plain_model_dir
@@ -84,6 +85,32 @@ def test_experts_are_offered(here: Path) -> None:
     assert completion.experts("") == []
     registered_expert(here / "registry", plain_model_dir(here / "math"))
     assert completion.experts("m") == ["math"] and completion.experts("x") == []
+
+
+def test_values_of_options_are_offered(here: Path) -> None:
+    assert completion.settings("trainer.ste") == ["trainer.steps="] and completion.settings("trainer.steps=1") == []
+    assert completion.methods("linear,tie") == ["linear,ties"] and set(completion.METHODS) == set(METHODS)
+    assert completion.clusters("8") == ["8-gpus"] and "list" in completion.clusters("")
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        (["merge", "quickstart", "--set", "seed"], "seed="),
+        (["plan", "quickstart", "--cluster", "8-"], "8-gpus"),
+        (["compare", "quickstart", "--method", "slerp,ti"], "slerp,ties"),
+        (["chat", "runs/mi"], "runs/mine"),
+        (["serve", "runs/mi"], "runs/mine"),
+        (["export", "runs/mi"], "runs/mine"),
+    ],
+)
+def test_the_shell_is_answered_for_values(here: Path, line: list[str], offered: str) -> None:
+    (here / "runs" / "mine").mkdir(parents=True)
+    for name in ("pipeline.yaml", "manifest.json"):
+        (here / "runs" / "mine" / name).touch()
+    words = " ".join(["opd", *line])
+    asked = {"_OPD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(line))}
+    assert CliRunner().invoke(app, [], prog_name="opd", env=asked).stdout.split() == [offered]
 
 
 def test_the_shell_asks_and_is_answered(here: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
+import opd
 import pipelines
 from opd.config import PipelineConfig
-from opd.errors import ConfigError, RunDirError
+from opd.errors import ConfigError, OpdError, RunDirError
 from opd.live.displays import Beginning
 from opd.metrics import MetricsFile
 from opd.step_record import StepRecord
@@ -110,3 +112,41 @@ def test_the_package_offers_names_without_importing_engines() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
     for package in ("opd", "experts", "teachers", "pipelines"):
         assert (ROOT / package / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("packaged", [True, False])
+def test_folders_of_the_users_with_our_packages_names_do_no_harm(packaged: bool, tmp_path: Path) -> None:
+    """A notebook, like a program from standard input, searches its own directory first."""
+    for name in ("pipelines", "experts", "teachers"):
+        (tmp_path / name).mkdir()
+        if packaged:
+            (tmp_path / name / "__init__.py").write_text("raise SystemExit('the folder of the user was imported')\n")
+    code = (
+        "import opd\n"
+        "made = opd.plan('quickstart')\n"
+        "print(made.fits, opd.load_pipeline('quickstart').name, callable(opd.merge), callable(opd.check))\n"
+        "import experts; print(experts.__file__)\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-"], input=code, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True quickstart True True", str(ROOT / "experts" / "__init__.py")]
+
+
+def test_a_package_of_anothers_that_was_imported_before_is_named(tmp_path: Path) -> None:
+    (tmp_path / "experts.py").touch()
+    code = "import experts, opd\ntry:\n    opd.merge\nexcept ImportError as error:\n    print(error)\n"
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert "import opd and use it first" in done.stdout, done.stderr
+
+
+def test_a_check_refuses_before_any_compute(world: Any) -> None:
+    world.data["student"]["model"] = "nowhere"
+    with pytest.raises(OpdError, match="nowhere"):
+        opd.check(world.write())
+    assert {"merge", "check", "plan"} <= set(dir(opd))

@@ -14,6 +14,7 @@ from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import (
     KEPT_FAILURES,
     KEPT_QUESTIONS,
+    KEPT_WRONG,
     DomainExam,
     EngineEvaluator,
     measure_before,
@@ -133,7 +134,20 @@ def test_some_answers_are_kept_to_be_read() -> None:
     found = evaluator(FakeEngine({"student": {"a/2"}}), exams, n=2, temperature=1).evaluate(model="me")
     kept = [(a.prompt_id, a.score) for a in found.answers]
     assert kept[4:6] == [("a/2", 1.0), ("a/2", 1.0)]
-    assert [i for i, _ in kept] == [f"a/{i // 2}" for i in range(2 * KEPT_QUESTIONS)] + ["b/0", "b/0", "b/1", "b/1"]
+    first, wrong = 2 * KEPT_QUESTIONS, 2 * KEPT_QUESTIONS + KEPT_WRONG
+    assert [i for i, _ in kept] == [f"a/{i // 2}" for i in range(wrong)] + ["b/0", "b/0", "b/1", "b/1"]
+    assert [score for _, score in kept[first:wrong]] == [0.0] * KEPT_WRONG
+
+
+def test_wrong_answers_behind_the_first_ones_are_kept() -> None:
+    right = {f"a/{i}" for i in range(30) if i not in (11, 20)}
+    found = evaluator(FakeEngine({"student": right}), {"a": exam("a", 30)}).evaluate(model="me")
+    assert [a.prompt_id for a in found.answers] == [f"a/{i}" for i in (*range(KEPT_QUESTIONS), 11, 20)]
+
+
+def test_what_an_answer_carries() -> None:
+    exams = {"a": exam("a", 30), "b": exam("b", 2)}
+    found = evaluator(FakeEngine({"student": {"a/2"}}), exams, n=2, temperature=1).evaluate(model="me")
     first = found.answers[1]
     assert (first.prompt, first.answer, first.text, first.tokens, first.error) == ("bc", "x0", "?", 2, "")
 

@@ -47,8 +47,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any
         told: list[dict[str, Any]] = []
 
         def called(command: list[str], *, stdout: Any, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
-            assert command[1:5] == ["-m", "lm_eval", "run", "--config"]
-            settings = yaml.safe_load(Path(command[5]).read_text())
+            assert command[1:6] == ["-P", "-m", "lm_eval", "run", "--config"]
+            settings = yaml.safe_load(Path(command[6]).read_text())
             told.append(settings)
             if late:
                 raise subprocess.TimeoutExpired(command, timeout)

@@ -166,7 +166,7 @@ def test_a_limit_that_is_set_lower_between_two_sittings_acts_after_the_next_step
 
 
 def test_what_an_alarm_saw(tmp_path: Path) -> None:
-    one = watch(tmp_path, limits(repetition={"over": 2, "stop": 0.5}, gap={"over": 1, "warn": 0.8}))
+    one = watch(tmp_path, limits(repetition={"over": 2, "stop": 0.5}, gap={"over": 1, "pause": 0.8}))
     batch = [rollout(2, [3] * 20 + [n] * n) for n in range(6)] + [rollout(2, [5] * 30, domain="b")]
     one.judge(step(1, logprob_gap=0.001), batch)
     alarms = one.judge(step(2, {"a": {}, "b": {}}, looping_by_domain={"a": 12}, logprob_gap=0.018), batch)
@@ -182,6 +182,13 @@ def test_what_an_alarm_saw(tmp_path: Path) -> None:
     whole = [s for s in found.samples if s.signal == "gap"]
     assert len(whole) == 7 <= SAMPLES_OF_STEP and [s.domain for s in whole[:3]] == ["a", "b", "a"], "domains in turn"
     assert {s.number for s in whole} == {None}
+
+
+def test_a_warning_that_no_response_shows_has_no_samples(tmp_path: Path) -> None:
+    one = watch(tmp_path, limits(gap={"over": 1, "warn": 0.8}))
+    (alarm,) = one.judge(step(1, logprob_gap=0.018), [rollout(1, [3] * 20)])
+    found = Alarms.from_json(json.loads((tmp_path / "monitors" / "step-000001.json").read_text()))
+    assert (alarm.signal, alarm.action, found.samples) == ("gap", "warn", ())
 
 
 def test_the_error_names_what_was_seen_where_it_lies_and_how_to_go_on(tmp_path: Path) -> None:

@@ -120,6 +120,22 @@ def test_what_cannot_be_seen_is_spelled_out() -> None:
 
 
 @pytest.mark.usefixtures("no_plots")
+def test_the_worst_answers_come_first(run_dir: Path) -> None:
+    file = run_dir / "evaluation" / "after.json"
+    data = json.loads(file.read_text())
+    one = data["answers"][0]
+    scores = [1.0, 0.5, 1.0, 0.0, 1.0, 0.0]
+    data["answers"] = [
+        {**one, "prompt_id": f"letters/{i}", "text": f"text-{i}", "score": score} for i, score in enumerate(scores)
+    ]
+    Evaluation.from_json(data).save(file)
+    text, _ = written(run_dir)
+    places = [text.find(f"text-{i}") for i in (3, 5, 1, 0)]
+    assert places == sorted(places) and places[0] > 0 and SAMPLES_PER_DOMAIN == 4
+    assert "text-2" not in text
+
+
+@pytest.mark.usefixtures("no_plots")
 def test_long_and_many_answers_do_not_blow_it_up(run_dir: Path) -> None:
     file = run_dir / "evaluation" / "after.json"
     data = json.loads(file.read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from opd.errors import RunDirError
 from opd.report import Gate, build_report, domain_rows, full_report, headroom, read_run
 from opd.report.exams import latest
+from opd.report.page import render
 from opd.report.summary import POINTS, curves
 from opd.run_dir import EXAMS
 from opd.step_record import StepRecord
@@ -311,3 +313,43 @@ def test_an_interval_of_the_mean_is_of_the_domains_that_have_one(run_dir: Path) 
     found = full_report(read_run(run_dir))
     assert found["mean_headroom"] == found["domains"]["letters"]["headroom"] != everything["mean_headroom"]
     assert found["mean_headroom_interval"] == pytest.approx(found["domains"]["letters"]["headroom_interval"])
+
+
+def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to each value, and to each mapping and list on the way; of a list to its first two."""
+    yield path
+    parts = data.items() if isinstance(data, dict) else enumerate(data[:2]) if isinstance(data, list) else ()
+    for key, value in parts:
+        yield from leaves(value, (*path, key))
+
+
+def put_at(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    changed = json.loads(json.dumps(data))
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["report.json", "manifest.json", "metrics.jsonl", "evaluation/after.json", "evaluation/matrix.json", "baselines"],
+)
+@pytest.mark.usefixtures("no_plots")
+def test_a_value_of_a_wrong_type_is_shown_or_named_and_no_traceback(run_dir: Path, name: str) -> None:
+    file = next((run_dir / name).glob("*.json")) if name == "baselines" else run_dir / name
+    text = file.read_text()
+    lines = text.splitlines() if name == "metrics.jsonl" else [text]
+    data, refused = json.loads(lines[0]), 0
+    for path in leaves(data):
+        for value in ("x", None, [], {"a": 1}):
+            file.write_text("\n".join([json.dumps(put_at(data, path, value)), *lines[1:], ""]))
+            try:
+                run = read_run(run_dir)
+                render(full_report(run), run)
+            except RunDirError as error:
+                refused += str(file) in str(error)
+    assert refused > 0

@@ -132,14 +132,41 @@ def test_a_lesser_teacher_need_not_know_the_domain() -> None:
         (None, 0.2, False),
         (math.nan, math.nan, True),
         (None, None, False),
+        (2.0, None, False),  # prompts of random letters are a guess to everybody
+        (math.nan, None, True),
     ],
 )
 def test_as_good_as_a_guess_is_garbled(prompt: float | None, answer: float | None, fails: bool) -> None:
     guess = math.log(VOCABULARY)
     nll = {"prompt_nll": prompt and prompt * guess, "answer_nll": answer and answer * guess}
-    found = judged(one(0.9, 0.9 - 0.2 * fails + 0.05, compared=replace(FINE, **nll)))
+    found = judged(one(0.9, 0.9 - 0.2 * fails + 0.05, compared=replace(FINE, overlap=0.29 if fails else 0.8, **nll)))
     assert [f.level for f in found] == (["fail"] if fails else [])
     assert all("`a`" in f.message and "garbled" in f.message and "experts.a" in f.fix for f in found)
+
+
+@pytest.mark.parametrize(
+    ("student", "expert", "overlap", "fails"),
+    [
+        (0.1, 0.1, 0.0, True),
+        (None, None, 0.0, True),
+        (None, None, None, True),
+        (0.1, 0.4, 0.0, False),
+        (0.1, 0.1, 0.5, False),
+    ],
+)
+def test_a_guess_is_no_verdict_where_something_speaks_for_the_expert(
+    student: float | None, expert: float | None, overlap: float | None, fails: bool
+) -> None:
+    guess = 2 * math.log(VOCABULARY)
+    compared = replace(FINE, prompt_nll=guess, answer_nll=guess, overlap=overlap)
+    messages = [finding.message for finding in judged(one(student, expert, compared=compared))]
+    assert any("garbled" in message for message in messages) == fails
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_command_of_the_registry_is_named_for_its_experts_alone(registered: bool) -> None:
+    (finding,) = judged(one(0.1, None, compared=Comparison(broken="torn"), registered=registered))
+    assert ("opd experts verify" in finding.fix) == registered and "experts.a" in finding.fix
 
 
 @pytest.mark.parametrize(("prompt", "answer"), [(math.nan, 1.0), (1.0, math.nan)])
@@ -294,13 +321,20 @@ def test_swapped_experts_are_measured_on_each_others_domains(world: Any) -> None
     ]
 
 
-@pytest.mark.parametrize("what", [TORN, GARBLED])
-def test_a_garbled_expert_never_reaches_the_engine(what: Comparison, world: Any) -> None:
+def test_an_expert_that_does_not_load_never_reaches_the_engine(world: Any) -> None:
     skill = {"base": {"reverse": 0.1, "upper": 0.2}, "rev": {"reverse": 0.1}}
     engine = FakeEngine(skill)
-    rows, _ = measured_with(world, engine, up=what)
+    rows, _ = measured_with(world, engine, up=TORN)
     assert engine.loads == ["rev"]
     assert [(r.expert_accuracy, dict(r.rivals)) for r in rows] == [(0.1, {}), (None, {})]
+
+
+@pytest.mark.parametrize("accuracy", [0.2, 0.9])
+def test_the_exam_decides_about_an_expert_whose_texts_are_a_guess(accuracy: float, world: Any) -> None:
+    skill = {"base": {"reverse": 0.1, "upper": 0.2}, "rev": {"reverse": 0.9, "upper": 0.1}, "up": {"upper": accuracy}}
+    rows, _ = measured_with(world, FakeEngine(skill), up=GARBLED)
+    assert [r.expert_accuracy for r in rows] == [0.9, accuracy]
+    assert any("garbled" in finding.message for finding in judged(*rows)) == (accuracy == 0.2)
 
 
 def test_an_expert_that_is_as_good_as_a_guess_here_but_knows_another_domain_is_swapped(world: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 import pipelines.evaluation.models
@@ -131,6 +132,33 @@ def test_models_side_by_side_in_one_engine(world: Any, engine: Any) -> None:
 def test_a_models_run_directory_has_its_pipeline(run_dir: Path, engine: Any) -> None:
     for model in ("run/model", "run"):
         assert data(opd(model, "--json"))["accuracy"] == {"reverse": 1.0, "upper": 1.0}
+
+
+def test_questions_of_the_users_take_the_place_of_a_domains(world: Any, run_dir: Path, engine: Any) -> None:
+    """All of them, whatever number of questions the pipeline asks for, and no other domain's."""
+    rows = [{"prompt": f"upp {letters}=", "answer": letters} for letters in ("abd", "bcf", "dde", "fed")]
+    rows[3]["answer"] = "no"
+    (world.root / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = yaml.safe_load((run_dir / "pipeline.yaml").read_text()) | {"evaluate": {"samples": 2}}
+    (run_dir / "pipeline.yaml").write_text(yaml.safe_dump(config))
+    found = data(opd("run", "--prompts", "upper=new.jsonl", "--json"))
+    assert found["accuracy"] == {"upper": 0.75}
+    assert found["models"][next(iter(found["models"]))]["scores"]["upper"]["questions"] == 4
+    alone = opd("run", "--prompts", "new.jsonl", "--domains", "upper", "--set", "evaluate.samples=2", "--json")
+    assert data(alone)["accuracy"] == {"upper": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--prompts", "new.jsonl"], ("2 domains: reverse, upper", "--prompts reverse=new.jsonl")),
+        (["--prompts", "uper=new.jsonl"], ("the domain uper", "upper")),
+        (["--prompts", "upper=a.jsonl", "--prompts", "upper=b.jsonl"], ("upper twice",)),
+        (["--prompts", "upper=nowhere.jsonl"], ("nowhere.jsonl", "no such file")),
+    ],
+)
+def test_questions_that_belong_nowhere_are_refused(run_dir: Path, given: list[str], words: tuple[str, ...]) -> None:
+    refused(opd("run", *given), *words)
 
 
 def test_a_run_in_rounds_is_asked_the_domains_of_all_of_them(world: Any, run_dir: Path, engine: Any) -> None:

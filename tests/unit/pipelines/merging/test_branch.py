@@ -78,6 +78,36 @@ def test_what_was_written_ahead_goes_along_if_it_would_be_written_again(
     checkpoints.verify(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ("trainer.lr=0.5", True),
+        ("evaluate.samples=3", False),
+        ("evaluate.cache=false", False),
+        ("domains.upper.eval.verifier=last_line", False),
+        ("rollout.max_new_tokens=3", False),
+    ],
+)
+def test_exams_of_the_origin_are_not_taken_again(change: str, kept: bool, interrupted: Path, tmp_path: Path) -> None:
+    (interrupted / "evaluation").mkdir(exist_ok=True)
+    for name in ("before", "expert", "after"):
+        (interrupted / "evaluation" / f"{name}.json").write_text(name)
+    begin(interrupted, tmp_path / "branch", change)
+    found = tmp_path / "branch" / "evaluation"
+    assert ({p.name: p.read_text() for p in found.iterdir()} if found.exists() else {}) == (
+        {"before.json": "before", "expert.json": "expert"} if kept else {}
+    )
+
+
+def test_exams_on_other_questions_are_taken_again(interrupted: Path, tmp_path: Path, world: Any) -> None:
+    (interrupted / "evaluation").mkdir(exist_ok=True)
+    (interrupted / "evaluation" / "before.json").write_text("before")
+    exam = world.root / "upper-eval.jsonl"
+    exam.write_text("".join(exam.read_text().splitlines(keepends=True)[1:]))
+    begin(interrupted, tmp_path / "branch", "trainer.lr=0.5")
+    assert not (tmp_path / "branch" / "evaluation").exists()
+
+
 @pytest.mark.parametrize(("domain", "kept"), [({}, True), ({"teacher_turns": {"share": 0.5, "over_steps": 9}}, False)])
 def test_turns_that_other_experts_wrote_ahead_are_left_behind(
     domain: dict[str, Any], kept: bool, interrupted: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import signal
@@ -21,7 +22,7 @@ from experts.adapter import whole_model
 from opd import leftovers
 from opd.cluster import WorkerDied
 from opd.config import PipelineConfig, load_pipeline
-from opd.errors import Paused, RunDirError, RunError
+from opd.errors import ModelError, Paused, RunDirError, RunError
 from opd.evaluation.scores import DomainScore, Evaluation
 from opd.live.displays import Silence
 from opd.metrics import MetricsFile
@@ -351,6 +352,20 @@ def test_too_many_deaths_end_the_run_with_the_last_one(interrupted: Path, monkey
     assert len(died) == 2
 
 
+def test_a_worker_that_fails_to_start_twice_for_one_reason_ends_the_run(
+    interrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = iter(["ValueError: port taken", "ValueError: no disk", "ValueError: no disk"])
+    pids = iter(range(1, 9))
+
+    def session(*_: Any) -> Any:
+        raise WorkerDied(f"rollout worker 0: (pid={next(pids)}) died", start_error=next(reasons))
+
+    monkeypatch.setattr(merging, "_session", session)
+    with pytest.raises(RunError, match="pid=3"):
+        merging.resume(interrupted, overrides=["cluster.max_restarts=8"])
+
+
 def test_another_failure_is_not_tried_again(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
@@ -397,3 +412,41 @@ def test_an_adapter_is_left_beside_the_model_if_it_is_wanted(world: Any, wanted:
     assert sorted(p.name for p in paths.root.iterdir()) == (["adapter", "model"] if wanted == "adapter" else ["model"])
     if wanted == "adapter":
         assert [p.name for p in paths.adapter.iterdir()] == ["adapter_model.safetensors"]
+
+
+def test_directories_named_like_tokenizer_files_do_not_cost_the_model(world: Any) -> None:
+    (world.root / "base" / "tokenizer_old").mkdir()
+    (world.root / "base" / "vocab.d").mkdir()
+    config, paths = load_pipeline(world.write()), RunPaths(world.root / "run")
+    paths.root.mkdir()
+    parts: Any = SimpleNamespace(trainer=Exporting())
+    _export(parts, Run(config=config, inputs=read_inputs(config), paths=paths, identity={}))
+    assert {"model.safetensors", "tokenizer.json", "README.md"} <= {p.name for p in paths.model.iterdir()}
+
+
+def test_a_student_that_was_moved_away_leaves_the_merged_weights(world: Any) -> None:
+    config, paths = load_pipeline(world.write()), RunPaths(world.root / "run")
+    run = Run(config=config, inputs=read_inputs(config), paths=paths, identity={})
+    paths.root.mkdir()
+    student = world.root / "base"
+    student.rename(student.with_name("elsewhere"))
+    parts: Any = SimpleNamespace(trainer=Exporting())
+    with pytest.raises(RunError, match="no tokenizer files") as error:
+        _export(parts, run)
+    kept = next(path for path in paths.root.rglob("model.safetensors"))
+    assert kept.read_text() == "merged" and str(kept.parent) in str(error.value)
+    student.with_name("elsewhere").rename(student)
+    _export(parts, run)
+    assert [p.name for p in paths.root.iterdir()] == ["model"]
+
+
+def test_what_the_model_needs_at_the_end_is_read_before_anything_is_written(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(world.root / "base" / "LICENSE"))
+
+    monkeypatch.setattr("pipelines.merging.card.licences_of", refuse)
+    with pytest.raises(ModelError, match="LICENSE\n  found:  Permission denied"):
+        merging.start(load_pipeline(world.write()), world.root / "run")
+    assert not (world.root / "run").exists()

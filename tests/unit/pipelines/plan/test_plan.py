@@ -265,6 +265,29 @@ def test_the_sum_is_that_of_opd_check(world: Any) -> None:
     assert made.room[0].needed == sum(found.values())
 
 
+def advice_of(name: str, cluster: str, *changes: str) -> str:
+    given = [part for change in changes for part in ("--set", change)]
+    shown = CliRunner().invoke(app, ["plan", name, "--cluster", cluster, *given])
+    assert shown.exit_code == 1, shown.output
+    return next(line for line in shown.output.splitlines() if line.startswith("does not fit: "))
+
+
+def test_what_would_fit_is_said_and_fits() -> None:
+    crowded = ["trainer.micro_batch_tokens=131072", "trainer.gradient_checkpointing=false"]
+    said = advice_of("merge-7b", "8-gpus", *crowded)
+    changes = [word for word in said.split() if "=" in word]
+    assert changes and plan("merge-7b", "8-gpus", [*crowded, *changes]).fits
+    for left in changes:
+        assert not plan("merge-7b", "8-gpus", [*crowded, *(one for one in changes if one != left)]).fits
+    assert advice_of("merge-70b", "8-gpus").endswith("it would fit on 32-gpus (--cluster 32-gpus)")
+
+
+def test_the_shipped_clusters_are_listed() -> None:
+    listed = CliRunner().invoke(app, ["plan", "--cluster", "list"])
+    assert listed.exit_code == 0 and all(name in listed.output for name in shipped_specs())
+    assert CliRunner().invoke(app, ["plan"]).exit_code == 2
+
+
 def test_the_command(world: Any, tmp_path: Path) -> None:
     pipeline = str(world.write())
     shown = CliRunner().invoke(app, ["plan", pipeline, "--prompt-tokens", "5", "--response-tokens", "4"])

@@ -26,6 +26,7 @@ from pipelines.inputs.memory import estimate, shortage
 from pipelines.inputs.read import read_inputs
 from pipelines.propose.machine import Machine
 from pipelines.propose.shipped import RECIPES
+from pipelines.propose.sizes import LORA_RATE
 from tests.unit.pipelines.propose.test_columns import write
 
 ROOT = Path(__file__).parents[4]
@@ -157,6 +158,14 @@ def test_a_merge_that_is_too_large_is_made_smaller(three: Path, monkeypatch: pyt
     assert config.trainer.ranks == 1
     assert shortage(config, estimate(config, read_inputs(config)), small.memory) is None
     assert "made smaller until the merge fits into memory: one trainer rank" in (three / "pipeline.yaml").read_text()
+
+
+def test_a_student_trains_adapters_if_it_is_said(three: Path) -> None:
+    assert opd(*THREE, *FILES, "--lora").exit_code == 0
+    config = load_pipeline(three / "pipeline.yaml")
+    assert config.student.lora is not None and config.student.lora.r == 16 and config.trainer.lr == LORA_RATE
+    assert shortage(config, estimate(config, read_inputs(config)), LAPTOP.memory) is None
+    assert "more memory than there is" not in (three / "pipeline.yaml").read_text()
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
