@@ -8,14 +8,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pydantic import Field
-
-from experts.json_files import Lenient, read_as
 from experts.safetensors_header import Tensor, read_header
 from opd.errors import ModelError
 from opd.files import blake3_file
 from opd.lora import ADAPTER_CONFIG
-from opd.model_files import INDEX, SINGLE
+from opd.model_files import INDEX, SINGLE, read_index, weight_files
 
 Hashes = dict[Path, dict[str, str]]
 """Directory → weight file → BLAKE3."""
@@ -27,18 +24,15 @@ _TO_SAFETENSORS = (
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 
 
-class _Index(Lenient):
-    weight_map: dict[str, str] = Field(min_length=1)
-
-
 def weight_hashes(path: Path, known: Hashes | None = None) -> dict[str, str]:
-    """File name → BLAKE3 of every safetensors file of the directory, even if no loader reads it.
+    """File name → BLAKE3 of every file that holds the model, as far as it is there.
 
-    Hashes in `known` are not computed again, and new ones are added to it: adapters with one base read it once. Raises: OSError.
+    Hashes in `known` are not computed again, and new ones are added to it: adapters with one base read it once. Raises: OSError;
+    ModelError for an index that is none.
     """
     known = {} if known is None else known
     if path not in known:
-        known[path] = {file.name: blake3_file(file) for file in _files(path, ".safetensors")}
+        known[path] = {file.name: blake3_file(file) for file in weight_files(path) if file.is_file()}
     return known[path]
 
 
@@ -48,19 +42,17 @@ def weight_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def weight_shards(path: Path) -> list[Path]:
-    """The safetensors files that a loader reads. Raises: ModelError."""
+    """The files that hold the model: `weight_files`, checked. Raises: ModelError."""
     refuse_no_directory(path)
     _refuse_adapter(path)
     names = [file.name for file in _files(path, ".safetensors")]
     if (path / INDEX).is_file():
-        shards = _shards_of_index(path / INDEX)
         # transformers would read model.safetensors, vLLM the shards of the index.
-        ambiguous = SINGLE in names and shards != [SINGLE]
+        ambiguous = _shards_of_index(path / INDEX) != [SINGLE] and SINGLE in names
     else:
         if not names:
             _refuse_no_safetensors(path)
         # Without an index transformers reads model.safetensors and vLLM every file.
-        shards = names
         ambiguous = names != [SINGLE]
     if ambiguous:
         raise ModelError.at(
@@ -69,11 +61,11 @@ def weight_shards(path: Path) -> list[Path]:
             wanted=f"{SINGLE} alone, or {INDEX} and the shards that it names",
             fix="move the other files away or save the model again with save_pretrained",
         )
-    return [path / name for name in shards]
+    return weight_files(path)
 
 
 def _shards_of_index(index: Path) -> list[str]:
-    shards = sorted(set(read_as(_Index, index).weight_map.values()))
+    shards = sorted(set(read_index(index)))
     for name in shards:
         if "/" in name or "\\" in name or not name.endswith(".safetensors"):
             raise ModelError.at(

@@ -18,7 +18,7 @@ from typing import NoReturn
 from opd.address import Address
 from opd.cluster.environment import SPINS
 from opd.errors import ConfigError
-from opd.rollouts.served import CPU_LATENT, LATENT
+from opd.rollouts.served import CPU_LATENT, HF_FORMAT, LATENT
 from pipelines.after.models import Found
 
 KEY = "VLLM_API_KEY"
@@ -91,6 +91,7 @@ def command(model: Found, options: ServeOptions) -> list[str]:
     length = options.max_model_len or (rollout.max_model_len if rollout else None)
     return [
         *(sys.executable, "-m", SERVER, "--model", str(model.path)),
+        *(part for name, value in HF_FORMAT.items() for part in (f"--{name.replace('_', '-')}", value)),
         *("--host", options.address.host, "--port", str(options.address.port)),
         *("--served-model-name", options.name or model.name),
         *(("--dtype", dtype) if dtype else ()),
