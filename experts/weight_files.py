@@ -6,21 +6,35 @@ Every refusal is a ModelError that names the file.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
+from experts.merge_first import merge_first
 from experts.safetensors_header import Tensor, read_header
 from opd.errors import ModelError
 from opd.files import blake3_file
 from opd.lora import ADAPTER_CONFIG
 from opd.model_files import INDEX, SINGLE, read_index, weight_files
+from opd.text import as_typed
 
 Hashes = dict[Path, dict[str, str]]
 """Directory → weight file → BLAKE3."""
 
 _TO_SAFETENSORS = (
-    "AutoModelForCausalLM.from_pretrained(dir{extra}).save_pretrained(out, safe_serialization=True), and the tokenizer with it: "
-    "AutoTokenizer.from_pretrained(dir{extra}).save_pretrained(out)"
+    "AutoModelForCausalLM.from_pretrained(dir).save_pretrained(out, safe_serialization=True), and the tokenizer with it: "
+    "AutoTokenizer.from_pretrained(dir).save_pretrained(out)"
 )
+GATHER = (
+    "save with `stage3_gather_16bit_weights_on_model_save: true`, or within deepspeed.zero.GatheredParameters, or with "
+    "accelerator.get_state_dict(model)"
+)
+"""How to save whole weights from ranks that have a part of each."""
+_PARTS = {
+    r"model_world_size_\d+_rank_\d+\.pt": "python -m verl.model_merger merge --backend fsdp --local_dir {path} --target_dir OUT",
+    r"zero_to_fp32\.py": "python {path}/zero_to_fp32.py {path} OUT --safe_serialization",
+    r".*\.distcp": "accelerate merge-weights {path} OUT",
+}
+"""Files in which ranks saved their parts of a model -> the command of the tool that wrote them, which joins the parts."""
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 
 
@@ -123,13 +137,21 @@ def _refuse_adapter(path: Path) -> None:
             path / ADAPTER_CONFIG,
             found="a PEFT adapter",
             wanted="a full model",
-            fix="merge it: AutoPeftModelForCausalLM.from_pretrained(dir).merge_and_unload().save_pretrained(out), and the "
-            "tokenizer with it: AutoTokenizer.from_pretrained(dir).save_pretrained(out); "
-            "if the weights here are merged already, delete adapter_config.json",
+            fix=f"{merge_first(path)}; if the weights here are merged already, delete {ADAPTER_CONFIG}",
         )
 
 
 def _refuse_no_safetensors(path: Path) -> None:
+    names = sorted(file.name for file in path.iterdir())
+    for pattern, command in _PARTS.items():
+        found = [name for name in names if re.fullmatch(pattern, name)]
+        if found:
+            raise ModelError.at(
+                path,
+                found=f"parts of a model, as the ranks of a training saved them: {', '.join(found[:3])}",
+                wanted=f"{SINGLE} or {INDEX} with its shards",
+                fix=f"join them: {command.format(path=as_typed(path))}; then give OUT, with the model's config.json and tokenizer",
+            )
     others = [file.name for suffix in OTHER_FORMATS for file in _files(path, suffix)]
     if not others:
         raise ModelError.at(
@@ -138,12 +160,15 @@ def _refuse_no_safetensors(path: Path) -> None:
             wanted=f"{SINGLE} or {INDEX} with its shards",
             fix="copy the weight files into the directory",
         )
-    extra = f", gguf_file={others[0]!r}" if others[0].endswith(".gguf") else ""
+    if others[0].endswith(".gguf"):
+        fix = f"`opd models from-gguf {as_typed(path / others[0])} --output OUT` converts it, with its tokenizer"
+    else:
+        fix = f"convert in a place you trust: {_TO_SAFETENSORS}"
     raise ModelError.at(
         path / others[0],
         found=f"only {', '.join(others)}",
         wanted="safetensors weights; the other formats may run code when loaded or need conversion",
-        fix=f"convert in a place you trust: {_TO_SAFETENSORS.format(extra=extra)}",
+        fix=fix,
     )
 
 
