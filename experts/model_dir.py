@@ -75,7 +75,7 @@ class ModelInfo(Strict):
     chat_template_hash: str | None
     """BLAKE3 of the chat template's text; None without one."""
     weight_files: dict[str, str]
-    """File name → BLAKE3 of every safetensors file; empty if hashing was not asked for."""
+    """File name → BLAKE3 of every file that holds the weights; empty if hashing was not asked for."""
 
 
 class _SpecialIds(Lenient):

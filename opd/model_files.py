@@ -96,6 +96,13 @@ def read_index(index: Path) -> list[str]:
     found = data.get("weight_map") if isinstance(data, dict) else data
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
         raise _no_index(f"{index}: weight_map", repr(found)[:80])
+    if "metadata" not in data:
+        raise ModelError.at(
+            f"{index}: metadata",
+            found="nothing",
+            wanted="a mapping, without which transformers reads no index",
+            fix='add `"metadata": {}`',
+        )
     return list(found.values())
 
 

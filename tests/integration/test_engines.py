@@ -171,7 +171,9 @@ def test_an_engine_reads_the_files_that_the_index_names(
     shard = "model-00001-of-00001.safetensors"
     state = load_file(model / "model.safetensors")
     (model / "model.safetensors").rename(model / shard)
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(state, shard)}))
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(state, shard)})
+    )
     save_file({name: tensor * 0 for name, tensor in state.items()}, model / "consolidated.safetensors")
     (model / "params.json").write_text(json.dumps({"dim": hidden, "n_layers": 2, "vocab_size": VOCABULARY}))
     engine.load(model)

@@ -110,7 +110,7 @@ def test_two_lora_experts_of_it_are_registered_checked_and_merged(gemma: Path, t
         opd(tmp_path, "experts", "add", domain, "--model", f"{domain}-adapter", "--base", gemma, "--domain", domain)
     pipeline = {
         "name": "gemma",
-        "student": {"model": str(gemma), "lora": {"r": 8, "lora_alpha": 16}},
+        "student": {"model": str(gemma), "lora": {"r": 8, "alpha": 16}},
         "experts": {"use": list(WORDS)},
         "domains": {domain: write_prompts(tmp_path, domain) for domain in WORDS},
         "rollout": {"max_new_tokens": 8, "max_model_len": 64, "max_num_seqs": 8, "dtype": "bfloat16"},

@@ -272,7 +272,7 @@ def int8_weights(model: Path) -> None:
 def index(shard_name: str) -> Callable[[Path], None]:
     def damage(model: Path) -> None:
         shard(model)
-        (model / INDEX).write_text(json.dumps({"weight_map": {"a": shard_name}}))
+        (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"a": shard_name}}))
 
     return damage
 
