@@ -1,4 +1,4 @@
-"""Whether the weights of a model directory are those of the architecture in its config.json: all of them, and no others."""
+"""Check that the weights of a model directory are those of the architecture in its config.json: all of them, and no others."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _load(header: GGUFHeader) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
             **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, output_loading_info=True
         )
     # What transformers raises for a kind of model, of tokenizer or of tensors that it cannot convert.
-    except (ValueError, KeyError, IndexError, RuntimeError, TypeError, OSError) as error:
+    except (ValueError, KeyError) as error:
         raise ModelError.at(
             file,
             found=f"a GGUF file of `{header.keys['general.architecture']}` that transformers cannot convert: "
@@ -192,7 +192,7 @@ def carry_over_tokens(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) ->
 
 
 def _adds(header: GGUFHeader, kind: str) -> bool:
-    """Whether llama.cpp adds this token to every text: as the file says, else by the kind of its tokenizer."""
+    """Return whether llama.cpp adds this token to every text: as the file says, else by the kind of its tokenizer."""
     said = header.get(f"tokenizer.ggml.add_{kind}_token", bool)
     if said is not None:
         return said
@@ -203,7 +203,7 @@ def _adds(header: GGUFHeader, kind: str) -> bool:
 
 
 def _added(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
-    """Whether the tokenizer puts its begin token before, and its end token behind, a text."""
+    """Return whether the tokenizer puts its begin token before, and its end token behind, a text."""
     ids: list[int] = tokenizer("a").input_ids
     return {"bos": ids[:1] == [tokenizer.bos_token_id], "eos": ids[-1:] == [tokenizer.eos_token_id]}
 
@@ -222,14 +222,14 @@ def _greedy_until_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> Sequence[int]:
-    """Ids that end a response: those that the file names, and the one with which its chat template ends a turn, as Gemma's does."""
+    """Return the ids that end a response: those that the file names, and the one with which its chat template ends a turn, as Gemma's does."""
     named = [header.get(f"tokenizer.ggml.{name}_token_id", int) for name in END_TOKENS]
     found = [tokenizer.eos_token_id, *named, _end_of_turn(tokenizer)]
     return list(dict.fromkeys(number for number in found if number is not None))
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template writes behind an answer; None if it writes none, or does not write such a dialogue."""
+    """Return the special token that the chat template writes behind an answer; None if it writes none, or does not write such a dialogue."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:

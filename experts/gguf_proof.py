@@ -71,7 +71,7 @@ def _compare(
 
 
 def _score(model_dir: Path) -> tuple[list[list[int]], list[float], int]:
-    """Tokens of each text as the saved tokenizer cuts it, nats a token by the saved model, and how many ids it chooses from."""
+    """Return the tokens of each text as the saved tokenizer cuts it, nats a token by the saved model, and how many ids it chooses from."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -87,7 +87,7 @@ def _score(model_dir: Path) -> tuple[list[list[int]], list[float], int]:
 
 
 def _score_file(file: Path) -> tuple[list[list[int]], list[float]] | None:
-    """The same by llama.cpp, from the file itself; None if the installed one does not know this kind of model."""
+    """Return the same by llama.cpp, from the file itself; None if the installed one does not know this kind of model."""
     import llama_cpp
 
     try:

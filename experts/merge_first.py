@@ -29,7 +29,7 @@ def merge_first(adapter: Path) -> str:
 
 
 def _adapts_head_or_embedding(adapter: Path) -> bool:
-    """Whether LoRA is on one of these modules, by the names of the tensors, else by the configuration."""
+    """Return whether LoRA is on one of these modules, by the names of the tensors, else by the configuration."""
     try:
         names = [name for name in read_header(adapter / ADAPTER_WEIGHTS) if ".lora_" in name]
     except (OSError, ModelError):  # other refusals say so
