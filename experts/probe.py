@@ -55,7 +55,9 @@ def take_probe(info: ModelInfo, adapter: AdapterInfo | None = None) -> ProbeReco
     fitting_naming(Path(info.path))  # loading says nothing of tensors that no module takes
     if adapter is not None:
         _attach(model, Path(adapter.path))
-    token_ids = probe_ids(info.vocab_size)
+    # Behind no begin token a Gemma computes what no training has seen, and rounding there is three times as large.
+    begin = [info.bos_token_id] if info.bos_token_id is not None and info.bos_token_id < info.vocab_size else []
+    token_ids = [*begin, *probe_ids(info.vocab_size)]
     logprobs = [round(value, 3) for value in _logprobs(model, token_ids, info.vocab_size)]
     if not all(abs(value) < float("inf") for value in logprobs):  # NaN is not
         raise ModelError.at(

@@ -74,10 +74,10 @@ def train_adapter(base: Path, domain: str, out: Path) -> None:
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "o_proj"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), lora)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
-    for step in range(24):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-4)
+    for step in range(10):
         rows = [questions(domain, "uvwx")[(4 * step + i) % 16] for i in range(4)]
         for prompt in rows:
             ids = tokenizer(prompt).input_ids
