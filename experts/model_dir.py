@@ -12,6 +12,7 @@ Every refusal is a ModelError that names the file, and the field where there is 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -24,7 +25,7 @@ from pydantic import AliasChoices, Field, NonNegativeInt
 from experts.json_files import Lenient, read_as, read_json, read_optional, refuse_custom_code, validated
 from experts.safetensors_header import Tensor
 from experts.tied import refuse_other_head
-from experts.weight_files import Hashes, weight_hashes, weight_shards, weight_tensors
+from experts.weight_files import GATHER, Hashes, weight_hashes, weight_shards, weight_tensors
 from opd.config.strict import Strict
 from opd.errors import ModelError
 from opd.files import blake3_file
@@ -80,7 +81,7 @@ class ModelInfo(Strict):
     chat_template_hash: str | None
     """BLAKE3 of the chat template's text; None without one."""
     weight_files: dict[str, str]
-    """File name → BLAKE3 of every safetensors file; empty if hashing was not asked for."""
+    """File name → BLAKE3 of every file that holds the weights; empty if hashing was not asked for."""
 
 
 class _SpecialIds(Lenient):
@@ -134,6 +135,7 @@ def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = 
     wrong type, or if a tied head is not.
     """
     tensors = weight_tensors(path)
+    _refuse_empty(path, tensors)
     config = _read_config(path)
     files = _read_tokenizer_files(path)
     tokenizer = validated(
@@ -232,7 +234,7 @@ def _read_config(path: Path) -> _Config:
         )
     # Multimodal models keep the language model's fields one level down.
     text = config.get("text_config")
-    return validated(_Config, {**text, **config} if isinstance(text, dict) else config, file)
+    return _refuse_wrapper(file, validated(_Config, {**text, **config} if isinstance(text, dict) else config, file))
 
 
 def _read_tokenizer_files(path: Path) -> dict[str, dict[str, Any]]:
@@ -280,6 +282,33 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _texts(one)
+
+
+def _refuse_empty(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises: ModelError for tensors without a number, which a rank of ZeRO-3 saves that has only a part of each."""
+    empty = [name for name, tensor in tensors.items() if not tensor.numel]
+    if empty:
+        raise ModelError.at(
+            path,
+            found=f"{len(empty)} of {len(tensors)} tensors without a number, such as `{empty[0]}`",
+            wanted="whole weights",
+            fix=f"the ranks of DeepSpeed's ZeRO-3 (or FSDP) did not gather them: {GATHER}; or "
+            "`python CHECKPOINT/zero_to_fp32.py CHECKPOINT OUT --safe_serialization` of a checkpoint that is there",
+        )
+
+
+def _refuse_wrapper(file: Path, config: _Config) -> _Config:
+    """Refuse the name of a wrapper that training put around the model: vLLM looks for it. Raises: ModelError."""
+    name = config.architectures[0]
+    inner = re.fullmatch(r"(?:FSDP|DDP|DeepSpeed)(\w+)", name)
+    if inner or name.startswith(("PeftModel", "OptimizedModule")):
+        raise ModelError.at(
+            f"{file}: architectures",
+            found=name,
+            wanted="the class of the model itself: this is what training had put around it",
+            fix=f'set it to ["{inner[1]}"]' if inner else "set it to what the base model's config.json has there",
+        )
+    return config
 
 
 def _dtype(path: Path, tensors: Mapping[str, Tensor]) -> str:

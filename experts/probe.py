@@ -12,7 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experts.adapter import MERGE_FIRST, AdapterInfo
+from experts.adapter import AdapterInfo
+from experts.fit import fitting_naming
+from experts.merge_first import merge_first
 from experts.model_dir import ModelInfo
 from opd.config.strict import DType, Strict
 from opd.errors import ModelError
@@ -43,16 +45,19 @@ def take_probe(info: ModelInfo, adapter: AdapterInfo | None = None) -> ProbeReco
     """Load the model once and take its probe; None if torch is not installed, which the registry alone does not need.
 
     With an adapter, `info` is its base, and the probe is taken with the adapter attached. This needs memory for the weights.
-    Raises: ModelError if transformers has no such architecture, if weights are missing, if the adapter changes a
+    Raises: ModelError if transformers has no such architecture, if weights are missing or are none of the model's, if the adapter changes a
     module that is not linear, or if the log-probs are not finite.
     """
     if find_spec("torch") is None or find_spec("transformers") is None or info.vocab_size < 2:
         return None
     dtype: DType = "bfloat16" if info.dtype == "bfloat16" else "float32"
     model = _load(Path(info.path), dtype)
+    fitting_naming(Path(info.path))  # loading says nothing of tensors that no module takes
     if adapter is not None:
         _attach(model, Path(adapter.path))
-    token_ids = probe_ids(info.vocab_size)
+    # Behind no begin token a Gemma computes what no training has seen, and rounding there is three times as large.
+    begin = [info.bos_token_id] if info.bos_token_id is not None and info.bos_token_id < info.vocab_size else []
+    token_ids = [*begin, *probe_ids(info.vocab_size)]
     logprobs = [round(value, 3) for value in _logprobs(model, token_ids, info.vocab_size)]
     if not all(abs(value) < float("inf") for value in logprobs):  # NaN is not
         raise ModelError.at(
@@ -94,7 +99,7 @@ def _attach(model: Any, adapter: Path) -> None:
             f"{adapter / ADAPTER_WEIGHTS}: module `{odd[0]}`",
             found=f"an adapter of a module that is not linear in {type(model).__name__} of transformers",
             wanted="linear modules only: nothing else can be scored with an adapter",
-            fix=MERGE_FIRST,
+            fix=merge_first(adapter),
         )
     attach(model, changes)
 

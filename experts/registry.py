@@ -234,7 +234,14 @@ def _weight_problems(manifest: Manifest, known: Hashes | None) -> list[str]:
     directory = Path(manifest.info.path)
     if not directory.is_dir():
         return []  # `_info_problems` reports that
-    return _file_problems(directory, manifest.info.weight_files, weight_hashes(directory, known))
+    try:
+        actual = weight_hashes(directory, known)
+    except ModelError:
+        return []  # `_info_problems` reports that, too
+    # Older releases also recorded files that lie beside the model's.
+    beside = {name for name in manifest.info.weight_files.keys() - actual.keys() if (directory / name).is_file()}
+    expected = {name: digest for name, digest in manifest.info.weight_files.items() if name not in beside}
+    return _file_problems(directory, expected, actual)
 
 
 def _file_problems(directory: Path, expected: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:

@@ -6,39 +6,47 @@ Every refusal is a ModelError that names the file.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
-from pydantic import Field
-
-from experts.json_files import Lenient, read_as
+from experts.merge_first import merge_first
 from experts.safetensors_header import Tensor, read_header
 from opd.errors import ModelError
 from opd.files import blake3_file
 from opd.lora import ADAPTER_CONFIG
-from opd.model_files import INDEX, SINGLE
+from opd.model_files import INDEX, SINGLE, read_index, weight_files
+from opd.text import as_typed
 
 Hashes = dict[Path, dict[str, str]]
 """Directory → weight file → BLAKE3."""
 
 _TO_SAFETENSORS = (
-    "AutoModelForCausalLM.from_pretrained(dir{extra}).save_pretrained(out, safe_serialization=True), and the tokenizer with it: "
-    "AutoTokenizer.from_pretrained(dir{extra}).save_pretrained(out)"
+    "AutoModelForCausalLM.from_pretrained(dir).save_pretrained(out, safe_serialization=True), and the tokenizer with it: "
+    "AutoTokenizer.from_pretrained(dir).save_pretrained(out)"
 )
+GATHER = (
+    "save with `stage3_gather_16bit_weights_on_model_save: true`, or within deepspeed.zero.GatheredParameters, or with "
+    "accelerator.get_state_dict(model)"
+)
+"""How to save whole weights from ranks that have a part of each."""
+_PARTS = {
+    r"model_world_size_\d+_rank_\d+\.pt": "python -m verl.model_merger merge --backend fsdp --local_dir {path} --target_dir OUT",
+    r"zero_to_fp32\.py": "python {path}/zero_to_fp32.py {path} OUT --safe_serialization",
+    r".*\.distcp": "accelerate merge-weights {path} OUT",
+}
+"""Files in which ranks saved their parts of a model -> the command of the tool that wrote them, which joins the parts."""
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 
 
-class _Index(Lenient):
-    weight_map: dict[str, str] = Field(min_length=1)
-
-
 def weight_hashes(path: Path, known: Hashes | None = None) -> dict[str, str]:
-    """File name → BLAKE3 of every safetensors file of the directory, even if no loader reads it.
+    """File name → BLAKE3 of every file that holds the model, as far as it is there.
 
-    Hashes in `known` are not computed again, and new ones are added to it: adapters with one base read it once. Raises: OSError.
+    Hashes in `known` are not computed again, and new ones are added to it: adapters with one base read it once. Raises: OSError;
+    ModelError for an index that is none.
     """
     known = {} if known is None else known
     if path not in known:
-        known[path] = {file.name: blake3_file(file) for file in _files(path, ".safetensors")}
+        known[path] = {file.name: blake3_file(file) for file in weight_files(path) if file.is_file()}
     return known[path]
 
 
@@ -48,19 +56,17 @@ def weight_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def weight_shards(path: Path) -> list[Path]:
-    """The safetensors files that a loader reads. Raises: ModelError."""
+    """The files that hold the model: `weight_files`, checked. Raises: ModelError."""
     refuse_no_directory(path)
     _refuse_adapter(path)
     names = [file.name for file in _files(path, ".safetensors")]
     if (path / INDEX).is_file():
-        shards = _shards_of_index(path / INDEX)
         # transformers would read model.safetensors, vLLM the shards of the index.
-        ambiguous = SINGLE in names and shards != [SINGLE]
+        ambiguous = _shards_of_index(path / INDEX) != [SINGLE] and SINGLE in names
     else:
         if not names:
             _refuse_no_safetensors(path)
         # Without an index transformers reads model.safetensors and vLLM every file.
-        shards = names
         ambiguous = names != [SINGLE]
     if ambiguous:
         raise ModelError.at(
@@ -69,11 +75,11 @@ def weight_shards(path: Path) -> list[Path]:
             wanted=f"{SINGLE} alone, or {INDEX} and the shards that it names",
             fix="move the other files away or save the model again with save_pretrained",
         )
-    return [path / name for name in shards]
+    return weight_files(path)
 
 
 def _shards_of_index(index: Path) -> list[str]:
-    shards = sorted(set(read_as(_Index, index).weight_map.values()))
+    shards = sorted(set(read_index(index)))
     for name in shards:
         if "/" in name or "\\" in name or not name.endswith(".safetensors"):
             raise ModelError.at(
@@ -131,13 +137,21 @@ def _refuse_adapter(path: Path) -> None:
             path / ADAPTER_CONFIG,
             found="a PEFT adapter",
             wanted="a full model",
-            fix="merge it: AutoPeftModelForCausalLM.from_pretrained(dir).merge_and_unload().save_pretrained(out), and the "
-            "tokenizer with it: AutoTokenizer.from_pretrained(dir).save_pretrained(out); "
-            "if the weights here are merged already, delete adapter_config.json",
+            fix=f"{merge_first(path)}; if the weights here are merged already, delete {ADAPTER_CONFIG}",
         )
 
 
 def _refuse_no_safetensors(path: Path) -> None:
+    names = sorted(file.name for file in path.iterdir())
+    for pattern, command in _PARTS.items():
+        found = [name for name in names if re.fullmatch(pattern, name)]
+        if found:
+            raise ModelError.at(
+                path,
+                found=f"parts of a model, as the ranks of a training saved them: {', '.join(found[:3])}",
+                wanted=f"{SINGLE} or {INDEX} with its shards",
+                fix=f"join them: {command.format(path=as_typed(path))}; then give OUT, with the model's config.json and tokenizer",
+            )
     others = [file.name for suffix in OTHER_FORMATS for file in _files(path, suffix)]
     if not others:
         raise ModelError.at(
@@ -146,12 +160,15 @@ def _refuse_no_safetensors(path: Path) -> None:
             wanted=f"{SINGLE} or {INDEX} with its shards",
             fix="copy the weight files into the directory",
         )
-    extra = f", gguf_file={others[0]!r}" if others[0].endswith(".gguf") else ""
+    if others[0].endswith(".gguf"):
+        fix = f"`opd models from-gguf {as_typed(path / others[0])} --output OUT` converts it, with its tokenizer"
+    else:
+        fix = f"convert in a place you trust: {_TO_SAFETENSORS}"
     raise ModelError.at(
         path / others[0],
         found=f"only {', '.join(others)}",
         wanted="safetensors weights; the other formats may run code when loaded or need conversion",
-        fix=f"convert in a place you trust: {_TO_SAFETENSORS.format(extra=extra)}",
+        fix=fix,
     )
 
 

@@ -1,6 +1,7 @@
-"""Weight files of a model, written tensor by tensor, so that nobody has to hold more than one of them.
+"""Weight files of a model: which files of a directory they are, and how they are written tensor by tensor, so that nobody has to
+hold more than one of them.
 
-The files are those that huggingface_hub and safetensors write for the same tensors, byte for byte: one `model.safetensors`,
+The files written are those that huggingface_hub and safetensors write for the same tensors, byte for byte: one `model.safetensors`,
 or shards of up to 5 GB and an index.
 """
 
@@ -12,6 +13,9 @@ from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
+
+from opd.errors import ModelError, OpdError
+from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,11 +69,50 @@ class ModelFiles:
             (self.path / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def names_of_files(model_dir: Path) -> list[str]:
-    """The weight files of a model: its one file, or those of its index, in order. Raises: OSError."""
-    if (model_dir / SINGLE).is_file():
-        return [SINGLE]
-    return sorted(set(json.loads((model_dir / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files that hold a model, or an adapter, as transformers and vLLM choose them: one file, or those that the
+    index names. Others may lie beside them: shards of an earlier save, or `consolidated.safetensors`, the same weights under other names.
+
+    Without such a file or index it is all of them, as for vLLM. `experts.weight_files` checks that loaders agree and that the files are
+    there. Raises: OSError; ModelError for an index that is none.
+    """
+    if (directory / ADAPTER_CONFIG).is_file():
+        names = {ADAPTER_WEIGHTS}
+    elif (directory / SINGLE).is_file():
+        names = {SINGLE}
+    elif (directory / INDEX).is_file():
+        names = set(read_index(directory / INDEX))
+    else:
+        names = {file.name for file in directory.glob("*.safetensors") if file.is_file()}
+    return [directory / name for name in sorted(names)]
+
+
+def read_index(index: Path) -> list[str]:
+    """Return the file of each tensor that an index names. Raises: OSError; ModelError if it names none, or is no index."""
+    try:
+        data = json.loads(index.read_bytes())
+    except ValueError as error:
+        raise _no_index(str(index), str(error)) from None
+    found = data.get("weight_map") if isinstance(data, dict) else data
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+        raise _no_index(f"{index}: weight_map", repr(found)[:80])
+    if "metadata" not in data:
+        raise ModelError.at(
+            f"{index}: metadata",
+            found="nothing",
+            wanted="a mapping, without which transformers reads no index",
+            fix='add `"metadata": {}`',
+        )
+    return list(found.values())
+
+
+def _no_index(where: str, found: str) -> OpdError:
+    return ModelError.at(
+        where,
+        found=found,
+        wanted="the name of a file for each tensor",
+        fix="copy the file from the original model or save the model again with save_pretrained",
+    )
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:

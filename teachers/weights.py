@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from opd.model_files import weight_files
 from opd.types import Teacher
 
 State = dict[str, Tensor]
@@ -141,23 +142,23 @@ def _parts(teacher: Teacher) -> dict[str, Path]:
 
 
 def read_tensors(directory: Path) -> State:
-    """All tensors of a directory's safetensors, memory-mapped."""
+    """All tensors of a model's or an adapter's files, memory-mapped."""
     state: State = {}
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:
             state.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a dict
     return state
 
 
 def read_weights(directory: Path, dtype: torch.dtype) -> State:
-    """All tensors of a directory's safetensors, memory-mapped where they already have `dtype`."""
+    """All tensors of a model's or an adapter's files, memory-mapped where they already have `dtype`."""
     return {name: tensor.to(dtype) for name, tensor in read_tensors(directory).items()}
 
 
 def weights_nbytes(directory: Path, dtype: torch.dtype, leave_out: Collection[str] = ()) -> int:
     """Bytes of what `read_weights` returns, without the tensors that are left out; reads headers only."""
     numbers = 0
-    for path in directory.glob("*.safetensors"):
+    for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:
             names = set(file.keys()).difference(leave_out)
             numbers += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
@@ -166,6 +167,6 @@ def weights_nbytes(directory: Path, dtype: torch.dtype, leave_out: Collection[st
 
 def _into_page_cache(directory: Path) -> None:
     """Ask the system to read the files into its page cache, which it gives up when memory is short."""
-    for path in directory.glob("*.safetensors"):
+    for path in weight_files(directory):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

@@ -24,6 +24,7 @@ import yaml
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunError
 from opd.rollouts.processes import ENGINE_ENV
+from opd.rollouts.served import HF_FORMAT
 
 BATCH_SIZE = {"hf": 8, "vllm": "auto"}
 """Adapter -> batch size; vLLM forms its batches itself."""
@@ -131,7 +132,8 @@ def _settings(config: LMEvalConfig, model_dir: Path, dtype: str, results: Path) 
     """The harness's configuration file. Without further keys the harness runs no code of a model directory and no unsafe task."""
     settings: dict[str, Any] = {
         "model": config.model,
-        "model_args": {"pretrained": str(model_dir.absolute()), "dtype": dtype},
+        "model_args": {"pretrained": str(model_dir.absolute()), "dtype": dtype}
+        | (HF_FORMAT if config.model == "vllm" else {}),
         "tasks": [str(Path(task).absolute()) if is_task_file(task) else task for task in config.tasks],
         "batch_size": BATCH_SIZE[config.model],
         "output_path": str(results),

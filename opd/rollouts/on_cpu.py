@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.rollouts.served import CPU_LATENT
+from opd.rollouts.served import CPU_LATENT, HF_FORMAT
 
 SMALL_BLOCK = 32
 """Tokens of a cache block of a CPU engine whose requests begin alike: the least that its kernels take. Only full blocks are
@@ -43,6 +43,6 @@ def kind_of_model(model_dir: Path) -> Kind:
     """The kind of a model directory, by vLLM's own reading of its config."""
     from vllm.engine.arg_utils import EngineArgs
 
-    args = EngineArgs(model=str(model_dir), skip_tokenizer_init=True, trust_remote_code=False)
+    args = EngineArgs(model=str(model_dir), **HF_FORMAT, skip_tokenizer_init=True, trust_remote_code=False)
     model = args.create_model_config()
     return Kind(recurrent=bool(model.is_hybrid or model.is_attention_free), latent=bool(model.use_mla))

@@ -33,6 +33,7 @@ from opd.rollouts.on_cpu import cpu_settings
 from opd.rollouts.own_files import own_files
 from opd.rollouts.processes import bind_processes, drop_service_port, explained
 from opd.rollouts.repairs import RESTARTED
+from opd.rollouts.served import HF_FORMAT
 from opd.rollouts.swap import Incoming, StreamedSwap, reset_prefix_cache, swap_weights
 from opd.types import TurnStop
 
@@ -366,6 +367,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
 def _settings(options: EngineOptions) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "model": str(options.model_dir),
+        **HF_FORMAT,
         "skip_tokenizer_init": True,
         "dtype": options.dtype,
         "max_model_len": options.max_model_len,

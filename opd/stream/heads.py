@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from opd.losses.rule import LogitRule
+from opd.model_files import weight_files
 
 if TYPE_CHECKING:
     from opd.interfaces import HeadHandle
@@ -45,7 +46,7 @@ class HeadFile:
     def read(self) -> Tensor | None:
         """[V, D], memory-mapped if it has the wanted type already; None if this machine has no such file."""
         found: dict[str, Path] = {}
-        for path in sorted(self.model_dir.glob("*.safetensors")):
+        for path in weight_files(self.model_dir) if self.model_dir.is_dir() else []:
             with safe_open(path, framework="pt") as file:
                 found |= dict.fromkeys(set(self.names).intersection(file.keys()), path)
         name = next((name for name in self.names if name in found), None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from opd.buckets import Bucket, BucketWriter, WeightStream, padded
 from opd.cluster import nodes, put
-from opd.model_files import names_of_files
+from opd.model_files import weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ def _size(tensors: dict[str, Tensor]) -> int:
 def _tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
-    for name in names_of_files(model_dir):
-        with safe_open(model_dir / name, framework="pt", backend="pread") as file:
+    for path in weight_files(model_dir):
+        with safe_open(path, framework="pt", backend="pread") as file:
             for key in file.keys():  # noqa: SIM118 it is no mapping
                 yield key, file.get_tensor(key)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opd.model_files import names_of_files
+from opd.model_files import weight_files
 from opd.model_weights import Naming, attention
 
 
@@ -103,7 +103,7 @@ def _tensors(model_dir: Path) -> Iterator[dict[str, Any]]:
     from safetensors import safe_open
 
     with ExitStack() as stack:
-        paths = [model_dir / name for name in names_of_files(model_dir)]
+        paths = weight_files(model_dir)
         files = [stack.enter_context(safe_open(path, framework="pt", backend="pread")) for path in paths]
         yield {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 - no mapping
 

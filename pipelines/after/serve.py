@@ -21,7 +21,7 @@ from opd.compiler import keep_compiled_code_private
 from opd.errors import ConfigError
 from opd.rollouts.own_files import SOCKETS, own_folder
 from opd.rollouts.processes import drop_service_port
-from opd.rollouts.served import CPU_LATENT, LATENT
+from opd.rollouts.served import CPU_LATENT, HF_FORMAT, LATENT
 from pipelines.after.models import Found
 
 KEY = "VLLM_API_KEY"
@@ -94,6 +94,7 @@ def command(model: Found, options: ServeOptions) -> list[str]:
     length = options.max_model_len or (rollout.max_model_len if rollout else None)
     return [
         *(sys.executable, "-P", "-m", SERVER, "--model", str(model.path)),
+        *(part for name, value in HF_FORMAT.items() for part in (f"--{name.replace('_', '-')}", value)),
         *("--host", options.address.host, "--port", str(options.address.port)),
         *("--served-model-name", options.name or model.name),
         *(("--dtype", dtype) if dtype else ()),

@@ -40,6 +40,7 @@ from pipelines.inputs.beside_gpus import Need
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.machine_memory import machine_bytes
 from pipelines.inputs.memory import estimate, fix, shortage
+from pipelines.inputs.probes import take_missing_probes
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
 from pipelines.placement import place_rollouts
 from pipelines.specs import scorer_options
@@ -82,7 +83,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     """
     exam = EvaluateConfig(samples=samples)  # one greedy answer to each, whatever the pipeline says
     refuse_without_experts(config, "`opd check`")
-    inputs = read_inputs(config, exam)
+    inputs = take_missing_probes(read_inputs(config, exam))
     for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
         tell(f"warning: {warning}")
     tell(f"{config.name}: starting a rollout engine and a worker that compares")

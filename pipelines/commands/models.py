@@ -20,5 +20,5 @@ def from_gguf(
     """Turn a GGUF model into a Hugging Face directory with safetensors."""
     from experts.gguf import import_gguf
 
-    import_gguf(source, output)
+    import_gguf(source, output, lambda line: typer.echo(line, err=True))
     typer.echo(str(output))

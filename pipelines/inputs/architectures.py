@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from experts.adapter import AdapterInfo
+from experts.fit import fitting_naming
 from experts.model_dir import ModelInfo
-from experts.weight_files import weight_shards, weight_tensors
+from experts.weight_files import weight_shards
 from opd.config import PipelineConfig
 from opd.config.sections import RolloutConfig
 from opd.config.teachers import VLLMTeachers
@@ -77,22 +78,8 @@ def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, Expert]) -
 
 def _naming(path: Path, info: ModelInfo) -> Any:
     """The model's naming in transformers. Raises: ModelError unless its files fill all modules."""
-    import torch
-
-    from opd.model_weights import Naming, making
-
-    config, known = _causal_model(path, info)
-    with making(path):
-        naming = Naming(config, torch.float32)
-    shapes = {n: torch.empty(t.shape, dtype=torch.float32, device="meta") for n, t in weight_tensors(path).items()}
-    _, problem = naming.from_files(shapes)
-    if problem:
-        raise ModelError.at(
-            path,
-            found=f"weights that do not fit config.json: {problem}",
-            wanted=f"the tensors of transformers' {known.__name__}, all of them and no others",
-            fix="copy the directory again, or save the model again with save_pretrained",
-        )
+    _refuse_other_kind(path, info)
+    naming = fitting_naming(path)
     _refuse_biased_head(path, naming)
     return naming
 
@@ -115,11 +102,11 @@ def _refuse_biased_head(path: Path, naming: Any) -> None:
             )
 
 
-def _causal_model(path: Path, info: ModelInfo) -> tuple[Any, Any]:
-    """transformers' config of a directory, and its class of causal language models for it. Raises: ModelError."""
+def _refuse_other_kind(path: Path, info: ModelInfo) -> None:
+    """Raises: ModelError for what is no causal language model."""
     from opd.model_weights import causal_lm_class
 
-    config, known = causal_lm_class(path)
+    _, known = causal_lm_class(path)
     if info.architecture != known.__name__ and not info.architecture.endswith(("ForCausalLM", "LMHeadModel")):
         raise ModelError.at(
             f"{path / 'config.json'}: architectures",
@@ -127,7 +114,6 @@ def _causal_model(path: Path, info: ModelInfo) -> tuple[Any, Any]:
             wanted=f"a causal language model, for {info.model_type} {known.__name__}",
             fix="AutoModelForCausalLM.from_pretrained(dir).save_pretrained(out) writes the part that writes text",
         )
-    return config, known
 
 
 def _check_adapter(name: str, adapter: AdapterInfo, naming: Any) -> None:

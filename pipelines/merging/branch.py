@@ -30,7 +30,14 @@ from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import read_inputs
 from pipelines.inputs.template_date import as_recorded
-from pipelines.merging.changes import among, changed_keys, dotted, identity, refuse_foreign
+from pipelines.merging.changes import (
+    among,
+    changed_keys,
+    dotted,
+    identity,
+    refuse_foreign,
+    without_unread_weights,
+)
 from pipelines.merging.companions import read_companions
 from pipelines.merging.directory import link_files, locked_to_read, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
@@ -208,6 +215,7 @@ def _needed(config: PipelineConfig) -> dict[str, str]:
 
 def _refuse_other_student(theirs: Mapping[str, str], ours: Mapping[str, str], origin: Origin) -> None:
     known = {name: digest for name, digest in ours.items() if "config.json" in theirs or name.endswith(".safetensors")}
+    theirs = without_unread_weights(theirs, known)
     differ = [name for name in {**theirs, **known} if theirs.get(name) != known.get(name)]
     if differ:
         raise RunDirError.at(

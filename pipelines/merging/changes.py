@@ -199,6 +199,7 @@ def refuse_changed_inputs(recorded: Mapping[str, Any], found: Mapping[str, Any],
         before, now = recorded.get(part, {}), found.get(part, {})
         if part == "prompts":  # keyed by absolute path, but files may have moved
             before, now = ({name: list(files.values()) for name, files in side.items()} for side in (before, now))
+        before = without_unread_weights(before, now)
         if before != now:
             names = [_named(k, before, now) for k in {**before, **now} if before.get(k) != now.get(k)]
             raise RunDirError.at(
@@ -207,6 +208,20 @@ def refuse_changed_inputs(recorded: Mapping[str, Any], found: Mapping[str, Any],
                 wanted="the same files",
                 fix="put them back, or start a new run",
             )
+
+
+def without_unread_weights(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recorded hashes without those of safetensors beside a model's own, which older releases recorded too."""
+    unread: set[str] = set()
+    if any(name.endswith(".safetensors") for name in now):
+        unread = {name for name in before.keys() - now.keys() if name.endswith(".safetensors")}
+    return {
+        name: without_unread_weights(facts, now[name])
+        if isinstance(facts, Mapping) and isinstance(now.get(name), Mapping)
+        else facts
+        for name, facts in before.items()
+        if name not in unread
+    }
 
 
 def unrecorded(recorded: Mapping[str, Any]) -> list[str]:

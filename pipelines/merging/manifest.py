@@ -16,6 +16,7 @@ import yaml
 from experts.bound_files import CONFIG_FILES, STUDENT_FILES, file_hashes
 from experts.model_dir import ModelInfo
 from experts.registry import default_root
+from experts.weight_files import weight_hashes
 from opd import __version__
 from opd.config import PipelineConfig, as_begun
 from opd.config.domains import RegisteredExperts
@@ -181,7 +182,7 @@ def _judge_hashes(guard: GuardConfig) -> dict[str, str]:
     judge = guard.judge
     if not isinstance(judge, LocalJudge) or judge.model is None:
         return {}
-    return file_hashes(judge.model, (*STUDENT_FILES, "*.safetensors"))
+    return weight_hashes(judge.model) | file_hashes(judge.model, STUDENT_FILES)
 
 
 def _keep_hub_name(data: dict[str, Any], prompts: Path | PromptsConfig | None) -> None:

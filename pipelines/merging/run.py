@@ -36,6 +36,7 @@ from pipelines.build import build, num_workers
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import refuse_too_large
+from pipelines.inputs.probes import take_missing_probes
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.interrupts import Interrupted, Interrupts
@@ -106,12 +107,13 @@ class Run:
                 replace_inputs(self.paths, self.changed)
             else:
                 finish_inputs(self.paths)
+            run = replace(self, around=around, inputs=take_missing_probes(self.inputs))
             # One handler for all attempts: a Ctrl-C while workers start again must not get lost.
             start_error = ""
             with around.signals() as signals:
                 for restart in itertools.count(1):
                     try:
-                        return _session(replace(self, around=around), checkpoint, notices, signals)
+                        return _session(run, checkpoint, notices, signals)
                     except WorkerDied as error:
                         if restart > most or (error.start_error and error.start_error == start_error):
                             raise

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import nn
 
 from opd.errors import RunError
+from opd.model_files import weight_files
 
 Place = int | str
 """Number of a GPU, `cpu` or `disk`."""
@@ -113,7 +114,7 @@ def _of(places: Mapping[str, Place], name: str) -> Place:
 def _index(model: Any, names: frozenset[str], model_dir: Path, dtype: torch.dtype) -> dict[str, dict[str, str]]:
     """Where in its files accelerate finds each of these parameters."""
     found: dict[str, tuple[str, list[int]]] = {}
-    for path in sorted(model_dir.glob("*.safetensors")):
+    for path in weight_files(model_dir):
         with safe_open(path, framework="pt") as file:
             found |= {name: (str(path), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     index, tied = {}, model.all_tied_weights_keys

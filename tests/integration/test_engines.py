@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from opd import cluster
 from opd.rollouts.partial import Cuts
@@ -158,6 +160,24 @@ def test_an_engine_takes_weights_of_another_architecture(
     for model_dir in (make_model_dir(tmp_path / "large", hidden=96, heads=3, seed=3), tiny_model_dir):
         engine.load(model_dir)
         assert mean_gap(engine.logprobs(PROBE)[0], plain_logprobs(model_dir, PROBE)) < 1e-4
+
+
+@pytest.mark.parametrize("hidden", [96, 64], ids=["a new engine", "in place"])
+def test_an_engine_reads_the_files_that_the_index_names(
+    engine: VLLMRolloutEngine, tmp_path: Path, make_model_dir: Make, hidden: int
+) -> None:
+    """Laid out as Mistral publishes its models: the same weights again under other names, in `consolidated.safetensors`."""
+    model = make_model_dir(tmp_path / "model", hidden=hidden, heads=hidden // 32, seed=4)
+    shard = "model-00001-of-00001.safetensors"
+    state = load_file(model / "model.safetensors")
+    (model / "model.safetensors").rename(model / shard)
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(state, shard)})
+    )
+    save_file({name: tensor * 0 for name, tensor in state.items()}, model / "consolidated.safetensors")
+    (model / "params.json").write_text(json.dumps({"dim": hidden, "n_layers": 2, "vocab_size": VOCABULARY}))
+    engine.load(model)
+    assert mean_gap(engine.logprobs(PROBE)[0], plain_logprobs(model, PROBE)) < 1e-4
 
 
 def test_rollouts_report_the_log_probs_of_what_they_sampled(engine: VLLMRolloutEngine, tiny_model_dir: Path) -> None:

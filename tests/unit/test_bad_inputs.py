@@ -339,9 +339,9 @@ def shards_that_are_not_there(b: Bench) -> None:
     (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
     index = model / "model.safetensors.index.json"
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    index.write_text(json.dumps({"weight_map": names}))
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
     b.refused("up/model-00002-of-00002.safetensors", "no such file", "copy the missing shard")
-    index.write_text(json.dumps({"weight_map": {"a": "../base/model.safetensors"}}))
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "../base/model.safetensors"}}))
     b.refused("model.safetensors.index.json: weight_map", "'../base/model.safetensors'")
     index.unlink()
     (model / "model-00001-of-00002.safetensors").unlink()

@@ -200,6 +200,10 @@ BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         retensor(on("lm_head", 76, 64)),
         ["`base_model.model.lm_head.lora_A.weight`", "embedding or output head"],
     ),
+    "matrices that ZeRO-3 did not gather": (
+        retensor(lambda state: state.update({f"{Q0}.lora_A.weight": torch.empty(0)})),
+        [f"`{Q0}.lora_A.weight`", "shape [0]", "deepspeed.zero.GatheredParameters"],
+    ),
     "an adapted embedding": (retensor(on("model.embed_tokens", 76, 64)), ["embed_tokens", "embedding or output head"]),
     "quantised": (
         retensor(put(f"{Q0}.lora_A.weight", 4, 64, dtype=torch.int8)),
@@ -300,3 +304,75 @@ def test_what_peft_itself_wrote_is_read_as_peft_reads_it(options: Any, tiny_mode
     assert (info.rank, info.base) == (4, str(tiny_model_dir.resolve()))
     merge_adapter(tiny_model_dir, tmp_path / "adapter", tmp_path / "out")
     torch.testing.assert_close(logits(tmp_path / "out"), want, rtol=0, atol=1e-5)
+
+
+# The way out
+
+
+def peft_adapter(base: Path, out: Path, **options: Any) -> torch.Tensor:
+    """Save an adapter as PEFT does; returns the log-probs that PEFT computes with it."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, lora_alpha=8, **options))
+        for param in model.parameters():
+            if param.requires_grad:
+                torch.nn.init.normal_(param, std=0.3)
+    model.save_pretrained(out)
+    return logprobs(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out))
+
+
+def logprobs(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model.eval()(torch.arange(4, 40)[None]).logits.log_softmax(-1)
+    return found
+
+
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
+        {"target_modules": ["lm_head", "q_proj"], "use_dora": True},
+        {"target_modules": ["q_proj"], "use_dora": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]},
+        {"target_modules": ["q_proj"], "bias": "lora_only"},
+    ],
+    ids=lambda options: "+".join(f"{key}={value}" for key, value in options.items()),
+)
+def test_who_follows_the_advice_has_pefts_model(
+    options: dict[str, Any], tie: bool, tmp_path: Path, make_model_dir: Callable[..., Path]
+) -> None:
+    """The lines of the message are run as they stand. Where head and embedding are one, PEFT merges the update of one into both."""
+    import peft
+    import transformers
+
+    base, adapter, out = make_model_dir(tmp_path / "base", tie=tie, seed=3), tmp_path / "adapter", tmp_path / "out"
+    wanted = peft_adapter(base, adapter, **options)
+    with pytest.raises(ModelError) as refused:
+        inspect_adapter(adapter, base)
+    advice = str(refused.value).rpartition("a full model: ")[2]
+    code = advice.replace("and the tokenizer with it: ", "")
+    names: dict[str, Any] = {"torch": torch, "dir": adapter, "base": base, "out": out}
+    exec(
+        code,
+        names
+        | {name: getattr(peft, name) for name in ("AutoPeftModelForCausalLM",)}
+        | {"AutoTokenizer": transformers.AutoTokenizer},
+    )
+    inspect_model(out)
+    found = logprobs(transformers.AutoModelForCausalLM.from_pretrained(out))
+    assert float((wanted.exp() * (wanted - found)).sum(-1).max()) < 1e-5
+
+
+def test_biases_of_an_adapter_have_no_other_way_out_than_training(tiny_model_dir: Path, tmp_path: Path) -> None:
+    peft_adapter(tiny_model_dir, tmp_path / "adapter", target_modules=["q_proj"], lora_bias=True)
+    with pytest.raises(ModelError, match=r"lora_bias\n(?s:.*)train it again with lora_bias=False"):
+        inspect_adapter(tmp_path / "adapter", tiny_model_dir)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
@@ -253,6 +254,13 @@ def no_tensors(model: Path) -> None:
     write_tensors(model / WEIGHTS, {}, b"")
 
 
+def emptied(model: Path) -> None:
+    state = load_file(model / WEIGHTS)
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"):
+        state[name] = torch.empty(0)
+    save_file(state, model / WEIGHTS)
+
+
 def int8_weights(model: Path) -> None:
     write_tensors(
         model / WEIGHTS,
@@ -264,7 +272,7 @@ def int8_weights(model: Path) -> None:
 def index(shard_name: str) -> Callable[[Path], None]:
     def damage(model: Path) -> None:
         shard(model)
-        (model / INDEX).write_text(json.dumps({"weight_map": {"a": shard_name}}))
+        (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"a": shard_name}}))
 
     return damage
 
@@ -340,7 +348,33 @@ BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "pt only": (only("model.pt"), ["model.pt", "save_pretrained"]),
     "pth only": (only("consolidated.00.pth"), ["consolidated.00.pth", "save_pretrained"]),
     "ckpt only": (only("model.ckpt"), ["model.ckpt", "save_pretrained"]),
-    "gguf only": (only("model-q4.gguf"), ["model-q4.gguf", "gguf_file='model-q4.gguf'"]),
+    "gguf only": (only("model-q4.gguf"), ["model-q4.gguf", "opd models from-gguf", "model-q4.gguf --output OUT"]),
+    "verl's parts": (
+        only("model_world_size_2_rank_0.pt"),
+        [
+            "parts of a model",
+            "model_world_size_2_rank_0.pt",
+            "python -m verl.model_merger merge --backend fsdp --local_dir",
+        ],
+    ),
+    "DeepSpeed's parts": (only("zero_to_fp32.py"), ["parts of a model", "zero_to_fp32.py", "--safe_serialization"]),
+    "torch's parts": (only("__0_0.distcp"), ["parts of a model", "accelerate merge-weights"]),
+    "tensors that ZeRO-3 did not gather": (
+        emptied,
+        [
+            "2 of 20 tensors without a number",
+            "`model.layers.0.mlp.up_proj.weight`",
+            "stage3_gather_16bit_weights_on_model_save",
+        ],
+    ),
+    "a wrapper's name": (
+        change("config.json", architectures=["FSDPLlamaForCausalLM"]),
+        ["config.json: architectures", "FSDPLlamaForCausalLM", '["LlamaForCausalLM"]'],
+    ),
+    "PEFT's name": (
+        change("config.json", architectures=["PeftModelForCausalLM"]),
+        ["config.json: architectures", "PeftModelForCausalLM", "the base model's config.json"],
+    ),
     "no weights": (delete(WEIGHTS), ["model", "no weights", WEIGHTS]),
     "truncated": (truncate, [WEIGHTS, "truncated", "bytes, as the header says"]),
     "longer than the header says": (longer, [WEIGHTS, "bytes, as the header says"]),

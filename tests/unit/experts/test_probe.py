@@ -49,6 +49,7 @@ SPREAD = {
     60: [0, 2, 4, 6, 8, 10, 12, 14, 15, 17, 19, 21, 23, 25, 27, 29, 30, 32, 34, 36, 38, 40, 42, 44, 45, 47, 49, 51, 53,
          55, 57, 59],
 }  # fmt: skip
+BEGIN = 1
 
 
 @torch.no_grad()
@@ -58,8 +59,8 @@ def plain_logprobs(path: Path, vocab_size: int, dtype: torch.dtype = torch.float
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     found = []
-    ids = SPREAD[vocab_size]
-    for n in range(1, 32):
+    ids = [BEGIN, *SPREAD[vocab_size]]
+    for n in range(1, 33):
         logits_V = model(input_ids=torch.tensor([ids[:n]])).logits[0, -1, :vocab_size].double()
         found.append(float(logits_V[ids[n]] - logits_V.logsumexp(0)))
     return found
@@ -70,11 +71,11 @@ def test_the_manifest_keeps_what_the_model_says(registry: Registry, model: Path)
     record = registry.get("math").probe
     assert record is not None
     want = plain_logprobs(model, 76)
-    assert (record.dtype, len(record.logprobs)) == ("float32", 31)
+    assert (record.dtype, len(record.logprobs)) == ("float32", 32)
     assert record.logprobs == pytest.approx(want, abs=6e-4)
     assert record.mean == pytest.approx(np.mean(want), abs=6e-4)
     assert record.logprobs == [round(x, 3) for x in record.logprobs]
-    assert record.probe == Probe(token_ids=tuple(SPREAD[76]), logprobs=tuple(record.logprobs), dtype="float32")
+    assert record.probe == Probe(token_ids=(BEGIN, *SPREAD[76]), logprobs=tuple(record.logprobs), dtype="float32")
 
 
 def test_ids_of_small_and_large_vocabularies() -> None:

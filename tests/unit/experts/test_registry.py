@@ -9,11 +9,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from experts import weight_files
 from experts.adapter import inspect_adapter
 from experts.model_dir import inspect_model
 from experts.registry import Manifest, Registry, default_root
+from experts.safetensors_header import read_header
 from opd.errors import ModelError, PromptError, RegistryError
 from opd.files import blake3_file
 
@@ -235,6 +238,25 @@ def test_a_missing_and_an_extra_weight_file_are_found(registry: Registry, regist
     problems = registry.verify("math")
     assert any("model.safetensors: missing weight file" in p for p in problems)
     assert any("weights.safetensors: extra weight file" in p for p in problems)
+
+
+def test_files_beside_the_models_do_not_matter_whichever_release_registered_it(registry: Registry, model: Path) -> None:
+    """Older releases recorded a hash of every safetensors file of the directory."""
+    shard = "model-00001-of-00001.safetensors"
+    names = dict.fromkeys(read_header(model / "model.safetensors"), shard)
+    (model / "model.safetensors").rename(model / shard)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    beside = model / "consolidated.safetensors"
+    save_file({"norm.weight": torch.full((3,), torch.nan)}, beside)
+    manifest = registry.add("math", model, domain="math")
+    assert list(manifest.info.weight_files) == [shard] and registry.verify("math") == []
+    info = manifest.info.model_copy(
+        update={"weight_files": manifest.info.weight_files | {beside.name: blake3_file(beside)}}
+    )
+    (registry._root / "math" / "manifest.json").write_text(manifest.model_copy(update={"info": info}).model_dump_json())
+    assert registry.verify("math") == []
+    (model / shard).write_bytes((model / shard).read_bytes()[:-1] + b"x")
+    assert any(f"{shard}: changed weight file" in problem for problem in registry.verify("math"))
 
 
 def test_an_edit_of_the_config_that_is_no_field_of_ours_is_found(

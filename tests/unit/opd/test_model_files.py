@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,9 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from opd import model_files
-from opd.errors import StorageError
+from opd.errors import ModelError, StorageError
 from opd.files import storing
-from opd.model_files import ModelFiles, write_file
+from opd.model_files import ModelFiles, weight_files, write_file
 
 STATE = {
     "z.weight": torch.arange(6.0).view(2, 3),
@@ -54,6 +56,53 @@ def test_a_single_file_is_what_safetensors_writes(tmp_path: Path) -> None:
     save_file(state, tmp_path / "wanted")
     write_file(tmp_path / "found", state)
     assert (tmp_path / "found").read_bytes() == (tmp_path / "wanted").read_bytes()
+
+
+def index(path: Path, **files: list[str]) -> None:
+    names = {name: f"{file}.safetensors" for file, names in files.items() for name in names}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def test_the_files_of_a_model_are_those_that_transformers_reads(
+    tmp_path: Path, make_model_dir: Callable[..., Path]
+) -> None:
+    """An index of two shards beside three of an earlier save, and Mistral's `consolidated.safetensors`."""
+    from transformers import AutoModelForCausalLM
+
+    model = make_model_dir(tmp_path / "model", seed=1)
+    state = load_file(model / "model.safetensors")
+    names = sorted(state)
+    parts = {"model-00001-of-00002": names[:5], "model-00002-of-00002": names[5:]}
+    for file, members in parts.items():
+        save_file({name: state[name] for name in members}, model / f"{file}.safetensors", {"format": "pt"})
+    for i in range(3):
+        stale = {name: state[name] * 0 for name in names[i::3]}
+        save_file(stale, model / f"model-0000{i + 1}-of-00003.safetensors", {"format": "pt"})
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, model / "consolidated.safetensors")
+    index(model, **parts)
+    (model / "model.safetensors").unlink()
+    assert [file.stem for file in weight_files(model)] == list(parts)
+    found = {name: t for file in weight_files(model) for name, t in load_file(file).items()}
+    theirs = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert found.keys() == state.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": "b"}}',
+    ],
+)
+def test_an_index_that_is_none_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json.*\n  found:"):
+        weight_files(tmp_path)
 
 
 def test_a_tensor_that_never_came_or_is_another_is_no_small_matter(tmp_path: Path) -> None:

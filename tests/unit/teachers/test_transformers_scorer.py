@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from opd.types import Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers.rows import batches
 from teachers.scorers.transformers import TransformersScorer
+from teachers.weights import weights_nbytes
 from tests.unit.teachers.conftest import rollout
 
 VOCABULARY = 76
@@ -93,6 +95,26 @@ def test_a_row_carries_its_rollout(teachers: dict[str, Teacher]) -> None:
     given = rollout(3)
     ((row,),) = scorer().score(teachers["reverse"], [given], {})
     assert (row.rollout, row.teacher, row.answer.hidden_size) == (given, "rev", 64)
+
+
+def test_shards_of_an_earlier_save_are_not_scored(
+    teachers: dict[str, Teacher], expert_dirs: dict[str, Path], check_rows: Callable[..., None], tmp_path: Path
+) -> None:
+    """transformers and vLLM follow the index; the scorer read every file, and taught what the model had been before."""
+    teacher = teachers["reverse"]
+    copy = Path(shutil.copytree(teacher.model_dir, tmp_path / "copy"))
+    state = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").rename(copy / "model-00001-of-00001.safetensors")
+    names = dict.fromkeys(state, "model-00001-of-00001.safetensors")
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    save_file({name: tensor * 2 for name, tensor in state.items()}, copy / "model-00001-of-00002.safetensors")
+    save_file({"norm.weight": torch.ones(3)}, copy / "consolidated.safetensors")
+    scoring, copied = scorer(), dataclasses.replace(teacher, model_dir=copy)
+    rows = [row for batch in scoring.score(copied, [rollout(i) for i in range(3)], {}) for row in batch]
+    check_rows(rows, {scoring.head_key(copied): scoring.head(copied)}, expert_dirs)
+    head = scoring.head_file(copied).read()
+    assert head is not None and torch.equal(head, state["model.embed_tokens.weight"])
+    assert weights_nbytes(copy, torch.float32) == sum(tensor.nbytes for tensor in state.values())
 
 
 def test_equal_heads_have_one_key(teachers: dict[str, Teacher], tmp_path: Path) -> None:

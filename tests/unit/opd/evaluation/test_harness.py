@@ -75,7 +75,7 @@ def test_the_harness_is_told_what_to_run(process: Any, tmp_path: Path, monkeypat
     assert first["model_args"] == {"pretrained": str(tmp_path / "m, odd=name"), "dtype": "bfloat16"}
     assert (first["model"], first["tasks"]) == ("hf", ["gsm8k", str(tmp_path / "my.yaml")])
     assert "limit" not in first and second["limit"] == 3
-    assert second["model"] == "vllm"
+    assert second["model"] == "vllm" and second["model_args"]["load_format"] == "hf"
     assert not {"trust_remote_code", "confirm_run_unsafe_code"} & {*first, *first["model_args"]}
 
 

@@ -47,6 +47,25 @@ def config(**changes: Any) -> dict[str, Any]:
     return PipelineConfig.model_validate(data).model_dump(mode="json")
 
 
+def test_hashes_of_files_beside_the_models_own_bind_nothing() -> None:
+    """Older releases recorded every safetensors file of a directory, also those that no loader reads."""
+    files = {"model.safetensors": "a", "config.json": "c"}
+    beside = {"consolidated.safetensors": "b"}
+    now = {"student": files, "experts": {"e": {"weights": {"model.safetensors": "d"}}}, "prompts": {}}
+    before = {
+        "student": files | beside,
+        "experts": {"e": {"weights": {"model.safetensors": "d"} | beside}},
+        "prompts": {},
+    }
+    refuse_changed_inputs(before, now, MANIFEST)
+    now["student"] = {"model.safetensors": "other", "config.json": "c"}
+    with pytest.raises(RunDirError, match=r"student changed since the run began: model\.safetensors"):
+        refuse_changed_inputs(before, now, MANIFEST)
+    now["student"] = {"model-00001-of-00001.safetensors": "a", "config.json": "c"}
+    with pytest.raises(RunDirError, match=r"student changed since the run began: model-00001-of-00001\.safetensors"):
+        refuse_changed_inputs(before, now, MANIFEST)
+
+
 def test_the_same_pipeline_goes_on_without_a_word() -> None:
     assert accept_changes(config(), config(), MANIFEST) == []
 

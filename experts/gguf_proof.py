@@ -1,0 +1,108 @@
+"""Prove a converted model: it has to score a few texts as the GGUF file does.
+
+llama.cpp reads the file itself, so it is asked where its Python package is installed: both have to cut the texts into the same tokens
+and find them about as likely. Without it the texts, which any language model has seen the likes of, have to be far from random to the model.
+A begin token that is lost, a wrong order of weights or a wrong type is not near either.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opd.errors import ModelError
+
+TEXTS = (
+    "The capital of France is Paris, and the capital of Germany is Berlin.",
+    "Once upon a time there was a little girl who lived in a small house near the forest with her mother.",
+    "def add(a, b):\n    return a + b\n\n\ndef multiply(a, b):\n    return a * b\n",
+)
+LARGEST_GAP = 0.2
+"""Nats a token, on average over one text. llama.cpp also rounds what it multiplies quantised weights with: on Gemma 3 270M as Q4_K
+that is 0.02; a lost begin token costs 5 there."""
+PLAUSIBLE = 0.5
+"""Share of the nats of a guess among all tokens that such texts may have."""
+
+
+def prove(model_dir: Path, file: Path) -> str:
+    """Score the texts with the converted model, and with llama.cpp where it is installed. Returns a sentence that says what was found.
+
+    Raises: ModelError if tokens or likelihoods differ, or without llama.cpp if the texts are not likely.
+    """
+    ids, ours, vocab_size = _score(model_dir)
+    said = f"{np.mean(ours):.2f} nats a token on {len(TEXTS)} plain texts"
+    if find_spec("llama_cpp") is not None:
+        theirs = _score_file(file)
+        if theirs is not None:
+            _compare(file, ids, ours, *theirs)
+            return f"proven: {said}, {np.mean(theirs[1]):.2f} by llama.cpp with the same tokens"
+        said += "; llama.cpp's package cannot read this file"
+    most = PLAUSIBLE * math.log(vocab_size)
+    if not np.mean(ours) <= most:  # NaN is not
+        raise ModelError.at(
+            file,
+            found=f"a converted model with {said}",
+            wanted=f"at most {most:.2f}, half of what a guess among all tokens has: the conversion is wrong, or the model has not learned such texts",
+            fix="if you trust the model, `pip install llama-cpp-python` and convert again: its scores of the file are then compared instead",
+        )
+    return f"plausible: {said}; with `pip install llama-cpp-python` they would be compared with llama.cpp's"
+
+
+def _compare(
+    file: Path, ids: list[list[int]], ours: list[float], their_ids: list[list[int]], theirs: list[float]
+) -> None:
+    for text, mine, other, nats, wanted in zip(TEXTS, ids, their_ids, ours, theirs, strict=True):
+        if mine != other:
+            found, read = f"{text[:30]!r} as the tokens {mine[:12]}", f"those of llama.cpp: {other[:12]}"
+        elif not abs(nats - wanted) <= LARGEST_GAP:  # NaN is not
+            found, read = f"{nats:.2f} nats a token on {text[:30]!r}", f"those of llama.cpp: {wanted:.2f}"
+        else:
+            continue
+        raise ModelError.at(
+            file,
+            found=f"a converted model that reads {found}",
+            wanted=read,
+            fix="transformers does not convert this kind of file right: take the model's original Hugging Face directory",
+        )
+
+
+def _score(model_dir: Path) -> tuple[list[list[int]], list[float], int]:
+    """Return the tokens of each text as the saved tokenizer cuts it, nats a token by the saved model, and how many ids it chooses from."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
+    ids: list[list[int]] = [tokenizer(text).input_ids for text in TEXTS]
+    nats = []
+    for tokens_T in map(torch.tensor, ids):
+        with torch.inference_mode():
+            logits_T_V = model(input_ids=tokens_T[None], use_cache=False).logits[0].float()
+        nats.append(float(torch.nn.functional.cross_entropy(logits_T_V[:-1], tokens_T[1:])))
+    return ids, nats, model.config.get_text_config(decoder=True).vocab_size
+
+
+def _score_file(file: Path) -> tuple[list[list[int]], list[float]] | None:
+    """Return the same by llama.cpp, from the file itself; None if the installed one does not know this kind of model."""
+    import llama_cpp
+
+    try:
+        model: Any = llama_cpp.Llama(str(file), n_ctx=128, n_gpu_layers=0, logits_all=True, verbose=False)
+    except ValueError:
+        return None
+    ids, nats = [], []
+    for text in TEXTS:
+        tokens: list[int] = model.tokenize(text.encode(), add_bos=True, special=False)
+        model.reset()
+        model.eval(tokens)
+        logits_T_V = np.asarray(model.scores[: len(tokens) - 1], dtype=np.float64)
+        logits_T_V -= logits_T_V.max(-1, keepdims=True)
+        logits_T_V -= np.log(np.exp(logits_T_V).sum(-1, keepdims=True))
+        ids.append(tokens)
+        nats.append(-float(logits_T_V[np.arange(len(tokens) - 1), tokens[1:]].mean()))
+    model.close()
+    return ids, nats
