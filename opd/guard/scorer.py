@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.model_weights import load_causal_lm
-from opd.prompts.encode import encode_prompt, encode_text
+from opd.prompts.encode import encode_prompt, encode_text, load_tokenizer
 from opd.rollouts.episodes.chat import harmless, special_texts
 
 
@@ -17,9 +17,8 @@ class ModelScorer:
     def __init__(self, model_dir: Path) -> None:
         """Load a Hugging Face directory: safetensors, its tokenizer, and its chat template if it has one."""
         import torch
-        from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+        self._tokenizer: Any = load_tokenizer(model_dir)
         self._lm = load_causal_lm(model_dir, torch.float32).eval()
         self._special = special_texts(self._tokenizer)
 

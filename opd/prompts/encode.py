@@ -24,7 +24,8 @@ def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+    # From a Mistral directory that also has tekken.json, transformers would take that one, with ids and templates of its own.
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False, mistral_format=False)
     if not add_special_tokens:
         put_nothing_in_front(tokenizer)
     return tokenizer

@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -415,3 +416,16 @@ def test_a_chat_has_rows_of_its_own_in_the_cache(tmp_path: Path) -> None:
     plain, chat = (open_rows(PromptsConfig(path=file, chat=chat)) for chat in (False, True))
     assert plain.key != chat.key
     assert plain.key == open_rows(file).key
+
+
+def test_the_tokenizer_of_a_directory_is_tokenizer_json_also_beside_mistrals_own(
+    make_model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Laid out as Mistral publishes its models."""
+    model = make_model_dir(tmp_path / "model", layers=1)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]})
+    )
+    (model / "tekken.json").write_text("{}")
+    assert load_tokenizer(model)("ab").input_ids == [4, 5]
