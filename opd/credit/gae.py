@@ -38,7 +38,7 @@ ADAPTIVE = 1.5
 """Lambda of a line of l tokens is 1 - 1 / (1.5 l): its horizon grows with the line."""
 CUT: frozenset[StopReason] = frozenset({"length", "tokens", "context", "curriculum", "template"})
 """Stop reasons of episodes that were cut from outside. A limit of turns is a rule of the task: reaching it is an outcome. An
-episode that broke before it earned anything has no reward, and no part in the step."""
+episode that broke has no reward, and no part in the step."""
 
 BESIDE: frozenset[SegmentOrigin] = frozenset({"sub_agent", "aside"})
 """Origins of segments that begin a line of their own."""

@@ -144,6 +144,7 @@ class _Agent:
         self._invalid = 0
         self._text = ""
         """The last turn."""
+        self._close_error = ""
         self._said: list[str] = []
 
     async def run(self) -> EpisodeResult:
@@ -158,6 +159,7 @@ class _Agent:
             audit=self._trace.audit,
             invalid_calls=self._invalid,
             error=self._told(end.error),
+            close_error=self._told(self._close_error),
             text="\n".join(self._said),
             guard=None if self._watch is None else self._watch.stats,
             sub_agents=dict(self._delegation.ends),
@@ -172,7 +174,7 @@ class _Agent:
         try:
             end = await self._ending(self._play)
             if end.reason != "timeout":
-                end = await self._ending(lambda: self._closed(end))
+                await self._close()
         finally:
             self._world.leave()
         return end
@@ -191,9 +193,12 @@ class _Agent:
             return EpisodeEnd("template", str(error))
         raise AssertionError("a part of an episode that does not end it")
 
-    async def _closed(self, end: EpisodeEnd) -> None:
-        await self._world.close()
-        raise end
+    async def _close(self) -> None:
+        """Close the environment. The episode has ended, so an error is noted and changes neither why nor what was earned."""
+        try:
+            await self._world.close()
+        except EpisodeEnd as error:
+            self._close_error = self._close_error or error.error
 
     def _told(self, error: str) -> str:
         """What broke it, with its name; nothing if nothing did."""
@@ -349,6 +354,7 @@ class _Agent:
         if self._watch is not None and agent._watch is not None and agent._watch is not self._watch:
             self._watch.stats += agent._watch.stats
         self._invalid += agent._invalid
+        self._close_error = self._close_error or agent._told(agent._close_error)
         self._said += [f"{call.name}: {line}" for line in agent._said]
         inner = agent._delegation
         return self._delegation.answer(call, EpisodeEnd(end.reason, agent._told(end.error)), agent._text, inner)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -188,7 +188,6 @@ def test_tools_are_called_and_a_call_that_does_not_parse_is_an_observation() -> 
         ({"step": Outcome(observation=3)}, "raised", "the observation 3"),  # type: ignore[arg-type]
         ({"step": Outcome(observation=("a", "b"))}, "raised", "2 observations for 0 calls"),
         ({"step": Outcome(reward=float("nan"))}, "raised", "the reward nan"),
-        ({"close": OSError("stuck")}, "raised", "close: OSError: stuck"),
         ({"nonsense": 1, "goal": "x"}, "raised", "step: TypeError"),
     ],
 )
@@ -202,6 +201,26 @@ def test_a_bad_environment_ends_its_own_episode_and_no_other(options: dict[str, 
     assert (stats.broken, stats.stop_reasons, stats.error) == (1, {"done": 2, reason: 1}, results[1].error)
     for rollout in results[1].rollouts:
         assert rollout.stop_reason == reason and rollout.response_ids[-1] == EOS, "what was sampled before is kept"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "error", "told"),
+    [
+        ({"close": OSError("stuck")}, "done", "", "close: OSError: stuck"),
+        ({"close": lambda: time.sleep(3)}, "done", "", "close was not back after 1 s"),
+        ({"close": OSError("stuck"), "step": KeyError("x")}, "raised", "step: KeyError: 'x'", "close: OSError: stuck"),
+    ],
+)
+def test_an_environment_that_cannot_be_closed_leaves_its_episode_as_it_ended(
+    options: dict[str, Any], reason: str, error: str, told: str
+) -> None:
+    (found, usual), _ = play(request(options=options, step_timeout_s=1.0), request(1))
+    assert found.stop_reason == reason and error in found.error and bool(error) == bool(found.error)
+    assert found.reward == (usual.reward if reason == "done" else None)
+    assert found.close_error.startswith("s0: ") and told in found.close_error
+    stats = EpisodeStats.of([found, usual])
+    assert (stats.broken, stats.not_closed, stats.close_error) == (int(reason == "raised"), 1, found.close_error)
+    assert EpisodeStats.from_json(asdict(stats)) == stats
 
 
 def test_an_environment_that_hangs_is_left_behind() -> None:
