@@ -29,7 +29,7 @@ StopReason = Literal[TurnStop, "done", "turns", "curriculum", "tokens", "context
 of `turns` (`curriculum`: of the step), of `tokens`, or the model's `context`; `template`: the template cannot append a message."""
 SegmentOrigin = Literal["main", "summary", "sub_agent", "aside"]
 """What a segment of an episode begins with: the dialogue, a summary of the segment before it, what a tool was asked, or another
-dialogue of an agent's program, beside which the one that it left went on."""
+dialogue of an agent's program: one beside which the one that it left went on, or one that begins with nothing of the student's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,8 @@ class Rollout:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """[N] number of the turn, from 0, of each trained token: a turn ends where an environment writes."""
+        """[N] number of the turn, from 0, of each trained token: a turn ends where an environment writes, be it
+        nothing."""
         found, turn, began = [], 0, False
         for span in self.spans:
             if span.origin == "environment":

@@ -89,19 +89,29 @@ class ChatMessages:
 
 
 class PlainMessages:
-    """For a student without a chat template: the texts of all messages one after the other, as the agent words them."""
+    """For a student without a chat template: the texts of all messages one after the other, as the agent words them, and an end
+    token after each of the policy, which it writes itself where its turn is not rendered anew."""
 
     def __init__(self, tokenizer: TurnTokenizer) -> None:
         self._tokenizer = tokenizer
         self._special = special_texts(tokenizer)
+        self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        calls = ((f"{call.name} {json.dumps(call.arguments, default=dict)}" for call in m.calls) for m in messages)
-        texts = "".join(m.text + "".join(made) for m, made in zip(messages, calls, strict=True))
+        ids: list[int] = []
         try:
-            return encode_text(self._tokenizer, harmless(texts, self._special)) if texts else []
+            for theirs, run in groupby(messages, key=lambda message: message.role == "assistant"):
+                if theirs:
+                    for message in run:
+                        ids += [*self._encoded(_written(message)), *self._end]
+                else:
+                    ids += self._encoded("".join(map(_written, run)))
         except (ValueError, TypeError) as error:  # a lone surrogate is no text
             raise Unreadable(str(error)) from None
+        return ids
+
+    def _encoded(self, text: str) -> list[int]:
+        return encode_text(self._tokenizer, harmless(text, self._special)) if text else []
 
     def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         return self.whole(messages, tools)
@@ -112,6 +122,12 @@ class PlainMessages:
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
         found = plain_calls(text, tools)
         return ("" if found else text), _named(found)
+
+
+def _written(message: Message) -> str:
+    """A message as plain text, its calls as the policy writes them."""
+    calls = (f"{call.name} {json.dumps(call.arguments, default=dict)}" for call in message.calls)
+    return message.text + "".join(calls)
 
 
 def _named(calls: Sequence[ToolCall]) -> tuple[Call, ...]:

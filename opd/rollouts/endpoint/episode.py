@@ -53,7 +53,7 @@ async def play(
     slots = {agent.domain: asyncio.Semaphore(agent.parallel) for agent in agents}
     try:
         async with Endpoint() as endpoint, asyncio.TaskGroup() as group:
-            white = group.create_task(run_episodes(ours, engine, dialogues, context, version))
+            white = group.create_task(run_episodes(ours, engine, dialogues, context, version, expert))
             black = [group.create_task(agent.run(endpoint, slots[agent.domain])) for agent in agents]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None

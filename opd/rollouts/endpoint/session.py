@@ -44,6 +44,9 @@ End = Literal["closed", "turns", "tokens", "foreign", "engine"]
 """Why a session takes no more requests: its episode is over; it had as many requests, or sampled as many tokens, as it may;
 its agent asked in the name of another session; the engine failed."""
 
+QUOTED = 32
+"""Characters of a reply that stand in another dialogue's messages by no accident."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
@@ -306,7 +309,7 @@ class Session:
 
     def _commit(self, turn: Turn, written: _Written) -> Segment:
         """Put a turn into the trace. Nothing is awaited from here to its reply, so no other turn comes between."""
-        segment = self._trace.continue_or_fork(turn.ids)
+        segment = self._trace.continue_or_fork(turn.ids, begins=self._begins(turn))
         segment.sampled(written.sampled)
         self._kept += 1
         asked = [] if turn.request.identity in self._unseen else [turn.request.messages[-1]]
@@ -317,6 +320,12 @@ class Session:
             if written.looked.blocked:
                 segment.mark(written.sampled, self._watch.mark)
         return segment
+
+    def _begins(self, turn: Turn) -> bool:
+        """Whether a request begins a dialogue of its own: it has no turn of the policy, and quotes none as a summary."""
+        said = self.last_text.strip()
+        quoted = len(said) >= QUOTED and any(said in message.text for message in turn.request.messages)
+        return turn.number == 0 and not quoted
 
     def _reply(self, turn: Turn, written: _Written, segment: Segment) -> Reply:
         """The reply to the agent, on record: with those calls that it may make."""

@@ -226,20 +226,21 @@ class _Agent:
         if guide is None or self._seed("guide", turn) >= guide.probability * 2**32:
             return "policy", await self._sample(segment, most, "turn", turn)
         assert self._site.expert is not None
-        written = await self._write(self._site.expert, segment, most, "turn", turn)
+        self._room(segment)  # an episode whose budget is spent is over, whoever would write next
+        written = await self._write(self._site.expert, segment, min(self._in_context(segment), most), "turn", turn)
         segment.guided(written, train=guide.train)
         return "expert", written
 
     async def _sample(self, segment: Segment, max_tokens: int, *what: object) -> Sampled:
         """Let the policy write after the segment. Raises: EpisodeEnd."""
-        sampled = await self._write(self._site.engine, segment, max_tokens, *what)
+        most = min(self._room(segment), max_tokens)
+        sampled = await self._write(self._site.engine, segment, most, *what)
         segment.sampled(sampled)
         return sampled
 
     async def _write(self, engine: TokenEngine, segment: Segment, max_tokens: int, *what: object) -> Sampled:
-        """What an engine writes after the segment; `what` decides the seed. Raises: EpisodeEnd."""
-        most = min(self._room(segment), max_tokens)
-        return await engine.generate(segment.ids, max_tokens=most, seed=self._seed(*what))
+        """What an engine writes after the segment; `what` decides the seed."""
+        return await engine.generate(segment.ids, max_tokens=max_tokens, seed=self._seed(*what))
 
     def _seed(self, *what: object) -> int:
         return seed_of(self._request.seed, self._request.sample.sample_id, *what)
@@ -271,14 +272,18 @@ class _Agent:
         return Opening(dialogue, request.prompt.text, first)
 
     def _room(self, segment: Segment) -> int:
-        """Tokens of the next turn at most. Raises: EpisodeEnd if there are none."""
-        in_context = self._site.context - len(segment.ids)
+        """Tokens that the policy may write next. Raises: EpisodeEnd if there are none."""
+        in_context = self._in_context(segment)
         if in_context < 1:
             raise EpisodeEnd("context")
         left = self._left()
         if left is not None and left < 1:
             raise EpisodeEnd("tokens")
         return in_context if left is None else min(in_context, left)
+
+    def _in_context(self, segment: Segment) -> int:
+        """Tokens that the context has left."""
+        return self._site.context - len(segment.ids)
 
     def _left(self) -> int | None:
         """What is left of the agent's own tokens, those of its sub-agents taken off; None: it has no limit."""

@@ -83,10 +83,11 @@ class Segment:
     """True while a turn is being sampled after it: see `Trace.continue_or_fork`."""
 
     def append(self, ids: Sequence[int]) -> None:
-        """Add tokens that the policy did not sample."""
+        """Add tokens that the policy did not sample; none at all still end the turn before."""
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
-        self._span(len(ids), "environment")
+        if ids or self.spans:
+            self.spans.append(Span(length=len(ids), origin="environment", policy_version=self.policy_version))
 
     def sampled(self, turn: Sampled) -> None:
         """Add a turn of the policy. Raises: RunError if a log-prob is missing or is not a finite number."""
@@ -178,11 +179,12 @@ class Trace:
             segment.next = None if segment.next is None else segment.next + before
         self.segments += other.segments
 
-    def continue_or_fork(self, ids: Sequence[int]) -> Segment:
+    def continue_or_fork(self, ids: Sequence[int], *, begins: bool = False) -> Segment:
         """The segment after which the turn for this whole history is sampled, busy until the turn is there.
 
         That is the longest segment whose tokens the history begins with, and that is not busy: the rest is appended to it.
-        Else a new segment begins. Call `release` on a segment whose turn does not come.
+        Else a new segment begins; `begins`: beside all others, because nothing that the policy wrote stands in the history. Call
+        `release` on a segment whose turn does not come.
         """
         given = list(ids)
         fitting = [s for s in self.segments if not s.busy and given[: len(s.ids)] == s.ids]
@@ -193,7 +195,7 @@ class Trace:
         else:
             nearest = max(self.segments, key=lambda s: _shared(s.ids, given), default=None)
             self._forks += nearest is not None
-            beside = nearest is not None and nearest.busy
+            beside = nearest is not None and (begins or nearest.busy)
             segment = self.begin(given, "aside" if beside else "main", parent=nearest)
         segment.busy = True
         return segment

@@ -8,12 +8,15 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from opd.credit.episodes import episodes
+from opd.credit.gae import lines
 from opd.environments.records import Action, Outcome, Tool
 from opd.errors import RunError
 from opd.rollouts.endpoint.episode import play
@@ -259,6 +262,51 @@ def test_a_student_without_a_chat_template(tmp_path: Path) -> None:
     (rollout,) = found.rollouts
     assert speaker.tokenizer.decode(rollout.prompt_ids + rollout.response_ids) == "count 0 1<|im_end|> more 2<|im_end|>"
     assert found.stop_reason == "done" and found.reward is None
+
+
+def test_a_fork_in_plain_text_keeps_the_end_tokens(tmp_path: Path) -> None:
+    code = BARE + (
+        "chat = [{'role': 'user', 'content': 'count 0 '}]\n"
+        "for more in (' a ', ' b '):\n"
+        "    chat += [ask(chat), {'role': 'user', 'content': more}]\n"
+        "ask(chat)\n"
+        "ask([{'role': 'user', 'content': 'Count 0 '}, *chat[1:]])\n"
+    )
+    (found,), speaker = run(agent(code, tmp_path), template=None)
+    whole, forked = (speaker.tokenizer.decode(r.prompt_ids + r.response_ids) for r in found.rollouts)
+    assert whole == "count 0 1<|im_end|> a 2<|im_end|> b 3<|im_end|>" and forked == whole.replace("c", "C", 1)
+
+
+def test_dialogues_that_a_program_leads_one_after_the_other_are_lines_of_their_own(tmp_path: Path) -> None:
+    code = BARE + (
+        "main = [{'role': 'system', 'content': 'lead'}, {'role': 'user', 'content': 'plan 5'}]\n"
+        "main += [ask(main), {'role': 'user', 'content': 'go on'}]\n"
+        "for task in (10, 20):\n"
+        "    part = [{'role': 'system', 'content': 'work'}, {'role': 'user', 'content': 'do %d' % task}]\n"
+        "    part += [ask(part), {'role': 'user', 'content': 'and more'}]\n"
+        "    ask(part)\n"
+        "part[1]['content'] = 'do 20 fast'\n"  # the last of them goes on with a history that was rewritten
+        "ask(part)\n"
+        "ask(main)\n"
+        "ask([{'role': 'user', 'content': 'the last 30'}])\n"
+    )
+    (found,), _ = run(agent(code, tmp_path))
+    assert [r.origin for r in found.rollouts] == ["main", "aside", "aside", "main", "aside"]
+    judged = [replace(rollout, reward=1.0) for rollout in found.rollouts]
+    (episode,) = episodes(judged)
+    assert [[r.sample_id for r in line] for line in lines(episode)] == [
+        ["s0"], ["s0+1"], ["s0+2", "s0+3"], ["s0+4"],
+    ]  # fmt: skip
+
+
+def test_a_summary_that_a_program_quotes_goes_on_in_its_line(tmp_path: Path) -> None:
+    said = "so far the way was north, north, west and then south"
+    code = BARE + (
+        "summary = ask([{'role': 'user', 'content': 'walk, then sum up'}])['content']\n"
+        "ask([{'role': 'user', 'content': 'walk on. ' + summary}])\n"
+    )
+    (found,), _ = run(agent(code, tmp_path), policy=lambda _: said)
+    assert [r.origin for r in found.rollouts] == ["main", "main"]
 
 
 def test_what_a_program_is_told_and_what_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from opd.rollouts.episodes.spec import (
     refuse_many_broken,
 )
 from opd.rollouts.episodes.trace import Sample
+from opd.traces.making import trace_of
 from opd.types import Prompt, Sampled
 from tests.chatml import CHATML, LAST_ONLY, bpe_tokenizer, chat_tokenizer, smollm2_tokenizer
 
@@ -149,6 +150,13 @@ def test_an_episode_in_plain_text() -> None:
     assert environment.calls[0][1] == {"i": 0}
     threads = {call[-1] for call in environment.calls if isinstance(call[-1], threading.Thread)}
     assert len(threads) == 1 and threads != {threading.current_thread()}
+
+
+def test_turns_that_get_no_observation_are_counted_one_by_one() -> None:
+    (found,), _ = play(request(options={"step": Outcome()}, max_turns=3))
+    assert found.rollouts[0].turns == (0, 0, 1, 1, 2, 2)
+    (piece,) = trace_of(found.rollouts, (), {}, TOKENIZER).segments
+    assert [turn for turn, _ in piece.turns] == [1, 1, 2, 2, 3]
 
 
 def test_an_episode_through_the_chat_template() -> None:

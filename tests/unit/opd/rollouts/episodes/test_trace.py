@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from opd.errors import RunError
 from opd.rollouts.episodes.trace import Audit, Sample, Segment, Trace
 from opd.stream.rollouts import decode, encode
+from opd.train.turns import first_turns
 from opd.types import Sampled, Span
 
 SAMPLE = Sample(sample_id="000003/maze/7", group="000003/maze/7", step=3, domain="maze")
@@ -40,6 +42,23 @@ def test_an_episode_is_one_rollout_with_its_observations_masked() -> None:
     assert (rollout.sample_id, rollout.episode, rollout.group) == (SAMPLE.sample_id, SAMPLE.sample_id, SAMPLE.group)
     assert (rollout.reward, rollout.stop_reason, rollout.policy_version) == (0.5, "done", 6)
     assert trace.audit == Audit(segments=1, turns=2, sampled=3, trained=3)
+
+
+def test_an_observation_without_tokens_ends_a_turn() -> None:
+    trace = Trace(masked=frozenset({4}))
+    segment = trace.continue_or_fork([1, 2])
+    segment.sampled(turn(3, 4, 3))
+    segment.append([])
+    segment.sampled(turn(5))
+    assert trace.continue_or_fork([1, 2, 3, 4, 3, 5]) is segment
+    segment.sampled(turn(6, 7))
+    segment.append([])
+    (rollout,) = decode([encode(trace.rollouts(SAMPLE, "done", 0.5))], 10)
+    assert rollout.response_ids == (3, 4, 3, 5, 6, 7) and rollout.spans[-1].origin == "policy"
+    assert rollout.turns == (0, 0, 1, 2, 2)
+    assert first_turns([rollout, replace(rollout, sample_id="x", origin="summary", parent=rollout.sample_id)]) == {
+        "x": 3
+    }
 
 
 def test_masked_tokens_are_sampled_but_not_trained() -> None:
