@@ -100,6 +100,7 @@ def _slow_types(jobs: Sequence[TrainingJob]) -> list[str]:
 def base_of(spec: FromBase) -> TrainingJob:
     """The base that the experts start from: one to make, or one that is there. Raises: PromptError, ModelError."""
     origin: TrainingRecord = {"weights": inspect_model(spec.base.model).weight_files} if spec.base.model else {}
+    origin |= spec.base.reading
     if spec.base.given:
         return TrainingJob(name=BASE, directory=spec.base.given, lines=(), train=None, record=origin, given=True)
     lines, hashes = _read(spec.base.data)
@@ -183,7 +184,9 @@ def _check_rows(spec: ExpertsSpec, jobs: Sequence[TrainingJob]) -> None:
         tokenizer, ends = _reader_of(spec.base)
         for name, lines, train in todo:
             try:
-                encode_lines(tokenizer, lines, train.max_length, ends)
+                encode_lines(
+                    tokenizer, lines, train.max_length, ends, spec.base.template_date, spec.base.tool_call_parser
+                )
             except (PromptError, ModelError) as error:
                 raise type(error)(f"{name}: {error}") from None
 
@@ -218,7 +221,7 @@ def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
     set_seed(spec.training_seed)
     model, tokenizer, stored = _start_of(spec.base)
     if job.train:
-        _fit(model, tokenizer, job, job.train, spec.training_seed, progress)
+        _fit(spec, model, tokenizer, job, job.train, progress)
     _save(model.to(stored), tokenizer, job)
 
 
@@ -268,7 +271,7 @@ def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Prog
     if spec.method == "lora":
         model = _fit_adapter(spec, model, tokenizer, job, progress)
     else:
-        _fit(model, tokenizer, job, job.train, spec.training_seed, progress)
+        _fit(spec, model, tokenizer, job, job.train, progress)
     _save(model.to(stored), tokenizer, job)
 
 
@@ -278,22 +281,23 @@ def _fit_adapter(
     """Train LoRA adapters on `model`; returns it with the adapters merged into its weights."""
     assert job.train is not None
     whole = adapted(model, spec.lora)
-    _fit(whole, tokenizer, job, job.train, spec.training_seed, progress)
+    _fit(spec, whole, tokenizer, job, job.train, progress)
     merged: PreTrainedModel = whole.merge_and_unload()
     return merged
 
 
 def _fit(
+    spec: FromBase,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     job: TrainingJob,
     train: TrainSettings,
-    seed: int,
     progress: Progress,
 ) -> None:
     from experts.sft import encode_lines, fine_tune
 
-    examples = encode_lines(tokenizer, job.lines, train.max_length, _ends(model))
+    day, parser = spec.base.template_date, spec.base.tool_call_parser
+    examples = encode_lines(tokenizer, job.lines, train.max_length, _ends(model), day, parser)
     if len(examples) < len(job.lines):
         progress(
             f"{job.name}: left out {len(job.lines) - len(examples)} of {len(job.lines)} rows, longer than max_length {train.max_length}"
@@ -303,7 +307,7 @@ def _fit(
     def report(step: int, loss: float) -> None:
         progress(f"{job.name}: step {step}/{train.max_steps}  loss {loss:.3f}  {time.monotonic() - start:.0f} s")
 
-    fine_tune(model, examples, train, seed=seed, scratch=staging(job), report=report)
+    fine_tune(model, examples, train, seed=spec.training_seed, scratch=staging(job), report=report)
 
 
 def _ends(model: Any) -> list[int]:

@@ -46,7 +46,7 @@ def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
     return {
         "name": f"{name}-{spec.method}",
         "seed": spec.seed,
-        "student": {"model": spec.base_dir},
+        "student": {"model": spec.base_dir, **spec.base.reading},
         "domains": {expert.domain: _domain(expert, guarded)},
         **({"guard": spec.guard} if guarded else {}),
         **(_beside_base(spec.base_dir, expert.domain, reward, kl) if kl else _reward_alone(reward)),

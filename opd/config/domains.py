@@ -17,6 +17,7 @@ from opd.config.prompts import Prompts
 from opd.config.strict import Name, Strict, flag_or_mapping, text_or_more
 from opd.config.sub_agents import SubAgentConfig, ToolName
 from opd.config.verifiers import VerifierConfig
+from opd.types import ToolCallParser
 
 
 class StudentLora(Strict):
@@ -44,18 +45,7 @@ class StudentConfig(Strict):
     template_date: date | None = None
     """The day, as 2026-11-20, that a chat template which asks for today's date is given in every prompt of training and
     exams; default: the day on which the run begins, which is recorded here. Other templates leave it unused."""
-    tool_call_parser: Literal[
-        "auto",
-        "hermes",
-        "qwen3_json",
-        "llama3_json",
-        "llama4_json",
-        "mistral",
-        "pythonic",
-        "llama4_pythonic",
-        "qwen3_xml",
-        "qwen3_coder",
-    ] = "auto"
+    tool_call_parser: ToolCallParser = "auto"
     """How the student writes calls of tools in episodes, by the names of vLLM's `--tool-call-parser`; see docs/agents.md. `auto`: as
     its chat template writes them; `hermes` where that knows no tools."""
 

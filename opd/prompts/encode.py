@@ -21,7 +21,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None
 
 
 def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None, **variables: Any) -> str:
-    """The text that is tokenised; `variables` are the chat template's.
+    """The text that is tokenised; `variables` are the chat template's. It ends where the model writes, unless they say otherwise.
 
     Raises: jinja2's TemplateError, ValueError or TypeError if the template refuses it.
     """
@@ -29,7 +29,8 @@ def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None
         return prompt
     # transformers gives templates a function of this name; a variable of the same name takes precedence.
     clock = {} if day is None else {"strftime_now": datetime.combine(day, time()).strftime}
-    text: str = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **clock, **variables)
+    variables = {"add_generation_prompt": True, **clock, **variables}
+    text: str = tokenizer.apply_chat_template(prompt, tokenize=False, **variables)
     return text
 
 
