@@ -54,6 +54,23 @@ QWEN3_CODER = _template(
     "{{ '<parameter=' ~ k ~ '>\n' ~ (v if v is string else v | string) ~ '\n</parameter>\n' }}{% endfor %}"
     "{{ '</function>\n</tool_call>' }}"
 )
+ALTERNATES = (
+    "{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}{% else %}"
+    "{% set first = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|im_start|>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (first if loop.first else '') + (m.content | trim) }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
+)
+"""As Gemma's and Command R's: no tools, and no two messages of a user in a row."""
+ALTERNATES_WITH_TOOLS = (
+    _LISTED + "{% set ns = namespace(i=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if (m.role == 'user') != (ns.i % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.i = ns.i + 1 %}{% endif %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% for c in m.tool_calls or [] %}{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + (c.function.arguments | tojson) }}{% endfor %}"
+    + _END
+)
+"""As Mistral Small 3.2's: calls and results do not count, so that a user's message after results would be the second in a row."""
 ODD = _template("{{ '@' + c.function.name + ' ' + (c.function.arguments | tojson) }}")
 """As nobody's."""
 

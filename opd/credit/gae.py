@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ADAPTIVE = 1.5
 """Lambda of a line of l tokens is 1 - 1 / (1.5 l): its horizon grows with the line."""
-CUT: frozenset[StopReason] = frozenset({"length", "tokens", "context", "curriculum", "template"})
+CUT: frozenset[StopReason] = frozenset({"length", "tokens", "context", "curriculum"})
 """Stop reasons of episodes that were cut from outside. A limit of turns is a rule of the task: reaching it is an outcome. An
 episode that broke has no reward, and no part in the step."""
 

@@ -101,12 +101,15 @@ class ChatAppender:
         """Whether the template takes more than one call in a turn."""
         self._tools_stay = self._works(lambda: self._following(_HISTORIES[0], [_GO_ON], [_PROBE]))
         """Whether the template leaves the tools where they are when a message follows; some move them to the last one."""
+        self._note_apart = True
+        """Whether the template takes a message of the user after the results of tools; some want every user's turn answered."""
         self._odd_call = ""
         """How the template writes a call, if no format reads it."""
         self._format, self.tools_in_template = self._find_format(parser)
         """Whether the template tells of tools as the format has it; else they stand in the system message, and results in a
         user's."""
         self._kept = {} if self._format is None else kept_marks(tokenizer, self._format.marks)
+        self._note_apart = self._works(self._noted)
 
     @property
     def end_id(self) -> int:
@@ -123,16 +126,20 @@ class ChatAppender:
             tools = ()
         return encode_text(self._tokenizer, self._render(given, tools=tools))
 
-    def after(self, messages: Sequence[Message], *, ended: bool, tools: Sequence[Tool] = ()) -> list[int]:
+    def after(
+        self, messages: Sequence[Message], *, ended: bool, tools: Sequence[Tool] = (), note: str = ""
+    ) -> list[int]:
         """Token ids that follow a turn and bring these messages, up to where the policy writes again.
 
         `ended`: the turn ends with an end token; else the template's own comes first, which the policy did not sample.
-        Messages of the role `tool` come first among them, one for each call of the turn. Special tokens in their texts are
-        broken up: what an environment says is text. Raises: what the template raises.
+        Messages of the role `tool` come first among them, one for each call of the turn. `note` is a text of the user's, last.
+        Special tokens in their texts are broken up: what an environment says is text. Raises: what the template raises.
         """
         safe = [self.safe(dict(message) | {"content": str(message["content"])}) for message in numbered(messages)]
         if not self.tools_in_template:
             safe = without_tool_role(safe)
+        if note:
+            safe = self._with_note(safe, self.harmless(note))
         if not self.tools_in_template or not self._tools_stay:
             tools = ()
         text = self._following(_HISTORIES[0], safe, tools)
@@ -262,6 +269,23 @@ class ChatAppender:
         except (TemplateError, ValueError, TypeError, KeyError):
             return []
         return [rest.partition(self._closer)[0] for rest in rests]
+
+    def prove_note(self) -> None:
+        """Raises: ModelError if no text of the user's can follow the results of tools, so that nobody could ask for a summary."""
+        if not self._works(self._noted):
+            raise self._cannot("refuses a text of the user's after the results of tools", "", "")
+
+    def _with_note(self, messages: list[dict[str, Any]], note: str) -> list[dict[str, Any]]:
+        """The messages with a text of the user's after them, in a message of its own where the template takes that."""
+        if messages and not self._note_apart:
+            return [*messages[:-1], messages[-1] | {"content": f"{messages[-1]['content']}\n\n{note}"}]
+        return [*messages, {"role": "user", "content": note}]
+
+    def _noted(self) -> str:
+        """What the template writes where a text of the user's follows a result. Raises: what the template raises."""
+        result = [{"role": "tool", "name": _PROBE.name, "content": "result 42"}]
+        self.after(result, ended=True, tools=[_PROBE], note="Sum up.")
+        return "Sum up."
 
     def _results(self) -> str:
         """What the template writes after a turn with two calls. Raises: ValueError if that is another text after another

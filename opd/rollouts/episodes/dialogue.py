@@ -116,9 +116,8 @@ class ChatDialogue:
         messages: list[dict[str, Any]] = [{"role": role, "content": checked(text)} for text in texts]
         if note and messages and role == "user":
             messages[-1]["content"] += f"\n\n{note}"
-        elif note:
-            messages.append({"role": "user", "content": note})
-        return self._appender.after(messages, ended=ended, tools=self._tools)
+            note = ""
+        return self._appender.after(messages, ended=ended, tools=self._tools, note=note)
 
     def _safe(self, text: str) -> str:
         return self._appender.harmless(checked(text))
