@@ -124,7 +124,7 @@ class Rollout:
     parent: str | None = None
     """Sample id of the segment that this one was forked from, whose summary it begins with, or that started it; or None."""
     next: str | None = None
-    """Sample id of the segment that begins with the summary at the end of this one, or None."""
+    """Sample id of the segment that goes on from the end of this one, with its summary or without its thoughts, or None."""
 
     @classmethod
     def to_score(

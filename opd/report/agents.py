@@ -163,7 +163,7 @@ def _title(segment: SegmentTrace, domain: str) -> str:
     kind = "fork" if forked else segment.origin.replace("_", "-")
     comes = "" if segment.parent is None else f" of {segment.parent}"
     scored = "" if segment.domain == domain else f", scored by the expert of {segment.domain}"
-    goes = "" if segment.next is None else f", goes on from its summary in {segment.next}"
+    goes = "" if segment.next is None else f", goes on in {segment.next}"
     return f"{segment.sample_id}: {kind}{comes}{scored}{goes}"
 
 

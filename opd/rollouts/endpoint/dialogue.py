@@ -32,6 +32,10 @@ class Dialogue(Protocol):
         """Tokens of the messages that come after a turn of the policy, up to where its next one begins. Raises: Unreadable."""
         ...
 
+    def prove_kept(self, written: Sequence[int], messages: Sequence[Message]) -> None:
+        """Prove that what was written so far stays as it is when these messages follow. Raises: Unreadable."""
+        ...
+
     def text(self, turn: Sequence[int]) -> str:
         """What the policy wrote, without special tokens."""
         ...
@@ -63,6 +67,10 @@ class ChatMessages:
             return self._appender.after([m.for_template() for m in messages], ended=ended, tools=tools)
         except (TemplateError, ValueError, TypeError) as error:  # an error of ours about the template is a ValueError
             raise Unreadable(str(error)) from None
+
+    def prove_kept(self, written: Sequence[int], messages: Sequence[Message]) -> None:
+        if self._appender.drops(written, [message.role for message in messages]):
+            raise Unreadable("the chat template leaves out the thoughts of earlier turns")
 
     def text(self, turn: Sequence[int]) -> str:
         return self._appender.text(turn)
@@ -115,6 +123,9 @@ class PlainMessages:
 
     def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         return self.whole(messages, tools)
+
+    def prove_kept(self, written: Sequence[int], messages: Sequence[Message]) -> None:
+        """Plain text stays."""
 
     def text(self, turn: Sequence[int]) -> str:
         return self._tokenizer.decode(turn, skip_special_tokens=True)

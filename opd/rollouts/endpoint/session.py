@@ -269,6 +269,7 @@ class Session:
                 before = place.segment.ids[: place.end]
                 told = _woven(_in_order(new, messages[number - 1].calls), place.dummies)
                 with suppress(Unreadable):  # then all of it is rendered anew, which the trace counts as a fork
+                    self._dialogue.prove_kept(before[place.segment.prompt_len :], told)
                     return [*before, *self._dialogue.after(before[place.begin :], told, request.tools)], place.turns
         try:
             ids = self._dialogue.whole(messages, request.tools)

@@ -11,15 +11,16 @@ comes. So the template at hand is tried on probes first, and one that cannot app
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from functools import partial
-from itertools import count, groupby
+from itertools import chain, count, groupby
 from typing import Any
 
 from opd.environments.records import Tool, ToolCall
 from opd.errors import ModelError
 from opd.prompts.encode import encode_text, render_prompt
+from opd.rollouts.episodes.thoughts import TAGS, has_thoughts, split_thoughts
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tool_formats import AUTO, FALLBACK, TOOL_FORMATS, tool_format
 from opd.rollouts.episodes.tool_formats.records import BadCall, ToolFormat, Written
@@ -27,6 +28,8 @@ from opd.rollouts.episodes.tool_formats.records import BadCall, ToolFormat, Writ
 Message = Mapping[str, Any]
 REPLY = "I see 7."
 """A turn of the assistant in probes; it must not occur in any template."""
+THOUGHT = "Is it 6, or 7?"
+"""A thought before it."""
 _USER, _SYSTEM = {"role": "user", "content": "What is it?"}, {"role": "system", "content": "Be short."}
 _GO_ON = {"role": "user", "content": "Go on."}
 _REPLIED = {"role": "assistant", "content": REPLY}
@@ -108,7 +111,10 @@ class ChatAppender:
         self._format, self.tools_in_template = self._find_format(parser)
         """Whether the template tells of tools as the format has it; else they stand in the system message, and results in a
         user's."""
-        self._kept = {} if self._format is None else kept_marks(tokenizer, self._format.marks)
+        calls = () if self._format is None else self._format.marks
+        self._kept = kept_marks(tokenizer, (*calls, *chain.from_iterable(TAGS)))
+        self._dropped = {role: [tag for tag in TAGS if self._drops(tag, role)] for role in ("user", "tool")}
+        """Role of a message -> the tags of the thoughts of earlier turns that the template leaves out once one follows."""
         self._note_apart = self._works(self._noted)
 
     @property
@@ -159,8 +165,39 @@ class ChatAppender:
         return self._format
 
     def read(self, text: str, tools: Sequence[Tool]) -> Written:
-        """The calls of a turn, whatever they ask for; without tools all of it is text. Raises: BadCall, ModelError."""
-        return self.format.read(text, tools) if tools else Written((), text)
+        """The calls of a turn, whatever they ask for, but for those in thoughts; without tools all of it is text. Raises: BadCall,
+        ModelError."""
+        if not tools or not has_thoughts(text):
+            return self.format.read(text, tools) if tools else Written((), text)
+        parts = split_thoughts(text, self.format.begins, self.format.ends)
+        found = [Written((), part) if thought else self.format.read(part, tools) for part, thought in parts]
+        return Written(tuple(call for one in found for call in one.calls), "".join(one.text for one in found))
+
+    def drops_thoughts(self, *, calls: int, noted: bool) -> bool:
+        """Whether the template leaves out the thoughts of earlier turns once a turn with so many calls is answered; `noted`: with a
+        text of the user's last."""
+        as_user = not calls or (noted and self._note_apart)
+        return bool(self._dropped["tool"] if calls else ()) or bool(self._dropped["user"] if as_user else ())
+
+    def drops(self, written: Sequence[int], roles: Iterable[str]) -> bool:
+        """Whether the template leaves out thoughts that stand in these tokens once messages of these roles follow."""
+        dropped = [end for role in {*roles} for _, end in self._dropped.get(role, ())]
+        return bool(dropped) and any(end in self.text(written) for end in dropped)
+
+    def without_thoughts(self, turn: Sequence[int]) -> list[int]:
+        """Token ids of a turn as the template writes it once a message of the user follows: without its thoughts, if it has some.
+
+        Raises: what the template raises.
+        """
+        if not self.drops(turn, self._dropped):
+            return list(turn)
+        written = {"role": "assistant", "content": harmless(self.text(turn), self._unkept)}
+        start, rest = self._turn_and_rest(_HISTORIES[0], written, [_GO_ON], ())
+        after = self._following(_HISTORIES[0], [_GO_ON])
+        if not rest.endswith(after):
+            raise self._cannot("writes another text after a turn with thoughts", start, rest)
+        ended = [turn[-1]] if turn[-1] in self._stop_ids else []
+        return [*encode_text(self._tokenizer, rest.removesuffix(after)), *ended]
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What the policy wrote: without special tokens, but for those that mark calls."""
@@ -175,8 +212,10 @@ class ChatAppender:
         return harmless(text, self._special)
 
     def safe(self, message: Message) -> dict[str, Any]:
-        """The message with all of its texts harmless, those of its calls too."""
-        found: dict[str, Any] = harmless_inside(message, self._special)
+        """The message with all of its texts harmless, those of its calls too. The template knows the policy's thoughts by their tags."""
+        thinks = message.get("role") == "assistant"
+        specials = [special for special in self._special if not (thinks and has_thoughts(special))]
+        found: dict[str, Any] = harmless_inside(message, specials)
         return found
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
@@ -275,6 +314,29 @@ class ChatAppender:
         if not self._works(self._noted):
             raise self._cannot("refuses a text of the user's after the results of tools", "", "")
 
+    @property
+    def _unkept(self) -> list[str]:
+        """The special tokens that do not stand in a turn's text."""
+        return [special for special in self._special if special not in self._kept.values()]
+
+    def _drops(self, tag: tuple[str, str], role: str) -> bool:
+        """Whether a thought between these tags is gone once a message of the role follows its turn."""
+        from jinja2 import TemplateError
+
+        turn = _thinking(tag)
+        try:
+            if role == "user":
+                _, rest = self._turn_and_rest(_HISTORIES[0], turn, [_GO_ON], ())
+            else:
+                result = numbered([{"role": "tool", "name": _PROBE.name, "content": "result"}])
+                turn = turn if not self.tools_in_template else {**_calling(_ASKED[0]), "content": turn["content"]}
+                new = result if self.tools_in_template else without_tool_role([dict(m) for m in result])
+                tools = [_PROBE] if self.tools_in_template and self._tools_stay else []
+                _, rest = self._turn_and_rest(_HISTORIES[0], turn, new, tools)
+        except (TemplateError, ValueError, TypeError, KeyError):  # no such turn is ever followed by such a message
+            return False
+        return THOUGHT not in rest
+
     def _with_note(self, messages: list[dict[str, Any]], note: str) -> list[dict[str, Any]]:
         """The messages with a text of the user's after them, in a message of its own where the template takes that."""
         if messages and not self._note_apart:
@@ -306,6 +368,11 @@ class ChatAppender:
             fix="give the domain's prompts as text (for an agent's program, set agent.render to text), or take a student whose "
             "chat_template appends, such as ChatML",
         )
+
+
+def _thinking(tag: tuple[str, str]) -> Message:
+    """A turn of the assistant with a thought."""
+    return {"role": "assistant", "content": f"{tag[0]}\n{THOUGHT}\n{tag[1]}\n\n{REPLY}"}
 
 
 def numbered(messages: Sequence[Message]) -> list[Message]:

@@ -46,6 +46,15 @@ class Dialogue(Protocol):
         Raises: as `first`."""
         ...
 
+    def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
+        """Whether the thoughts of all turns are left out of what the policy reads once a turn with so many calls is answered; `noted`:
+        a note of ours comes with the answer."""
+        ...
+
+    def without_thoughts(self, turn: Sequence[int]) -> list[int]:
+        """Token ids of a turn as the policy reads it then. Raises: what a chat template raises."""
+        ...
+
 
 class PlainDialogue:
     """Texts one after the other, as the environment words them: prompt, observation, turn, observation, turn."""
@@ -70,6 +79,12 @@ class PlainDialogue:
     def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
         texts = (*((observation,) if isinstance(observation, str) else observation), note)
         return encode_text(self._tokenizer, self._safe(*texts)) if any(texts) else []
+
+    def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
+        return False
+
+    def without_thoughts(self, turn: Sequence[int]) -> list[int]:
+        return list(turn)
 
     def _safe(self, *texts: str) -> str:
         """The texts side by side: halves of a special token would make a whole one."""
@@ -118,6 +133,12 @@ class ChatDialogue:
             messages[-1]["content"] += f"\n\n{note}"
             note = ""
         return self._appender.after(messages, ended=ended, tools=self._tools, note=note)
+
+    def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
+        return self._appender.drops_thoughts(calls=calls, noted=noted)
+
+    def without_thoughts(self, turn: Sequence[int]) -> list[int]:
+        return self._appender.without_thoughts(turn)
 
     def _safe(self, text: str) -> str:
         return self._appender.harmless(checked(text))

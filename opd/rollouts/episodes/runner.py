@@ -30,10 +30,11 @@ from opd.rollouts.episodes.compaction import Compactor
 from opd.rollouts.episodes.delegation import Delegation, in_order
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, checked
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.thoughts import without_thoughts
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
-from opd.rollouts.episodes.turns import Answer, Opening
+from opd.rollouts.episodes.turns import Answer, History, Opening
 from opd.rollouts.episodes.worlds import CallersEnvironment, NoEnvironment, OwnEnvironment, World
 from opd.text import one_line, readable
 from opd.types import Sampled, SegmentOrigin
@@ -139,6 +140,8 @@ class _Agent:
         self._lent = asyncio.Lock()
         """Held by the sub-agent that acts on this agent's environment."""
         self._compactor = Compactor(request.options.compaction)
+        self._history = History([])
+        """The segment that grows."""
         self._watch: Watch | None = caller._watch if caller and shares else watch_of(request)
         self._turns = 0
         self._invalid = 0
@@ -208,6 +211,7 @@ class _Agent:
         """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
         opening = await self._begin()
         segment = self._trace.begin(opening.ids(), self._origin)
+        self._history = History(list(segment.ids))
         self._said += [f"environment: {text}" for text in opening.texts if text]
         limit = self._request.cut_after or self._options.max_turns
         for turn in range(limit):
@@ -246,20 +250,26 @@ class _Agent:
         return seed_of(self._request.seed, self._request.sample.sample_id, *what)
 
     async def _go_on(self, segment: Segment, sampled: Sampled, answer: Answer, opening: Opening) -> Segment:
-        """The segment that the next turn follows: this one with what the environment answered, or a compacted one."""
-        ids = answer.ids(opening.dialogue)
+        """The segment that the next turn follows: this one with what the environment answered, one without earlier thoughts, or a
+        compacted one."""
+        dialogue, ids = opening.dialogue, answer.ids(opening.dialogue)
         self._note(answer)
-        self._compactor.add(sampled.token_ids, ids)
-        compaction = self._compactor.due(len(segment.ids) + len(ids))
+        self._history.turns.append((list(sampled.token_ids), ids))
+        if dialogue.drops_thoughts(calls=answer.calls):
+            self._history = self._history.without_thoughts(dialogue)
+        compaction = self._compactor.due(len(self._history.ids))
         if compaction is None:
-            segment.append(ids)
-            return segment
-        segment.append(answer.ids(opening.dialogue, compaction.prompt))
+            return self._trace.go_on(segment, self._history.ids)
+        asked = self._history.with_last(answer.ids(dialogue, compaction.prompt))
+        if dialogue.drops_thoughts(calls=answer.calls, noted=True):
+            asked = asked.without_thoughts(dialogue)
+        segment = self._trace.go_on(segment, asked.ids)
         said = await self._sample(segment, compaction.max_tokens, "summary", self._compactor.done)
-        summary = readable(opening.dialogue.text(said.token_ids))
+        summary = readable(without_thoughts(dialogue.text(said.token_ids)))
         self._said.append(f"summary: {summary}")
-        kept = self._compactor.cut(compaction.keep_last)
-        return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], "summary", segment)
+        head = opening.ids(compaction.resume.replace(PLACE, summary))
+        self._history = self._compactor.cut(self._history, compaction.keep_last, head)
+        return self._trace.begin(self._history.ids, "summary", segment)
 
     def _note(self, answer: Answer) -> None:
         """Keep for people what the environment said. Raises: BadObservation for what nobody can read."""
@@ -362,7 +372,9 @@ class _Agent:
         self._close_error = self._close_error or agent._told(agent._close_error)
         self._said += [f"{call.name}: {line}" for line in agent._said]
         inner = agent._delegation
-        return self._delegation.answer(call, EpisodeEnd(end.reason, agent._told(end.error)), agent._text, inner)
+        return self._delegation.answer(
+            call, EpisodeEnd(end.reason, agent._told(end.error)), without_thoughts(agent._text), inner
+        )
 
 
 def watch_of(request: EpisodeRequest) -> Watch | None:

@@ -69,7 +69,7 @@ class Segment:
     """Number of the segment that this one was forked from, whose summary it begins with, or that started it; None for the
     first."""
     next: int | None = None
-    """Number of the segment that begins with the summary at the end of this one."""
+    """Number of the segment that goes on from the end of this one: with its summary, or without its thoughts."""
     domain: str = ""
     """Domain whose experts score it; empty: the episode's."""
     logprobs: list[float] = field(default_factory=list)
@@ -168,6 +168,17 @@ class Trace:
         self.segments.append(made)
         if parent is not None and origin == "summary":
             parent.next = made.number
+        return made
+
+    def go_on(self, segment: Segment, ids: Sequence[int]) -> Segment:
+        """The segment that has these tokens: the given one if they continue it, else another in its place, which begins with them
+        because the chat template leaves out what stood in earlier turns."""
+        given = list(ids)
+        if given[: len(segment.ids)] == segment.ids:
+            segment.append(given[len(segment.ids) :])
+            return segment
+        made = self.begin(given, "main", segment)
+        segment.next = made.number
         return made
 
     def adopt(self, other: Trace, caller: Segment) -> None:

@@ -23,6 +23,7 @@ class Llama3Json:
     """Objects with a name and parameters anywhere in the turn; other JSON is text. Llama writes `arguments` at times."""
 
     marks: tuple[str, ...] = (TAG,)
+    begins, ends = _BEGUN, ""
     told = """To call one, answer with a JSON object of its name and its arguments; you may write several, with "; " in between:
 {"name": "NAME", "parameters": {"ARGUMENT": "VALUE"}}"""
 

@@ -22,6 +22,7 @@ class Mistral:
     """Both forms, told apart by what follows the token. Ids that the model writes are left out: calls are told apart by place."""
 
     marks: tuple[str, ...] = (MARK, ARGS, ID)
+    begins, ends = re.compile(re.escape(MARK)), ""
     told = f"""To call them, end your answer with a list of calls:
 {MARK}[{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}]"""
 

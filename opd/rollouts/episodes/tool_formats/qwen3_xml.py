@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from opd.environments.records import Tool, ToolCall
-from opd.rollouts.episodes.tool_formats.records import CLOSE, OPEN, BadCall, Written, between_tags, in_tags
+from opd.rollouts.episodes.tool_formats.records import BEGINS, CLOSE, OPEN, BadCall, Written, between_tags, in_tags
 from opd.rollouts.episodes.tool_formats.schema import fits_type, properties, types_of
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -30,6 +30,7 @@ class Qwen3Xml:
     """Any number of calls, each between tags of its own, with text around them."""
 
     marks: tuple[str, ...] = (OPEN, CLOSE)
+    begins, ends = BEGINS, CLOSE
     told = f"""To call one, write its name and its arguments between tags; you may write several:
 {OPEN}
 <function=NAME>

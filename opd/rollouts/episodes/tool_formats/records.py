@@ -12,6 +12,7 @@ from opd.environments.records import Tool, ToolCall
 from opd.text import readable
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+BEGINS = re.compile(re.escape(OPEN))
 _BETWEEN = re.compile(re.escape(OPEN) + r"(.*?)" + re.escape(CLOSE), re.DOTALL)
 
 
@@ -39,6 +40,10 @@ class ToolFormat(Protocol):
     """Texts that tell calls from other text. For some students they are special tokens, which a turn's text has to keep."""
     told: str
     """How a call is written, for a student whose chat template does not say it."""
+    begins: re.Pattern[str]
+    """Finds where a call begins."""
+    ends: str
+    """What ends it; empty: the end of the turn."""
 
     def read(self, text: str, tools: Sequence[Tool]) -> Written:
         """The calls of a turn. `tools` decide the types of arguments that are written without quotes.

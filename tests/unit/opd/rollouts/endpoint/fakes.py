@@ -48,6 +48,9 @@ class Letters:
         close = [] if turn[-1] == END else [END]
         return [*close, *self._render(messages), BEGIN, *encode("assistant\n")]
 
+    def prove_kept(self, written: Sequence[int], messages: Sequence[Message]) -> None:
+        """It keeps everything."""
+
     def text(self, turn: Sequence[int]) -> str:
         return decode(turn)
 

@@ -23,10 +23,11 @@ from opd.rollouts.endpoint.episode import play
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.thoughts import without_thoughts
 from opd.rollouts.episodes.trace import Sample
 from opd.types import Prompt, Sampled
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
-from tests.tool_templates import FAMILIES, Family
+from tests.tool_templates import DROPS_THOUGHTS, FAMILIES, QWEN3, Family
 
 CONTEXT = 4000
 Policy = Callable[[str], str]
@@ -133,6 +134,11 @@ class Counting:
 
 class Adding(Counting):
     tools = (ADD,)
+
+
+class Thinking(Adding):
+    def step(self, action: Action) -> Outcome:
+        return super().step(Action(text=without_thoughts(action.text), calls=action.calls))
 
 
 def counts(text: str) -> str:
@@ -262,6 +268,30 @@ def test_a_student_without_a_chat_template(tmp_path: Path) -> None:
     (rollout,) = found.rollouts
     assert speaker.tokenizer.decode(rollout.prompt_ids + rollout.response_ids) == "count 0 1<|im_end|> more 2<|im_end|>"
     assert found.stop_reason == "done" and found.reward is None
+
+
+@pytest.mark.parametrize("template", [QWEN3, DROPS_THOUGHTS])
+def test_thoughts_that_the_template_drops_are_dropped_in_white_and_in_black(template: str, tmp_path: Path) -> None:
+    """Thoughts stay in a chain of calls with Qwen3's, and are gone at the user's next message, whatever the program sends back."""
+
+    def policy(text: str) -> str:
+        said = re.sub(r"<think>.*?</think>", "", text.rpartition("Count.")[2], flags=re.DOTALL)
+        numbers = re.findall(r"\d+", said)
+        if len(numbers) == 1:
+            call = '<tool_call>\n{"name": "add", "arguments": {"a": 0}}\n</tool_call>'
+            return f"<think>\nI could call {call}, so:\n</think>\n\n{call}"
+        return f"<think>\nafter 77\n</think>\n\n{min(3, int(numbers[-1]) + 1)}"
+
+    code = with_stock_client(OPENAI, False, {"tools": [ADD.schema()]})
+    code = code.replace('int(message["content"])', 'int(message["content"].rpartition("</think>")[2])')
+    (found,), _ = run(agent(code, tmp_path), policy=policy, template=template)
+    (wanted,), speaker = run(white("Thinking"), policy=policy, template=template)
+    assert found.error == wanted.error == "" and found.invalid_calls == wanted.invalid_calls == 0
+    ours, theirs = ([(r.prompt_ids, r.response_ids, r.spans) for r in one.rollouts] for one in (wanted, found))
+    assert ours == theirs and len(ours) > 1
+    last = speaker.tokenizer.decode(found.rollouts[-1].prompt_ids)
+    assert "<think>" not in last and last.count('<tool_call>\n{"name": "add"') == 1
+    assert found.audit.turns == wanted.audit.turns == 3
 
 
 def test_a_fork_in_plain_text_keeps_the_end_tokens(tmp_path: Path) -> None:
