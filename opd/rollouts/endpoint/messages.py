@@ -147,6 +147,7 @@ def given(body: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if body.get(name) is not None)
 
 
-def pieces(text: str, size: int = 64) -> Iterable[str]:
-    """The text in the parts in which a stream sends it."""
+def pieces(text: str) -> Iterable[str]:
+    """The text in the parts in which a stream sends it, not too many: the loop waits for none of them."""
+    size = max(64, len(text) // 64)
     return (text[start : start + size] for start in range(0, len(text), size))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from types import TracebackType
@@ -16,9 +15,11 @@ from typing import Any, Protocol, Self
 
 from aiohttp import web
 
+from opd.json_fields import strict_json
 from opd.rollouts.endpoint import anthropic, openai
 from opd.rollouts.endpoint.messages import ApiError, Reply, Request, refused
 from opd.rollouts.endpoint.session import Session, Turn
+from opd.rollouts.episodes.threads import read_aside
 
 LOOPBACK = "127.0.0.1"
 MODEL = "policy"
@@ -112,8 +113,8 @@ class Endpoint:
         codec, session = _codec(http), self._session(http)
         session.count()
         try:
-            request = codec.parse(await _body(http))
-            turn = session.accept(request)
+            request = await read_aside(_request, codec, await http.read())
+            turn = await session.accept(request)
         except RecursionError:
             raise refused("the body is nested too deeply") from None
         if request.stream:
@@ -131,16 +132,15 @@ def _codec(http: web.BaseRequest) -> Codec:
     return next((codec for path, codec in CODECS.items() if http.path.endswith(f"/v1/{path}")), openai)
 
 
-async def _body(http: web.Request) -> Mapping[str, Any]:
-    """The request's JSON. Raises: ApiError, or HTTPRequestEntityTooLarge."""
-    data = await http.read()
+def _request(codec: Codec, data: bytes) -> Request:
+    """Read a request's body. Raises: ApiError, RecursionError."""
     try:
-        found = json.loads(data.decode())
+        found = strict_json(data.decode())
     except (ValueError, RecursionError) as error:
         raise refused(f"the body is not JSON: {error!s:.100}") from None
     if not isinstance(found, dict):
         raise refused("the body is not a JSON object")
-    return found
+    return codec.parse(found)
 
 
 @web.middleware

@@ -14,7 +14,7 @@ from opd.prompts.line import Messages
 from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import checked_calls, plain_calls
-from opd.text import is_control
+from opd.text import control_in
 
 Observation = str | tuple[str, ...]
 MAX_OBSERVATION = 1 << 18
@@ -128,7 +128,6 @@ def checked(text: str) -> str:
     """An environment's text as it is. Raises: BadObservation if it is too long, or has characters that are no text."""
     if len(text) > MAX_OBSERVATION:
         raise BadObservation(f"{len(text):,} characters, at most {MAX_OBSERVATION:,} can be read")
-    odd = next((c for c in text if is_control(c)), None)
-    if odd is not None:
-        raise BadObservation(f"the control character {odd!r} at place {text.index(odd)}")
+    if (odd := control_in(text)) is not None:
+        raise BadObservation(f"the control character {odd[0]!r} at place {odd.start()}")
     return text

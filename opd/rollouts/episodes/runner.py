@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from opd.rollouts.episodes.compaction import Compactor
 from opd.rollouts.episodes.delegation import Delegation, in_order
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, checked
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.threads import read_aside
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
@@ -118,6 +119,8 @@ class _Site:
     """The policy's."""
     expert: TokenEngine | None
     """Writes the turns of a request's guide."""
+    handover: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by one turn at a time that has just been sampled: where all end together, the loop gets to other work between them."""
 
 
 class _Agent:
@@ -202,7 +205,7 @@ class _Agent:
     async def _play(self) -> None:
         """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
         opening = await self._begin()
-        segment = self._trace.begin(opening.ids(), self._origin)
+        segment = self._trace.begin(await read_aside(opening.ids), self._origin)
         self._said += [f"environment: {text}" for text in opening.texts if text]
         limit = self._request.cut_after or self._options.max_turns
         for turn in range(limit):
@@ -234,26 +237,30 @@ class _Agent:
     async def _write(self, engine: TokenEngine, segment: Segment, max_tokens: int, *what: object) -> Sampled:
         """What an engine writes after the segment; `what` decides the seed. Raises: EpisodeEnd."""
         most = min(self._room(segment), max_tokens)
-        return await engine.generate(segment.ids, max_tokens=most, seed=self._seed(*what))
+        sampled = await engine.generate(segment.ids, max_tokens=most, seed=self._seed(*what))
+        async with self._site.handover:
+            await asyncio.sleep(0)
+        return sampled
 
     def _seed(self, *what: object) -> int:
         return seed_of(self._request.seed, self._request.sample.sample_id, *what)
 
     async def _go_on(self, segment: Segment, sampled: Sampled, answer: Answer, opening: Opening) -> Segment:
         """The segment that the next turn follows: this one with what the environment answered, or a compacted one."""
-        ids = answer.ids(opening.dialogue)
+        ids = await read_aside(answer.ids, opening.dialogue)
         self._note(answer)
         self._compactor.add(sampled.token_ids, ids)
         compaction = self._compactor.due(len(segment.ids) + len(ids))
         if compaction is None:
             segment.append(ids)
             return segment
-        segment.append(answer.ids(opening.dialogue, compaction.prompt))
+        segment.append(await read_aside(answer.ids, opening.dialogue, compaction.prompt))
         said = await self._sample(segment, compaction.max_tokens, "summary", self._compactor.done)
-        summary = readable(opening.dialogue.text(said.token_ids))
+        summary = readable(await read_aside(opening.dialogue.text, said.token_ids))
         self._said.append(f"summary: {summary}")
         kept = self._compactor.cut(compaction.keep_last)
-        return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], "summary", segment)
+        resumed = await read_aside(opening.ids, compaction.resume.replace(PLACE, summary))
+        return self._trace.begin([*resumed, *kept], "summary", segment)
 
     def _note(self, answer: Answer) -> None:
         """Keep for people what the environment said. Raises: BadObservation for what nobody can read."""
@@ -262,7 +269,7 @@ class _Agent:
     async def _begin(self) -> Opening:
         request = self._request
         first = await self._world.begin()
-        dialogue = self._site.dialogues.make(request, (*self._world.tools, *self._delegation.tools))
+        dialogue = await read_aside(self._site.dialogues.make, request, (*self._world.tools, *self._delegation.tools))
         return Opening(dialogue, request.prompt.text, first)
 
     def _room(self, segment: Segment) -> int:
@@ -286,10 +293,10 @@ class _Agent:
         if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
             self._room(segment)  # cut by the episode's budget or by the context: the turn is not whole
         self._turns += 1
-        self._text = text = dialogue.text(sampled.token_ids)
+        self._text = text = await read_aside(dialogue.text, sampled.token_ids)
         self._said.append(f"{who}: {text}")
         try:
-            calls = dialogue.calls(text)
+            calls = await read_aside(dialogue.calls, text)
             delegated = [self._delegation.starts(call) for call in calls]
         except BadCall as error:
             self._invalid += 1
