@@ -35,7 +35,7 @@ from opd.rollouts.endpoint.dialogue import Dialogue, Unreadable
 from opd.rollouts.endpoint.draws import Draws
 from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, digests, refused
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
-from opd.rollouts.episodes.runner import seed_of
+from opd.rollouts.episodes.runner import UNREADABLE, seed_of
 from opd.rollouts.episodes.threads import read_aside
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Audit, Segment, Trace
@@ -112,8 +112,11 @@ class _Written:
     """All of its text."""
     text: str
     """What stands around the calls."""
-    calls: tuple[Call, ...]
-    looked: Looked
+    calls: tuple[Call, ...] = ()
+    unread: str = ""
+    """Why a call in it cannot be read."""
+    looked: Looked = field(default_factory=lambda: Looked(calls=()))
+    """What the guard says of it."""
 
 
 class Session:
@@ -220,15 +223,21 @@ class Session:
             written = await task
         finally:
             self._running.discard(task)
-        sampled, stopped_by, whole, text, calls = await read_aside(self._read, written, request)
-        made = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in calls)
-        looked = await self._watch.look(turn.number, text, made) if self._watch else Looked(calls=made)
-        return _Written(sampled, stopped_by, whole, text, calls, looked)
+        read = await read_aside(self._read, written, request)
+        if self._watch is None:
+            return read
+        made = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in read.calls)
+        return replace(read, looked=await self._watch.look(turn.number, read.text, made))
 
     async def _go_on(self, turn: Turn, written: _Written) -> Turn:
         """The turn that follows one of which nothing happens: the session answers it itself. Raises: ApiError."""
         request, looked = turn.request, written.looked
-        new = _results(written.calls, looked.dummies) or [Message(role="user", text=str(looked.instead))]
+        if written.unread:
+            new = [Message(role="tool", text=f"{UNREADABLE}{written.unread}")]
+        elif written.calls:
+            new = _results(written.calls, looked.instead)
+        else:
+            new = [Message(role="user", text=str(looked.instead))]
         self.said += [f"{message.role}: {message.text}" for message in new]
         try:
             following = await read_aside(self._dialogue.after, written.sampled.token_ids, new, request.tools)
@@ -345,17 +354,17 @@ class Session:
         self.last_text = reply.text
         return reply
 
-    def _read(self, written: Sampled, request: Request) -> tuple[Sampled, str | None, str, str, tuple[Call, ...]]:
-        """A turn up to the client's stop string, that string, all of its text, the text and the calls that the agent gets; all of
-        it is text if a call cannot be read."""
+    def _read(self, written: Sampled, request: Request) -> _Written:
+        """Read a turn up to the client's stop string; all of it is text if a call cannot be read."""
         sampled, stopped_by = self._cut(written, request)
         whole = self._dialogue.text(sampled.token_ids)
         shown = whole if stopped_by is None else whole.partition(stopped_by)[0]
         try:
-            return sampled, stopped_by, whole, *self._dialogue.calls(shown, request.tools)
-        except BadCall:
+            text, calls = self._dialogue.calls(shown, request.tools)
+        except BadCall as error:
             self.invalid_calls += 1
-            return sampled, stopped_by, whole, shown, ()
+            return _Written(sampled, stopped_by, whole, shown, unread=str(error))
+        return _Written(sampled, stopped_by, whole, text, calls)
 
     def _cut(self, sampled: Sampled, request: Request) -> tuple[Sampled, str | None]:
         """Cut a turn after the token with which the first of the client's stop strings is there.
@@ -381,10 +390,9 @@ def _digest(context: str, messages: Sequence[Message]) -> str:
     return deque(digests(context, messages), maxlen=1).pop() if messages else ""
 
 
-def _results(calls: Sequence[Call], dummies: Sequence[str | None]) -> list[Message]:
-    """What the session itself answers to blocked calls."""
-    blocked = ((call, text) for call, text in zip(calls, dummies, strict=False) if text is not None)
-    return [Message(role="tool", text=text, answers=call.id) for call, text in blocked]
+def _results(calls: Sequence[Call], texts: Sequence[str]) -> list[Message]:
+    """Return what the session itself answers to the calls of a turn of which nothing happens."""
+    return [Message(role="tool", text=text, answers=call.id) for call, text in zip(calls, texts, strict=True)]
 
 
 def _in_order(new: Sequence[Message], calls: Sequence[Call]) -> Sequence[Message]:

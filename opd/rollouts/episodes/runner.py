@@ -316,7 +316,7 @@ class _Agent:
         """What the environment says to a turn, and what the guard says in its place. Raises: EpisodeEnd."""
         looked = Looked(calls=action.calls)
         if self._watch is not None:
-            looked = await self._watch.look(self._turns - 1, action.text, action.calls)
+            looked = await self._watch.look(self._turns - 1, "" if action.calls else action.text, action.calls)
             self._watch.keep(looked)
             self._said += [event.line for event in looked.seen.events]
             if looked.blocked:

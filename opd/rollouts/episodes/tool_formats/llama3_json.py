@@ -12,26 +12,13 @@ from typing import Any
 
 from opd.environments.records import Tool, ToolCall
 from opd.json_fields import STRICT
-from opd.rollouts.episodes.tool_formats.records import BadCall, Written, arguments_of
+from opd.rollouts.episodes.tool_formats.records import BadCall, Uncounted, Written, arguments_of
 
 TAG = "<|python_tag|>"
 _BEGUN = re.compile(r'\{\s*("name"|"parameters"|"arguments"|"type"\s*:\s*"function")')
 """Begins a call, and hardly any other text."""
 _OBJECT = re.compile(r'\{\s*"')
 """Begins an object that is not empty."""
-
-
-class _Uncounted(str):
-    """A text of which no lines are counted. Python's JSON counts those before each error, so that a text with an error at every
-    brace would take the square of its length."""
-
-    __slots__ = ()
-
-    def count(self, *_: object) -> int:
-        return 0
-
-    def rfind(self, *_: object) -> int:
-        return -1
 
 
 class Llama3Json:
@@ -62,7 +49,7 @@ class Llama3Json:
 
 def _objects(text: str) -> Iterator[tuple[int, int, ToolCall]]:
     """Begin, end and content of each call. Raises: BadCall for one that was begun and is no JSON, or has no parameters."""
-    uncounted, end = _Uncounted(text), 0
+    uncounted, end = Uncounted(text), 0
     while (found := _OBJECT.search(text, end)) is not None:
         begin = found.start()
         try:

@@ -20,6 +20,19 @@ class BadCall(Exception):
         super().__init__(readable(why))
 
 
+class Uncounted(str):
+    """A text of which no lines are counted. Python's JSON counts those before each error, so that a text with an error at every
+    brace would take the square of its length."""
+
+    __slots__ = ()
+
+    def count(self, *_: object) -> int:
+        return 0
+
+    def rfind(self, *_: object) -> int:
+        return -1
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """A turn as a format reads it."""
