@@ -22,8 +22,10 @@ from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.rows import EpisodeRow
 from experts.spec import TrainSettings
 from opd.errors import ModelError, PromptError
-from opd.prompts import PromptLine, encode_prompt
+from opd.prompts import PromptLine, encode_prompt, render_prompt
 from opd.prompts.encode import refused_row
+from opd.prompts.harmless import harmless_inside, special_texts
+from opd.rollouts.episodes.tool_formats import forbidden_in_turns
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.schedule import LearningRate
 
@@ -254,10 +256,11 @@ def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> st
             wanted="a completion of the same kind as the prompt: text, or chat messages",
             fix="add or correct the column `completion`",
         )
-    prompt = str(tokenizer.apply_chat_template(line.prompt, add_generation_prompt=True, tokenize=False))
-    whole = str(
-        tokenizer.apply_chat_template([*line.prompt, *line.completion], add_generation_prompt=False, tokenize=False)
-    )
+    prompt = render_prompt(tokenizer, line.prompt)
+    specials = special_texts(tokenizer)
+    messages = [harmless_inside(message, specials) for message in line.prompt]
+    messages += [harmless_inside(message, forbidden_in_turns(specials)) for message in line.completion]
+    whole = str(tokenizer.apply_chat_template(messages, add_generation_prompt=False, tokenize=False))
     if not whole.startswith(prompt):
         raise PromptError.at(
             "chat template",

@@ -17,9 +17,10 @@ from jinja2 import TemplateError
 from experts.episodes.rows import EpisodeRow, Turn, learned
 from opd.errors import PromptError
 from opd.prompts.encode import encode_text
+from opd.prompts.harmless import harmless, special_texts
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
-from opd.rollouts.episodes.tool_formats import AUTO
+from opd.rollouts.episodes.tool_formats import AUTO, forbidden_in_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,10 +90,12 @@ class EpisodeEncoder:
     def _turns(self, row: EpisodeRow, dialogue: Dialogue) -> Iterator[tuple[list[int], list[int], bool]]:
         read = dialogue.first(row.prompt, _first(row.observations[0]))
         end = self._end if self._appender is None or isinstance(row.prompt, str) else self._appender.end_id
+        forbidden = forbidden_in_turns(special_texts(self._tokenizer))
         for number, turn in enumerate(row.turns):
             if number:
                 read = self._after(dialogue, row.observations[number])
-            yield read, [*encode_text(self._tokenizer, turn["content"]), end], learned(turn)
+            said = harmless(turn["content"], forbidden)
+            yield read, [*encode_text(self._tokenizer, said), end], learned(turn)
 
     def _after(self, dialogue: Dialogue, messages: Sequence[Turn]) -> list[int]:
         """Tokens between a turn and the next one."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from opd.model_weights import load_causal_lm
 from opd.prompts.encode import encode_text, render_prompt
-from opd.rollouts.episodes.chat import harmless, special_texts
+from opd.prompts.harmless import harmless, special_texts
 
 
 class ModelScorer:

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
 from opd.prompts.encode import encode_text
+from opd.prompts.harmless import harmless, special_texts
 from opd.rollouts.endpoint.messages import Call, Message
-from opd.rollouts.episodes.chat import ChatAppender, call_id, harmless, special_texts, without_tool_role
+from opd.rollouts.episodes.chat import ChatAppender, call_id, without_tool_role
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import plain_calls
 
@@ -91,20 +92,25 @@ class ChatMessages:
 class PlainMessages:
     """For a student without a chat template: the texts of all messages one after the other, as the agent words them."""
 
-    def __init__(self, tokenizer: TurnTokenizer) -> None:
+    def __init__(self, tokenizer: TurnTokenizer, prompt: str = "") -> None:
+        """`prompt` is the episode's, which may have special tokens: where a conversation begins with it, they stay."""
         self._tokenizer = tokenizer
         self._special = special_texts(tokenizer)
+        self._prompt = prompt
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        calls = ((f"{call.name} {json.dumps(call.arguments, default=dict)}" for call in m.calls) for m in messages)
-        texts = "".join(m.text + "".join(made) for m, made in zip(messages, calls, strict=True))
-        try:
-            return encode_text(self._tokenizer, harmless(texts, self._special)) if texts else []
-        except (ValueError, TypeError) as error:  # a lone surrogate is no text
-            raise Unreadable(str(error)) from None
+        texts = _side_by_side(messages)
+        kept = self._prompt if texts.startswith(self._prompt) else ""
+        return self._ids(kept + harmless(texts.removeprefix(kept), self._special))
 
     def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        return self.whole(messages, tools)
+        return self._ids(harmless(_side_by_side(messages), self._special))
+
+    def _ids(self, text: str) -> list[int]:
+        try:
+            return encode_text(self._tokenizer, text) if text else []
+        except (ValueError, TypeError) as error:  # a lone surrogate is no text
+            raise Unreadable(str(error)) from None
 
     def text(self, turn: Sequence[int]) -> str:
         return self._tokenizer.decode(turn, skip_special_tokens=True)
@@ -112,6 +118,12 @@ class PlainMessages:
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
         found = plain_calls(text, tools)
         return ("" if found else text), _named(found)
+
+
+def _side_by_side(messages: Sequence[Message]) -> str:
+    """Return the texts of messages with their calls, one after the other."""
+    calls = ((f"{call.name} {json.dumps(call.arguments, default=dict)}" for call in m.calls) for m in messages)
+    return "".join(m.text + "".join(made) for m, made in zip(messages, calls, strict=True))
 
 
 def _named(calls: Sequence[ToolCall]) -> tuple[Call, ...]:

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
 from opd.prompts.encode import encode_text
+from opd.prompts.harmless import harmless, special_texts
 from opd.prompts.line import Messages
-from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
+from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import checked_calls, plain_calls
 from opd.text import control_in
@@ -85,9 +86,9 @@ class ChatDialogue:
 
     def first(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
         assert not isinstance(prompt, str)
-        given = [dict(message) for message in prompt]
+        given = [self._appender.safe(message) for message in prompt]
         if not isinstance(observation, str):
-            given += [m | {"content": self._safe(m["content"])} for m in observation]
+            given += [self._appender.safe(m | {"content": checked(m["content"])}) for m in observation]
         else:
             self._say(given, observation)
         self._say(given, note)

@@ -24,8 +24,9 @@ from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.guard.build import shared_guard
 from opd.guard.watch import Looked, Watch
 from opd.interfaces import TokenEngine
+from opd.prompts.harmless import harmless, special_texts
 from opd.rollouts.endpoint.options import AgentOptions
-from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
+from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import Compactor
 from opd.rollouts.episodes.delegation import Delegation, in_order
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, checked
