@@ -142,9 +142,9 @@ def digests(context: str, messages: Iterable[Message]) -> Iterator[str]:
         yield digest
 
 
-def given(body: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the names to which the body gives a value."""
-    return tuple(name for name in names if body.get(name) is not None)
+def given_beside(body: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
+    """Return the other keys to which the body gives a value: the first of them, and of each its first characters."""
+    return tuple(sorted(key[:40] for key, value in body.items() if key not in names and value is not None)[:40])
 
 
 def pieces(text: str) -> Iterable[str]:

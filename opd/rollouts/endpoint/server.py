@@ -20,6 +20,7 @@ from opd.rollouts.endpoint import anthropic, openai
 from opd.rollouts.endpoint.messages import ApiError, Reply, Request, refused
 from opd.rollouts.endpoint.session import Session, Turn
 from opd.rollouts.episodes.threads import read_aside
+from opd.text import one_line
 
 LOOPBACK = "127.0.0.1"
 MODEL = "policy"
@@ -152,11 +153,16 @@ async def _in_the_apis_form(
         return await handler(request)
     except ApiError as error:
         problem = error
+    except web.RequestPayloadError as error:
+        problem = refused(f"the body cannot be read: {one_line(str(error.__cause__ or error), 100)}")
     except web.HTTPRequestEntityTooLarge:
         problem = ApiError(413, "too_large", f"the body has more than {request.client_max_size >> 20} MiB")
     except web.HTTPException as error:  # no such URL, or another method
         problem = ApiError(error.status, "not_found", f"{request.method} {request.path:.100}: {error.reason}")
-    return web.json_response(_codec(request).error(problem), status=problem.status)
+    answer = web.json_response(_codec(request).error(problem), status=problem.status)
+    if request.content.exception() is not None:  # where the next request on this connection would begin nobody knows
+        answer.force_close()
+    return answer
 
 
 async def _stream(http: web.Request, codec: Codec, request: Request, turn: Turn) -> web.StreamResponse:
