@@ -23,6 +23,7 @@ from experts.episodes.rows import EpisodeRow
 from experts.spec import TrainSettings
 from opd.errors import ModelError, PromptError
 from opd.prompts import PromptLine, encode_prompt, render_prompt
+from opd.prompts.chat_templates import apply_template
 from opd.prompts.encode import refused_row
 from opd.prompts.harmless import harmless_inside, special_texts
 from opd.rollouts.episodes.tool_formats import forbidden_in_turns
@@ -260,7 +261,7 @@ def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> st
     specials = special_texts(tokenizer)
     messages = [harmless_inside(message, specials) for message in line.prompt]
     messages += [harmless_inside(message, forbidden_in_turns(specials)) for message in line.completion]
-    whole = str(tokenizer.apply_chat_template(messages, add_generation_prompt=False, tokenize=False))
+    whole = apply_template(tokenizer, messages, add_generation_prompt=False)
     if not whole.startswith(prompt):
         raise PromptError.at(
             "chat template",

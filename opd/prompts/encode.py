@@ -8,6 +8,7 @@ from typing import Any
 
 from opd.errors import PromptError
 from opd.interfaces import Tokenizer
+from opd.prompts.chat_templates import apply_template
 from opd.prompts.harmless import harmless, harmless_inside, special_texts
 from opd.prompts.line import Messages
 
@@ -37,8 +38,7 @@ def render_messages(tokenizer: Tokenizer, prompt: Messages, day: date | None = N
     """Return what the chat template makes of messages as they are. Raises: as `render_prompt`."""
     # transformers gives templates a function of this name; a variable of the same name takes precedence.
     clock = {} if day is None else {"strftime_now": datetime.combine(day, time()).strftime}
-    text: str = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **clock, **variables)
-    return text
+    return apply_template(tokenizer, prompt, add_generation_prompt=True, **clock, **variables)
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from opd.interfaces import Tokenizer
+from opd.prompts.chat_templates import apply_template
 
 OWN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """What a policy writes within its turn: other texts may name it."""
@@ -66,8 +67,8 @@ def _between_messages(tokenizer: Any) -> Iterator[str]:
     said, more = {"role": "assistant", "content": _SAID[1]}, {"role": "user", "content": _SAID[2]}
     for chat in ([user, said, more], [system, more], [user, said, tool | {"content": _SAID[2]}]):
         try:
-            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError):
+            text = apply_template(tokenizer, chat, add_generation_prompt=True)
+        except (TemplateError, ValueError, TypeError):
             continue  # a template that takes no such conversation marks none
         yield from re.split("|".join(_SAID), text)
 
