@@ -23,9 +23,10 @@ from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.rows import EpisodeRow
 from experts.spec import TrainSettings
 from opd.errors import ModelError, PromptError
-from opd.prompts import PromptLine, encode_prompt
-from opd.prompts.encode import refused_row, render_prompt
-from opd.rollouts.episodes.tool_formats import AUTO
+from opd.prompts import PromptLine, encode_prompt, render_prompt
+from opd.prompts.encode import refused_row, render_messages
+from opd.prompts.harmless import harmless_inside, special_texts
+from opd.rollouts.episodes.tool_formats import AUTO, forbidden_in_turns
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.schedule import LearningRate
 
@@ -265,7 +266,10 @@ def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine, day: 
             fix="add or correct the column `completion`",
         )
     prompt = render_prompt(tokenizer, line.prompt, day)
-    whole = render_prompt(tokenizer, [*line.prompt, *line.completion], day, add_generation_prompt=False)
+    specials = special_texts(tokenizer)
+    messages = [harmless_inside(message, specials) for message in line.prompt]
+    messages += [harmless_inside(message, forbidden_in_turns(specials)) for message in line.completion]
+    whole = render_messages(tokenizer, messages, day, add_generation_prompt=False)
     if not whole.startswith(prompt):
         raise PromptError.at(
             "chat template",

@@ -25,6 +25,7 @@ from opd.errors import ConfigError, ModelError, PromptError, RegistryError
 from opd.files import atomic_write_text, replace_dir
 from opd.processor import slow_bf16
 from opd.prompts import PromptLine, find_source, read_prompt_lines
+from opd.prompts.chat_templates import refuse_runaway_template
 
 if TYPE_CHECKING:
     import torch
@@ -199,7 +200,9 @@ def _reader_of(base: BaseSpec) -> tuple[PreTrainedTokenizerBase, Sequence[int]]:
 
     if base.model is None:
         return build_tokenizer(), ()
-    return AutoTokenizer.from_pretrained(base.model), inspect_model(base.model, hash_weights=False).eos_token_ids
+    tokenizer = AutoTokenizer.from_pretrained(base.model)
+    refuse_runaway_template(tokenizer, base.model)
+    return tokenizer, inspect_model(base.model, hash_weights=False).eos_token_ids
 
 
 def made_by(directory: Path) -> TrainingRecord | None:

@@ -29,7 +29,7 @@ from opd.prompts.line import Messages
 from opd.prompts.rows import Rows, open_rows
 from opd.types import Prompt
 
-FORMAT = 1
+FORMAT = 2
 """Version of the cached token ids; raise it if the same rows would give other ids."""
 SCHEMA = pa.schema(
     [

@@ -29,6 +29,7 @@ from opd.imports import TRANSFORMERS, import_lightly
 from opd.lora import ADAPTER_WEIGHTS, LoraSize
 from opd.named import is_place
 from opd.prompts import PromptTable
+from opd.prompts.chat_templates import refuse_runaway_template
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
 from pipelines.inputs.architectures import (
@@ -232,10 +233,13 @@ def inspect_student(config: PipelineConfig, hash_weights: bool = True) -> ModelI
 
 
 def load_tokenizer(model_dir: Path) -> Any:
-    """The tokenizer of a model directory; no code from the directory is run."""
+    """The tokenizer of a model directory; no code from the directory is run. Raises: ModelError for a chat template that takes too
+    much time or memory."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+    refuse_runaway_template(tokenizer, model_dir)
+    return tokenizer
 
 
 def _experts(config: PipelineConfig) -> dict[str, Expert]:

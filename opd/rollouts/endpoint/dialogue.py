@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
 from opd.prompts.encode import encode_text
+from opd.prompts.harmless import harmless, special_texts
 from opd.rollouts.endpoint.messages import Call, Message
-from opd.rollouts.episodes.chat import ChatAppender, call_id, harmless, special_texts, without_tool_role
+from opd.rollouts.episodes.chat import ChatAppender, call_id, without_tool_role
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import plain_calls
 
@@ -100,29 +101,33 @@ class PlainMessages:
     """For a student without a chat template: the texts of all messages one after the other, as the agent words them, and an end
     token after each of the policy, which it writes itself where its turn is not rendered anew."""
 
-    def __init__(self, tokenizer: TurnTokenizer) -> None:
+    def __init__(self, tokenizer: TurnTokenizer, prompt: str = "") -> None:
+        """`prompt` is the episode's, which may have special tokens: where a conversation begins with it, they stay."""
         self._tokenizer = tokenizer
         self._special = special_texts(tokenizer)
         self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self._prompt = prompt
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         ids: list[int] = []
-        try:
-            for theirs, run in groupby(messages, key=lambda message: message.role == "assistant"):
-                if theirs:
-                    for message in run:
-                        ids += [*self._encoded(_written(message)), *self._end]
-                else:
-                    ids += self._encoded("".join(map(_written, run)))
-        except (ValueError, TypeError) as error:  # a lone surrogate is no text
-            raise Unreadable(str(error)) from None
+        for theirs, run in groupby(messages, key=lambda message: message.role == "assistant"):
+            if theirs:
+                for message in run:
+                    ids += [*self._ids(harmless(_side_by_side([message]), self._special)), *self._end]
+                continue
+            text = _side_by_side(list(run))
+            kept = self._prompt if not ids and text.startswith(self._prompt) else ""
+            ids += self._ids(kept + harmless(text.removeprefix(kept), self._special))
         return ids
 
-    def _encoded(self, text: str) -> list[int]:
-        return encode_text(self._tokenizer, harmless(text, self._special)) if text else []
-
     def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        return self.whole(messages, tools)
+        return self._ids(harmless(_side_by_side(messages), self._special))
+
+    def _ids(self, text: str) -> list[int]:
+        try:
+            return encode_text(self._tokenizer, text) if text else []
+        except (ValueError, TypeError) as error:  # a lone surrogate is no text
+            raise Unreadable(str(error)) from None
 
     def prove_kept(self, written: Sequence[int], messages: Sequence[Message]) -> None:
         """Plain text stays."""
@@ -135,10 +140,10 @@ class PlainMessages:
         return ("" if found else text), _named(found)
 
 
-def _written(message: Message) -> str:
-    """A message as plain text, its calls as the policy writes them."""
-    calls = (f"{call.name} {json.dumps(call.arguments, default=dict)}" for call in message.calls)
-    return message.text + "".join(calls)
+def _side_by_side(messages: Sequence[Message]) -> str:
+    """Return the texts of messages with their calls, one after the other."""
+    calls = ((f"{call.name} {json.dumps(call.arguments, default=dict)}" for call in m.calls) for m in messages)
+    return "".join(m.text + "".join(made) for m, made in zip(messages, calls, strict=True))
 
 
 def _named(calls: Sequence[ToolCall]) -> tuple[Call, ...]:

@@ -19,7 +19,8 @@ from typing import Any
 
 from opd.environments.records import Tool, ToolCall
 from opd.errors import ModelError
-from opd.prompts.encode import encode_text, render_prompt
+from opd.prompts.encode import encode_text, render_messages
+from opd.prompts.harmless import harmless, harmless_inside, special_texts
 from opd.rollouts.episodes.thoughts import TAGS, has_thoughts, split_thoughts
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tool_formats import AUTO, FALLBACK, TOOL_FORMATS, tool_format
@@ -51,33 +52,6 @@ CALLING = """You can call these functions:
 </tools>
 {told}"""
 """What the system message says of tools, where the chat template does not."""
-
-
-def special_texts(tokenizer: TurnTokenizer) -> list[str]:
-    """The texts that the tokenizer reads as one special token, the longest first."""
-    # Those that have no role such as end or padding are not in `all_special_ids`: Llama's headers, Mistral's [TOOL_CALLS].
-    added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-    found = {tokenizer.decode([i], skip_special_tokens=False) for i in {*tokenizer.all_special_ids, *added}}
-    return sorted(found - {""}, key=lambda text: (-len(text), text))
-
-
-def harmless(text: str, specials: Sequence[str]) -> str:
-    """The text with a blank inside of whatever would be read as a special token; in place of one of a single character, which would
-    leave what stands around it side by side."""
-    for special in specials:
-        text = text.replace(special, f"{special[0]} {special[1:]}" if len(special) > 1 else " ")
-    return text
-
-
-def harmless_inside(value: Any, specials: Sequence[str]) -> Any:
-    """A JSON value with all of its texts harmless, keys too."""
-    if isinstance(value, str):
-        return harmless(value, specials)
-    if isinstance(value, Mapping):
-        return {harmless(str(key), specials): harmless_inside(inner, specials) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [harmless_inside(inner, specials) for inner in value]
-    return value
 
 
 class ChatAppender:
@@ -123,10 +97,11 @@ class ChatAppender:
         return self._stop_ids[self._stops.index(self._closer)]
 
     def first(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Token ids of the messages that come before the first turn. Raises: what the template raises."""
+        """Token ids of the messages that come before the first turn, which `safe` has made harmless. Raises: what the template
+        raises."""
         given = [dict(message) for message in messages]
         if tools and not self.tools_in_template:
-            listed = "\n".join(json.dumps(tool.schema()) for tool in tools)
+            listed = "\n".join(map(json.dumps, self._schemas(tools)))
             told = CALLING.format(tools=listed, told=self.format.told)
             given = _with_system(given, told) if self._takes(_HISTORIES[1]) else _with_preface(given, told)
             tools = ()
@@ -219,8 +194,12 @@ class ChatAppender:
         return found
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        variables: dict[str, Any] = {"tools": [tool.schema() for tool in tools]} if tools else {}
-        return render_prompt(self._tokenizer, [dict(m) for m in messages], self._day, **variables)
+        variables: dict[str, Any] = {"tools": self._schemas(tools)} if tools else {}
+        return render_messages(self._tokenizer, [dict(m) for m in messages], self._day, **variables)
+
+    def _schemas(self, tools: Sequence[Tool]) -> list[Any]:
+        """What the policy reads of tools: what they say of themselves is text, too."""
+        return [harmless_inside(tool.schema(), self._special) for tool in tools]
 
     def _takes(self, history: Sequence[Message]) -> bool:
         return self._works(lambda: self._render(history))

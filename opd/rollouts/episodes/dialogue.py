@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
 from opd.prompts.encode import encode_text
+from opd.prompts.harmless import harmless, special_texts
 from opd.prompts.line import Messages
-from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
+from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import checked_calls, plain_calls
-from opd.text import is_control
+from opd.text import control_in
 
 Observation = str | tuple[str, ...]
 MAX_OBSERVATION = 1 << 18
@@ -100,9 +101,9 @@ class ChatDialogue:
 
     def first(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
         assert not isinstance(prompt, str)
-        given = [dict(message) for message in prompt]
+        given = [self._appender.safe(message) for message in prompt]
         if not isinstance(observation, str):
-            given += [m | {"content": self._safe(m["content"])} for m in observation]
+            given += [self._appender.safe(m | {"content": checked(m["content"])}) for m in observation]
         else:
             self._say(given, observation)
         self._say(given, note)
@@ -148,7 +149,6 @@ def checked(text: str) -> str:
     """An environment's text as it is. Raises: BadObservation if it is too long, or has characters that are no text."""
     if len(text) > MAX_OBSERVATION:
         raise BadObservation(f"{len(text):,} characters, at most {MAX_OBSERVATION:,} can be read")
-    odd = next((c for c in text if is_control(c)), None)
-    if odd is not None:
-        raise BadObservation(f"the control character {odd!r} at place {text.index(odd)}")
+    if (odd := control_in(text)) is not None:
+        raise BadObservation(f"the control character {odd[0]!r} at place {odd.start()}")
     return text

@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from typing import Any, TypeVar
@@ -24,13 +24,15 @@ from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.guard.build import shared_guard
 from opd.guard.watch import Looked, Watch
 from opd.interfaces import TokenEngine
+from opd.prompts.harmless import harmless, special_texts
 from opd.rollouts.endpoint.options import AgentOptions
-from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
+from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import Compactor
 from opd.rollouts.episodes.delegation import Delegation, in_order
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, checked
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.thoughts import without_thoughts
+from opd.rollouts.episodes.threads import read_aside
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
@@ -119,6 +121,8 @@ class _Site:
     """The policy's."""
     expert: TokenEngine | None
     """Writes the turns of a request's guide."""
+    handover: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by one turn at a time that has just been sampled: where all end together, the loop gets to other work between them."""
 
 
 class _Agent:
@@ -210,7 +214,7 @@ class _Agent:
     async def _play(self) -> None:
         """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
         opening = await self._begin()
-        segment = self._trace.begin(opening.ids(), self._origin)
+        segment = self._trace.begin(await read_aside(opening.ids), self._origin)
         self._history = History(list(segment.ids))
         self._said += [f"environment: {text}" for text in opening.texts if text]
         limit = self._request.cut_after or self._options.max_turns
@@ -244,7 +248,10 @@ class _Agent:
 
     async def _write(self, engine: TokenEngine, segment: Segment, max_tokens: int, *what: object) -> Sampled:
         """What an engine writes after the segment; `what` decides the seed."""
-        return await engine.generate(segment.ids, max_tokens=max_tokens, seed=self._seed(*what))
+        sampled = await engine.generate(segment.ids, max_tokens=max_tokens, seed=self._seed(*what))
+        async with self._site.handover:
+            await asyncio.sleep(0)
+        return sampled
 
     def _seed(self, *what: object) -> int:
         return seed_of(self._request.seed, self._request.sample.sample_id, *what)
@@ -252,22 +259,23 @@ class _Agent:
     async def _go_on(self, segment: Segment, sampled: Sampled, answer: Answer, opening: Opening) -> Segment:
         """The segment that the next turn follows: this one with what the environment answered, one without earlier thoughts, or a
         compacted one."""
-        dialogue, ids = opening.dialogue, answer.ids(opening.dialogue)
+        dialogue = opening.dialogue
+        ids = await read_aside(answer.ids, dialogue)
         self._note(answer)
         self._history.turns.append((list(sampled.token_ids), ids))
         if dialogue.drops_thoughts(calls=answer.calls):
-            self._history = self._history.without_thoughts(dialogue)
+            self._history = await read_aside(self._history.without_thoughts, dialogue)
         compaction = self._compactor.due(len(self._history.ids))
         if compaction is None:
             return self._trace.go_on(segment, self._history.ids)
-        asked = self._history.with_last(answer.ids(dialogue, compaction.prompt))
+        asked = self._history.with_last(await read_aside(answer.ids, dialogue, compaction.prompt))
         if dialogue.drops_thoughts(calls=answer.calls, noted=True):
-            asked = asked.without_thoughts(dialogue)
+            asked = await read_aside(asked.without_thoughts, dialogue)
         segment = self._trace.go_on(segment, asked.ids)
         said = await self._sample(segment, compaction.max_tokens, "summary", self._compactor.done)
-        summary = readable(without_thoughts(dialogue.text(said.token_ids)))
+        summary = readable(without_thoughts(await read_aside(dialogue.text, said.token_ids)))
         self._said.append(f"summary: {summary}")
-        head = opening.ids(compaction.resume.replace(PLACE, summary))
+        head = await read_aside(opening.ids, compaction.resume.replace(PLACE, summary))
         self._history = self._compactor.cut(self._history, compaction.keep_last, head)
         return self._trace.begin(self._history.ids, "summary", segment)
 
@@ -278,7 +286,7 @@ class _Agent:
     async def _begin(self) -> Opening:
         request = self._request
         first = await self._world.begin()
-        dialogue = self._site.dialogues.make(request, (*self._world.tools, *self._delegation.tools))
+        dialogue = await read_aside(self._site.dialogues.make, request, (*self._world.tools, *self._delegation.tools))
         return Opening(dialogue, request.prompt.text, first)
 
     def _room(self, segment: Segment) -> int:
@@ -306,10 +314,10 @@ class _Agent:
         if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
             self._room(segment)  # cut by the episode's budget or by the context: the turn is not whole
         self._turns += 1
-        self._text = text = dialogue.text(sampled.token_ids)
+        self._text = text = await read_aside(dialogue.text, sampled.token_ids)
         self._said.append(f"{who}: {text}")
         try:
-            calls = dialogue.calls(text)
+            calls = await read_aside(dialogue.calls, text)
             delegated = [self._delegation.starts(call) for call in calls]
         except BadCall as error:
             self._invalid += 1
@@ -329,7 +337,7 @@ class _Agent:
         """What the environment says to a turn, and what the guard says in its place. Raises: EpisodeEnd."""
         looked = Looked(calls=action.calls)
         if self._watch is not None:
-            looked = await self._watch.look(self._turns - 1, action.text, action.calls)
+            looked = await self._watch.look(self._turns - 1, "" if action.calls else action.text, action.calls)
             self._watch.keep(looked)
             self._said += [event.line for event in looked.seen.events]
             if looked.blocked:

@@ -15,7 +15,8 @@ from opd.rollouts.episodes.tool_formats.records import BadCall, Written, argumen
 
 MARK, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 WHERE = f"after {MARK}"
-_NAMED = re.compile(r"([^\s\[{]+)\s*(?:\[CALL_ID\][^\s\[{]*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+_NAMED = re.compile(r"([^\s\[{]++)\s*+(?:\[CALL_ID\][^\s\[{]*+)?(?:\[ARGS\])?\s*+(\{.*)", re.DOTALL)
+"""Takes nothing back that it has matched: with two places for blanks, a long run of them would be tried in every division."""
 
 
 class Mistral:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -79,6 +80,8 @@ def _value(node: ast.expr | None) -> Any:
     match node:
         case ast.Constant(value=int() as value) if value >= _TOO_LARGE:
             raise BadCall("a number of more than 4300 digits")
+        case ast.Constant(value=float() as value) if math.isinf(value):
+            raise BadCall("a number that is too large")
         case ast.Constant(value=str() | int() | float() | None as value):
             return value
         case ast.Name(id=name) if name in _OF_JSON:

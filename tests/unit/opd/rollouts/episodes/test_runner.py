@@ -18,6 +18,7 @@ import pytest
 from experts.suites.letters import build_tokenizer
 from opd.environments.records import Action, Outcome, Tool
 from opd.errors import ConfigError, ModelError, RunError
+from opd.rollouts.episodes.dialogue import ChatDialogue
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import (
     LIMITS,
@@ -27,7 +28,7 @@ from opd.rollouts.episodes.spec import (
     EpisodeStats,
     refuse_many_broken,
 )
-from opd.rollouts.episodes.trace import Sample
+from opd.rollouts.episodes.trace import Sample, Segment
 from opd.traces.making import trace_of
 from opd.types import Prompt, Sampled
 from tests.chatml import CHATML, LAST_ONLY, bpe_tokenizer, chat_tokenizer, smollm2_tokenizer
@@ -379,3 +380,58 @@ def test_too_many_broken_episodes_stop_the_run_by_name() -> None:
 
 
 assert __name__ in sys.modules, "the runner imports the environments of this file by its name"
+
+
+class Looping:
+    """Writes tags until its limit; all of its turns end in the same moment."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns, self.waiting = turns, list[asyncio.Future[None]]()
+
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+        self.waiting.append(asyncio.get_running_loop().create_future())
+        mine = self.waiting[-1]
+        if len(self.waiting) == self.turns:
+            for future in self.waiting:
+                future.set_result(None)
+            self.waiting.clear()
+        await mine
+        ids = tuple((encode("<tool_call>") * max_tokens)[:max_tokens])
+        return Sampled(token_ids=ids, logprobs=(-0.5,) * len(ids), stop_reason="length", policy_version=2)
+
+
+def test_turns_that_loop_do_not_stop_the_loop_of_all_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No turn is read in the loop's thread, and where all end in the same moment it comes to itself between any two of them."""
+    monkeypatch.setattr(f"{__name__}.CONTEXT", 30_000)
+    rounds, taken, readers = 0, list[int](), set[str]()
+    sampled, text, calls = Segment.sampled, ChatDialogue.text, ChatDialogue.calls
+
+    def took(segment: Segment, turn: Sampled) -> None:
+        taken.append(rounds)
+        sampled(segment, turn)
+
+    def read(function: Callable[..., Any], *arguments: Any) -> Any:
+        readers.add(threading.current_thread().name.partition("_")[0])
+        return function(*arguments)
+
+    monkeypatch.setattr(Segment, "sampled", took)
+    monkeypatch.setattr(ChatDialogue, "text", lambda *given: read(text, *given))
+    monkeypatch.setattr(ChatDialogue, "calls", lambda *given: read(calls, *given))
+
+    async def work() -> list[EpisodeResult]:
+        async def count() -> None:
+            nonlocal rounds
+            while True:
+                rounds += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        chat = [{"role": "user", "content": "4+1"}]
+        asked = [request(i, chat, "Adding", max_turns=2, max_turn_tokens=8192) for i in range(64)]
+        found = await run_episodes(asked, Looping(64), Dialogues(TOKENIZER, [EOS]), CONTEXT, 2)
+        counting.cancel()
+        return found
+
+    found = asyncio.run(work())
+    assert [(one.stop_reason, one.invalid_calls, one.audit.sampled) for one in found] == [("turns", 2, 16384)] * 64
+    assert len(taken) == len(set(taken)) == 128 and readers == {"reader"}

@@ -89,15 +89,15 @@ def test_a_call_in_a_thought_is_no_call_and_a_tag_in_a_call_is_text(parser: str)
 
 
 def test_tags_that_are_special_tokens_are_thoughts_too() -> None:
-    tokenizer = chat_tokenizer(QWEN3, ["<think>", "</think>"])
+    template = QWEN3.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    tokenizer = chat_tokenizer(template, ["[THINK]", "[/THINK]"])
     made = ChatAppender(tokenizer, [EOS])
-    ids = tokenizer(thinking(CALL % 1), add_special_tokens=False)["input_ids"]
-    assert made.read(made.text(ids), [ADD]).text.startswith("<think>")
+    text = f"[THINK]\nhm\n[/THINK]\n\n{CALL % 1}"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert made.text(ids) == text
     assert tokenizer.decode(made.without_thoughts([*ids, EOS])) == CALL % 1 + "<|im_end|>"
-    safe = made.safe({"role": "assistant", "content": thinking("3")})
-    assert (
-        "< think>" not in safe["content"] and "< think>" in made.safe({"role": "user", "content": "<think>"})["content"]
-    )
+    assert made.safe({"role": "assistant", "content": text})["content"] == text
+    assert "[ THINK]" in made.safe({"role": "user", "content": text})["content"]
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,31 @@ def test_random_episodes_keep_every_sampled_token_in_place_and_travel_as_arrow()
 
 def test_audits_add_up() -> None:
     assert Audit(turns=2, forks=1) + Audit(turns=3, sampled=4) == Audit(turns=5, forks=1, sampled=4)
+
+
+class Token(int):
+    """A token id that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Token.compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_a_late_fork_looks_at_no_token_one_by_one() -> None:
+    """The loop of all episodes waits meanwhile: thirty segments of a long dialogue are compared as they lie in memory."""
+    history = [Token(i) for i in range(5000)]
+    trace = Trace()
+    for number in range(30):
+        segment = trace.continue_or_fork([*history, Token(9000 + number)])
+        segment.sampled(turn(1))
+    Token.compared = 0
+    forked = trace.continue_or_fork([*history[:4000], Token(7)])
+    assert Token.compared == 0
+    assert (forked.number, forked.parent, trace.audit.forks) == (30, 0, 30)
+    forked.busy = False
+    continued = trace.continue_or_fork([*history, Token(9012), 1, 5])
+    assert (continued.number, Token.compared) == (12, 0)
