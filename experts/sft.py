@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -22,8 +23,10 @@ from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.rows import EpisodeRow
 from experts.spec import TrainSettings
 from opd.errors import ModelError, PromptError
-from opd.prompts import PromptLine, encode_prompt
-from opd.prompts.encode import refused_row
+from opd.prompts import PromptLine, encode_prompt, render_prompt
+from opd.prompts.encode import refused_row, render_messages
+from opd.prompts.harmless import harmless_inside, special_texts
+from opd.rollouts.episodes.tool_formats import AUTO, forbidden_in_turns
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.schedule import LearningRate
 
@@ -41,16 +44,18 @@ class Example(TypedDict):
     labels: list[int]
 
 
-def encode_line(tokenizer: PreTrainedTokenizerBase, line: PromptLine, ends: Sequence[int] = ()) -> Example:
+def encode_line(
+    tokenizer: PreTrainedTokenizerBase, line: PromptLine, ends: Sequence[int] = (), day: date | None = None
+) -> Example:
     """Tokenise the prompt exactly as a merge does, then the completion up to and including the end token. `ends` are the model's
-    end tokens, beside the tokenizer's own.
+    end tokens, beside the tokenizer's own; `day` is the date for a chat template that asks for one, None: today.
 
     Raises: PromptError if there is no completion of the prompt's kind, or the chat template refuses the messages or does not
     continue the prompt.
     """
     try:
-        prompt = list(encode_prompt(tokenizer, line.prompt))
-        completion = tokenizer.encode(_completion_text(tokenizer, line), add_special_tokens=False)
+        prompt = list(encode_prompt(tokenizer, line.prompt, day))
+        completion = tokenizer.encode(_completion_text(tokenizer, line, day), add_special_tokens=False)
     except PromptError:
         raise
     except (TemplateError, ValueError, TypeError) as error:
@@ -60,10 +65,16 @@ def encode_line(tokenizer: PreTrainedTokenizerBase, line: PromptLine, ends: Sequ
 
 
 def encode_lines(
-    tokenizer: PreTrainedTokenizerBase, lines: Sequence[TrainingRow], max_length: int, ends: Sequence[int] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    lines: Sequence[TrainingRow],
+    max_length: int,
+    ends: Sequence[int] = (),
+    day: date | None = None,
+    parser: str = AUTO,
 ) -> list[Example]:
-    """Every line that fits in `max_length` tokens; `ends` as for `encode_line`. Raises: PromptError if none does; ModelError if the
-    chat template cannot append the turns of an episode, or there is no end token to learn."""
+    """Every line that fits in `max_length` tokens; `ends` and `day` as for `encode_line`, `parser` is the name of the format of tool
+    calls. Raises: PromptError if none does; ModelError if the chat template cannot append the turns of an episode, or there is no
+    end token to learn."""
     if tokenizer.eos_token_id is None:
         raise ModelError.at(
             "tokenizer_config.json: eos_token",
@@ -71,11 +82,11 @@ def encode_lines(
             wanted="the token that ends a response: every row is trained to end with it",
             fix="name it in the base's tokenizer_config.json",
         )
-    encoder = EpisodeEncoder(tokenizer, ends=ends)
+    encoder = EpisodeEncoder(tokenizer, day, parser, ends)
 
     def encoded(line: TrainingRow) -> Example:
         if isinstance(line, PromptLine):
-            return encode_line(tokenizer, line, ends)
+            return encode_line(tokenizer, line, ends, day)
         ids, learned = encoder.encode(line)
         return {"input_ids": ids, "labels": [i if learn else IGNORED for i, learn in zip(ids, learned, strict=True)]}
 
@@ -243,7 +254,7 @@ def _until_end(ids: list[int], eos: int, ends: Sequence[int]) -> list[int]:
     return [*ids, eos] if last is None else ids[: last + 1]
 
 
-def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> str:
+def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine, day: date | None) -> str:
     """The completion as text."""
     if isinstance(line.prompt, str) and isinstance(line.completion, str):
         return line.completion
@@ -254,10 +265,11 @@ def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> st
             wanted="a completion of the same kind as the prompt: text, or chat messages",
             fix="add or correct the column `completion`",
         )
-    prompt = str(tokenizer.apply_chat_template(line.prompt, add_generation_prompt=True, tokenize=False))
-    whole = str(
-        tokenizer.apply_chat_template([*line.prompt, *line.completion], add_generation_prompt=False, tokenize=False)
-    )
+    prompt = render_prompt(tokenizer, line.prompt, day)
+    specials = special_texts(tokenizer)
+    messages = [harmless_inside(message, specials) for message in line.prompt]
+    messages += [harmless_inside(message, forbidden_in_turns(specials)) for message in line.completion]
+    whole = render_messages(tokenizer, messages, day, add_generation_prompt=False)
     if not whole.startswith(prompt):
         raise PromptError.at(
             "chat template",

@@ -6,6 +6,7 @@ Paths are relative to the directory that `opd` was started in.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import date
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.config.strict import NUMPY_SEEDS, Name, Strict
 from opd.settings import apply_overrides, load_yaml, no_such_yaml, validate
+from opd.types import ToolCallParser
 
 BASE = "base"
 """Name of a new base's directory."""
@@ -78,6 +80,17 @@ class BaseSpec(Strict):
     them `model` is the base as it is, and a new model stays random."""
     train: TrainSettings | None = None
     """Settings of that training; those that are left out are as in the spec's `train`."""
+    template_date: date | None = None
+    """The day, as 2026-11-20, that a chat template which asks for today's date is given in every row; default: today. Give the
+    `student.template_date` of the merge that the experts are for."""
+    tool_call_parser: ToolCallParser = "auto"
+    """How calls of tools are written in episodes; give the `student.tool_call_parser` of the merge that the experts are for."""
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How its chat template is read, as far as the spec says it: a `training.json` of an older version is still that of the
+        same settings."""
+        return self.model_dump(mode="json", include={"template_date", "tool_call_parser"}, exclude_defaults=True)
 
     @property
     def given(self) -> Path | None:

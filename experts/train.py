@@ -25,6 +25,7 @@ from opd.errors import ConfigError, ModelError, PromptError, RegistryError
 from opd.files import atomic_write_text, replace_dir
 from opd.processor import slow_bf16
 from opd.prompts import PromptLine, find_source, load_tokenizer, read_prompt_lines
+from opd.prompts.chat_templates import refuse_runaway_template
 from opd.prompts.encode import ids_in_front
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ def _slow_types(jobs: Sequence[TrainingJob]) -> list[str]:
 def base_of(spec: FromBase) -> TrainingJob:
     """The base that the experts start from: one to make, or one that is there. Raises: PromptError, ModelError."""
     origin: TrainingRecord = {"weights": inspect_model(spec.base.model).weight_files} if spec.base.model else {}
+    origin |= spec.base.reading
     if spec.base.given:
         return TrainingJob(name=BASE, directory=spec.base.given, lines=(), train=None, record=origin, given=True)
     lines, hashes = _read(spec.base.data)
@@ -187,7 +189,9 @@ def _check_rows(spec: ExpertsSpec, jobs: Sequence[TrainingJob]) -> None:
         _refuse_other_beginnings(jobs, ids_in_front(tokenizer))
         for name, lines, train in todo:
             try:
-                encode_lines(tokenizer, lines, train.max_length, ends)
+                encode_lines(
+                    tokenizer, lines, train.max_length, ends, spec.base.template_date, spec.base.tool_call_parser
+                )
             except (PromptError, ModelError) as error:
                 raise type(error)(f"{name}: {error}") from None
 
@@ -216,6 +220,7 @@ def _reader_of(spec: FromBase) -> tuple[PreTrainedTokenizerBase, Sequence[int]]:
     if base.model is None:
         return build_tokenizer(), ()
     tokenizer = load_tokenizer(base.model, spec.add_special_tokens)
+    refuse_runaway_template(tokenizer, base.model)
     return tokenizer, inspect_model(base.model, hash_weights=False).eos_token_ids
 
 
@@ -241,7 +246,7 @@ def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
     if job.train:
         reader, _ = _reader_of(spec)
         front = ids_in_front(reader)
-        _fit(model, reader, job, job.train, spec.training_seed, progress)
+        _fit(spec, model, reader, job, job.train, progress)
     _save(model.to(stored), tokenizer, job, front)
 
 
@@ -291,7 +296,7 @@ def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Prog
     if spec.method == "lora":
         model = _fit_adapter(spec, model, reader, job, progress)
     else:
-        _fit(model, reader, job, job.train, spec.training_seed, progress)
+        _fit(spec, model, reader, job, job.train, progress)
     _save(model.to(stored), tokenizer, job, ids_in_front(reader))
 
 
@@ -301,22 +306,23 @@ def _fit_adapter(
     """Train LoRA adapters on `model`; returns it with the adapters merged into its weights."""
     assert job.train is not None
     whole = adapted(model, spec.lora)
-    _fit(whole, tokenizer, job, job.train, spec.training_seed, progress)
+    _fit(spec, whole, tokenizer, job, job.train, progress)
     merged: PreTrainedModel = whole.merge_and_unload()
     return merged
 
 
 def _fit(
+    spec: FromBase,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     job: TrainingJob,
     train: TrainSettings,
-    seed: int,
     progress: Progress,
 ) -> None:
     from experts.sft import encode_lines, fine_tune
 
-    examples = encode_lines(tokenizer, job.lines, train.max_length, _ends(model))
+    day, parser = spec.base.template_date, spec.base.tool_call_parser
+    examples = encode_lines(tokenizer, job.lines, train.max_length, _ends(model), day, parser)
     if len(examples) < len(job.lines):
         progress(
             f"{job.name}: left out {len(job.lines) - len(examples)} of {len(job.lines)} rows, longer than max_length {train.max_length}"
@@ -326,7 +332,7 @@ def _fit(
     def report(step: int, loss: float) -> None:
         progress(f"{job.name}: step {step}/{train.max_steps}  loss {loss:.3f}  {time.monotonic() - start:.0f} s")
 
-    fine_tune(model, examples, train, seed=seed, scratch=staging(job), report=report)
+    fine_tune(model, examples, train, seed=spec.training_seed, scratch=staging(job), report=report)
 
 
 def _ends(model: Any) -> list[int]:

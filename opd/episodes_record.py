@@ -52,6 +52,10 @@ class EpisodesRecord:
     """Episodes that ended because an environment or an agent's program failed."""
     error: str = ""
     """What broke the first that broke, else the first sub-agent that broke."""
+    not_closed: int = 0
+    """Episodes with an environment whose `close` failed; not there if none did. They count as they ended."""
+    close_error: str = ""
+    """Why the first could not be closed."""
     sub_agents: Mapping[str, int] = field(default_factory=dict)
     """Why sub-agents ended -> how many; not there without any. `refused`: calls that started none."""
     by_turn: tuple[TurnRecord, ...] = ()
@@ -77,6 +81,8 @@ class EpisodesRecord:
             stop_reasons=dict(stats.stop_reasons),
             broken=stats.broken,
             error=stats.error or stats.sub_agent_error,
+            not_closed=stats.not_closed,
+            close_error=stats.close_error,
             sub_agents=dict(stats.sub_agents),
             by_turn=tuple(_turn(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
             guard=None if stats.guard is None else GuardRecord.of(stats.guard),
@@ -92,7 +98,7 @@ class EpisodesRecord:
 
     def to_json(self) -> dict[str, Any]:
         """The fields that these episodes have, by name."""
-        seldom = ("sub_agents", "guard", "teacher_turns")
+        seldom = ("sub_agents", "guard", "teacher_turns", "not_closed", "close_error")
         return {name: value for name, value in asdict(self).items() if value or name not in seldom}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from functools import cache
@@ -13,6 +15,26 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 R = TypeVar("R", bound="DataclassInstance")
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text:.20} is too large")
+    return value
+
+
+STRICT = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+"""Reads JSON as its standard has it: Python's own also takes NaN and Infinity, and writes them again, which other readers refuse."""
+
+
+def strict_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises: ValueError, also for NaN, Infinity and numbers beyond them; RecursionError."""
+    return STRICT.decode(text)
 
 
 def known(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:

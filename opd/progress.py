@@ -48,6 +48,11 @@ def notes_of(record: StepRecord) -> Iterator[str]:
             yield f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"
         elif found.error:
             yield f"step {record.step}: a sub-agent of domain {domain} broke: {found.error}"
+        if found.not_closed:
+            yield (
+                f"warning: step {record.step}: {found.not_closed} of {found.episodes} episodes of domain {domain} had an "
+                f"environment that could not be closed, and count as they ended: {found.close_error}"
+            )
         unanswered = found.guard.unanswered if found.guard else 0
         if unanswered:
             yield (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-import unicodedata
 
-_LAYOUT = "\n\t\r"
-"""Control characters that belong to text."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters and halves of pairs, without the line ends and tabs that belong to text."""
 
 
 def printable(text: str) -> str:
@@ -23,14 +23,14 @@ def one_line(text: str, limit: int) -> str:
     return printable(" ".join(text[:limit].split()))
 
 
-def is_control(character: str) -> bool:
-    """Whether this is a control character, or half of a pair, which no text for a policy may have."""
-    return character not in _LAYOUT and unicodedata.category(character) in ("Cc", "Cs")
+def control_in(text: str) -> re.Match[str] | None:
+    """Return the first control character, or half of a pair, which no text for a policy may have; None without one."""
+    return _CONTROL.search(text)
 
 
 def readable(text: str) -> str:
     """The text without such characters."""
-    return "".join(c for c in text if not is_control(c))
+    return _CONTROL.sub("", text)
 
 
 def or_dash(value: float | None, form: str) -> str:

@@ -21,15 +21,31 @@ Origin = Literal["policy", "masked", "environment", "blocked", "teacher", "taugh
 """Why a response token is there, and whether it is trained: see `Span`."""
 TurnStop = Literal["stop", "length"]
 """vLLM's words for a response that ended with an end token, and for one that reached the token limit."""
-Broken = Literal["raised", "timeout", "observation", "agent", "silent", "foreign"]
+Broken = Literal["raised", "timeout", "observation", "template", "agent", "silent", "foreign"]
 """Why an episode broke: the environment raised; a call of it, or the agent's program, was not back in time; it gave an
-observation that nobody can use; the agent's program failed, asked nothing, or asked in another episode's name."""
-StopReason = Literal[TurnStop, "done", "turns", "curriculum", "tokens", "context", "template", Broken]
+observation that nobody can use, or that the chat template refuses; the agent's program failed, asked nothing, or asked in
+another episode's name."""
+StopReason = Literal[TurnStop, "done", "turns", "curriculum", "tokens", "context", Broken]
 """Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
-of `turns` (`curriculum`: of the step), of `tokens`, or the model's `context`; `template`: the template cannot append a message."""
+of `turns` (`curriculum`: of the step), of `tokens`, or the model's `context`."""
 SegmentOrigin = Literal["main", "summary", "sub_agent", "aside"]
 """What a segment of an episode begins with: the dialogue, a summary of the segment before it, what a tool was asked, or another
-dialogue of an agent's program, beside which the one that it left went on."""
+dialogue of an agent's program: one beside which the one that it left went on, or one that begins with nothing of the student's."""
+
+
+ToolCallParser = Literal[
+    "auto",
+    "hermes",
+    "qwen3_json",
+    "llama3_json",
+    "llama4_json",
+    "mistral",
+    "pythonic",
+    "llama4_pythonic",
+    "qwen3_xml",
+    "qwen3_coder",
+]
+"""How a model writes calls of tools, by the names of `opd.rollouts.episodes.tool_formats`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +124,7 @@ class Rollout:
     parent: str | None = None
     """Sample id of the segment that this one was forked from, whose summary it begins with, or that started it; or None."""
     next: str | None = None
-    """Sample id of the segment that begins with the summary at the end of this one, or None."""
+    """Sample id of the segment that goes on from the end of this one, with its summary or without its thoughts, or None."""
 
     @classmethod
     def to_score(
@@ -155,7 +171,8 @@ class Rollout:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """[N] number of the turn, from 0, of each trained token: a turn ends where an environment writes."""
+        """[N] number of the turn, from 0, of each trained token: a turn ends where an environment writes, be it
+        nothing."""
         found, turn, began = [], 0, False
         for span in self.spans:
             if span.origin == "environment":

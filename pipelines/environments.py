@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from opd.environments.records import Action, Outcome, ToolCall
 from opd.errors import ConfigError
 from opd.files import atomic_write_text
 from opd.prompts import find_source
+from opd.rollouts.episodes.tool_formats import AUTO
 from opd.settings import apply_overrides
 from opd.text import printable
 from pipelines.inputs.read import load_tokenizer
@@ -49,15 +51,17 @@ def write_episodes(name: str, n: int, play: Play, options: list[str], output: Pa
     return _write(play_tasks(name, _tasks(name, n, play.seed, options), play), output)
 
 
-def write_prefixes(episodes: Path, model: Path, output: Path) -> tuple[int, int]:
-    """Write a prompts file of the prefixes of recorded episodes, in the words of the student in `model`. Returns the numbers of
-    rows, and of prefixes that were left out.
+def write_prefixes(
+    episodes: Path, model: Path, output: Path, day: date | None = None, parser: str = AUTO
+) -> tuple[int, int]:
+    """Write a prompts file of the prefixes of recorded episodes, in the words of the student in `model`; `day` and `parser` are its
+    `template_date` and `tool_call_parser`. Returns the numbers of rows, and of prefixes that were left out.
 
     Raises: PromptError, ModelError: see `experts.episodes.prefixes`; ModelError for a directory that is no model.
     """
     ends = inspect_model(model, hash_weights=False).eos_token_ids
     find_source(episodes)  # a missing file is found before the tokenizer's package is imported
-    found = read_prefixes(episodes, load_tokenizer(model), ends)
+    found = read_prefixes(episodes, load_tokenizer(model), ends, day, parser)
     return _write(found.rows, output), found.left_out
 
 

@@ -17,9 +17,11 @@ from jinja2 import TemplateError
 from experts.episodes.rows import EpisodeRow, Turn, learned
 from opd.errors import PromptError
 from opd.prompts.encode import encode_text
+from opd.prompts.harmless import harmless, special_texts
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
-from opd.rollouts.episodes.tool_formats import AUTO
+from opd.rollouts.episodes.tool_formats import AUTO, forbidden_in_turns
+from opd.rollouts.episodes.turns import History
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,8 +51,8 @@ class EpisodeEncoder:
     def encode(self, row: EpisodeRow) -> tuple[list[int], list[bool]]:
         """Token ids of the whole episode up to its last turn, and for each whether it is learned.
 
-        Raises: PromptError for an observation that no rollout accepts or messages that the template refuses; ModelError if
-        the template cannot append.
+        Raises: PromptError for an observation that no rollout accepts, messages that the template refuses, or thoughts that it
+        leaves out before a later turn; ModelError if the template cannot append.
         """
         prompt, ids, learn = self.split(row)
         return prompt + ids, [False] * len(prompt) + learn
@@ -58,24 +60,28 @@ class EpisodeEncoder:
     def split(self, row: EpisodeRow) -> tuple[list[int], list[int], list[bool]]:
         """The same in two: ids of what stands before the first turn, ids of what follows, and for each of these whether it is
         learned. Raises: as `encode`."""
-        (prompt, first, first_too), *parts = self._parts(row)
-        ids, learn = list(first), [first_too] * len(first)
-        for read, said, learned_too in parts:
-            ids += read + said
-            learn += [False] * len(read) + [learned_too] * len(said)
-        return prompt, ids, learn
+        parts = self._parts(row)
+        prompt = parts[0][0]
+        whole, learn = list(prompt), list[bool]()
+        for before, said, learned_too in parts:
+            if before[: len(whole)] != whole:
+                raise PromptError.at(
+                    f"the episode of prompt {row.prompt!r:.80}",
+                    found="thoughts in a turn, which the chat template leaves out before the next one",
+                    wanted="turns that a rollout reads as they were written",
+                    fix="leave the thoughts of all turns but the last one out, or make a row of each turn",
+                )
+            learn += [False] * (len(before) - len(whole)) + [learned_too] * len(said)
+            whole = before + said
+        return prompt, whole[len(prompt) :], learn
 
     def prefixes(self, row: EpisodeRow) -> list[list[int]]:
-        """Token ids of what stands before each turn. Raises: as `encode`."""
-        ids: list[int] = []
-        found = []
-        for read, said, _ in self._parts(row):
-            found.append(ids + read)
-            ids += read + said
-        return found
+        """Token ids of what stands before each turn, without the thoughts that the chat template leaves out by then. Raises: as
+        `encode`, but for thoughts."""
+        return [before for before, _, _ in self._parts(row)]
 
     def _parts(self, row: EpisodeRow) -> list[tuple[list[int], list[int], bool]]:
-        """For each turn what is read before it, what is said, and whether it is learned. Raises: as `encode`."""
+        """For each turn all that stands before it, what is said, and whether it is learned. Raises: as `encode`."""
         try:
             return list(self._turns(row, self._dialogue(row)))
         except (BadObservation, TemplateError) as error:
@@ -87,18 +93,19 @@ class EpisodeEncoder:
             ) from None
 
     def _turns(self, row: EpisodeRow, dialogue: Dialogue) -> Iterator[tuple[list[int], list[int], bool]]:
-        read = dialogue.first(row.prompt, _first(row.observations[0]))
+        history = History(dialogue.first(row.prompt, _first(row.observations[0])))
         end = self._end if self._appender is None or isinstance(row.prompt, str) else self._appender.end_id
-        for number, turn in enumerate(row.turns):
-            if number:
-                read = self._after(dialogue, row.observations[number])
-            yield read, [*encode_text(self._tokenizer, turn["content"]), end], learned(turn)
-
-    def _after(self, dialogue: Dialogue, messages: Sequence[Turn]) -> list[int]:
-        """Tokens between a turn and the next one."""
-        texts = tuple(turn["content"] for turn in messages)
-        results = messages[0]["role"] == "tool"
-        return dialogue.after(texts if results else texts[0], calls=len(texts) if results else 0, ended=True)
+        forbidden = forbidden_in_turns(special_texts(self._tokenizer))
+        for turn, following in zip(row.turns, [*row.observations[1:], None], strict=True):
+            said = [*encode_text(self._tokenizer, harmless(turn["content"], forbidden)), end]
+            yield history.ids, said, learned(turn)
+            if following is not None:
+                texts = tuple(message["content"] for message in following)
+                calls = len(texts) if following[0]["role"] == "tool" else 0
+                read = dialogue.after(texts if calls else texts[0], calls=calls, ended=True)
+                history.turns.append((said, read))
+                if dialogue.drops_thoughts(calls=calls):
+                    history = history.without_thoughts(dialogue)
 
     def _dialogue(self, row: EpisodeRow) -> Dialogue:
         if isinstance(row.prompt, str):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from opd.errors import PromptError
 from opd.prompts import find_source
 from opd.prompts.encode import encode_prompt
 from opd.prompts.readers import source_rows
+from opd.rollouts.episodes.tool_formats import AUTO
 
 TURN = "turn"
 """Key of a prefix's metadata with the number of the turn that follows it, from 0."""
@@ -37,13 +39,15 @@ class Prefixes:
     """Prefixes whose text would become other tokens."""
 
 
-def read_prefixes(episodes: Path, tokenizer: Any, ends: Sequence[int] = ()) -> Prefixes:
+def read_prefixes(
+    episodes: Path, tokenizer: Any, ends: Sequence[int] = (), day: date | None = None, parser: str = AUTO
+) -> Prefixes:
     """A row for every turn of every episode in a file, in order. The answer is the turn, unless it is a mistake. `ends` are the
-    model's end tokens, beside the tokenizer's own.
+    model's end tokens, beside the tokenizer's own; `day` and `parser` as for `EpisodeEncoder`.
 
     Raises: PromptError for a broken row, or if no prefix is left; ModelError for a chat template that cannot append.
     """
-    encoder = EpisodeEncoder(tokenizer, ends=ends)
+    encoder = EpisodeEncoder(tokenizer, day, parser, ends)
     found: list[dict[str, Any]] = []
     left_out = 0
     for row, (_, data) in zip(

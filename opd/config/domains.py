@@ -17,6 +17,7 @@ from opd.config.prompts import Prompts
 from opd.config.strict import Name, Strict, flag_or_mapping, text_or_more
 from opd.config.sub_agents import SubAgentConfig, ToolName
 from opd.config.verifiers import VerifierConfig
+from opd.types import ToolCallParser
 
 
 class StudentLora(Strict):
@@ -47,18 +48,7 @@ class StudentConfig(Strict):
     add_special_tokens: bool | None = None
     """Put in front of a prompt of plain text what the student's tokenizer puts there, such as the begin token of Gemma and Llama; a
     chat template writes its own. Default: true, but a run that an earlier release began without goes on without."""
-    tool_call_parser: Literal[
-        "auto",
-        "hermes",
-        "qwen3_json",
-        "llama3_json",
-        "llama4_json",
-        "mistral",
-        "pythonic",
-        "llama4_pythonic",
-        "qwen3_xml",
-        "qwen3_coder",
-    ] = "auto"
+    tool_call_parser: ToolCallParser = "auto"
     """How the student writes calls of tools in episodes, by the names of vLLM's `--tool-call-parser`; see docs/agents.md. `auto`: as
     its chat template writes them; `hermes` where that knows no tools."""
 

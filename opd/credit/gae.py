@@ -10,7 +10,7 @@ segment by the first of the segment that goes on from its summary. So cutting an
 learned at the end reaches a token with (gamma lambda)^k, k the sampled tokens between, those of later segments among them.
 
 A sub-agent is a line of its own that ends with the episode's outcome. Who started it reads its answer as an observation. So is
-what an agent's program asked beside a dialogue that went on. A fork that its parent did not outlive goes on in the line.
+what an agent's program asked beside a dialogue that went on, and a dialogue that begins with nothing that the policy wrote. A fork that its parent did not outlive goes on in the line.
 
 An episode that was cut from outside has not failed. If it earned nothing, its outcome is the value of the state at the cut.
 """
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 ADAPTIVE = 1.5
 """Lambda of a line of l tokens is 1 - 1 / (1.5 l): its horizon grows with the line."""
-CUT: frozenset[StopReason] = frozenset({"length", "tokens", "context", "curriculum", "template"})
+CUT: frozenset[StopReason] = frozenset({"length", "tokens", "context", "curriculum"})
 """Stop reasons of episodes that were cut from outside. A limit of turns is a rule of the task: reaching it is an outcome. An
-episode that broke before it earned anything has no reward, and no part in the step."""
+episode that broke has no reward, and no part in the step."""
 
 BESIDE: frozenset[SegmentOrigin] = frozenset({"sub_agent", "aside"})
 """Origins of segments that begin a line of their own."""

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from opd.model_weights import load_causal_lm
+from opd.prompts.chat_templates import refuse_runaway_template
 from opd.prompts.encode import encode_prompt, encode_text, load_tokenizer
-from opd.rollouts.episodes.chat import harmless, special_texts
+from opd.prompts.harmless import harmless, special_texts
 
 
 class ModelScorer:
@@ -19,6 +20,7 @@ class ModelScorer:
         import torch
 
         self._tokenizer: Any = load_tokenizer(model_dir)
+        refuse_runaway_template(self._tokenizer, model_dir)
         self._lm = load_causal_lm(model_dir, torch.float32).eval()
         self._special = special_texts(self._tokenizer)
 

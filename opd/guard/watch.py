@@ -13,7 +13,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event, Lock
 from typing import Any, Literal
 
@@ -21,10 +21,13 @@ from opd.environments.records import ToolCall
 from opd.guard.events import MAX_TEXT, GuardEvent, GuardStats
 from opd.guard.records import ToolGuard, Verdict
 from opd.guard.session import Session
+from opd.rollouts.episodes.tool_formats.begun import find_begun_calls
 from opd.types import Origin
 
 MARKS: dict[Literal["keep", "mask", "negative"], Origin] = {"keep": "policy", "mask": "masked", "negative": "blocked"}
 """`guard.on_hit` -> origin of the tokens of a turn with a blocked call."""
+NOT_MADE = "error: this call cannot be made: another one of this turn cannot be read"
+"""What the policy reads of a call that may run, in a turn whose text holds one that may not."""
 _ASKING = ThreadPoolExecutor(max_workers=4096, thread_name_prefix="guard")
 """A thread for each turn that is looked at. The loop has only a few threads of its own, and a judge may keep each for long."""
 
@@ -37,18 +40,26 @@ class Looked:
     """All calls of the turn."""
     verdicts: tuple[Verdict, ...] = ()
     """One for each call, or one for an answer that was read; none without a guard."""
+    begun: tuple[Verdict, ...] = ()
+    """One for each call that could be read out of the text beside them."""
     seen: GuardStats = field(default_factory=GuardStats)
     """What the trace keeps of it."""
 
     @property
     def blocked(self) -> bool:
         """Whether something of the turn must not happen."""
-        return any(not verdict.allowed for verdict in self.verdicts)
+        return any(not verdict.allowed for verdict in (*self.verdicts, *self.begun))
 
     @property
     def stops(self) -> bool:
-        """Whether nothing of the turn happens: every call is blocked, or the answer is."""
-        return self.blocked and not self.allowed
+        """Whether nothing of the turn happens: every call is blocked, or the answer is, or something that its text holds, which
+        cannot be handed on without the rest."""
+        return self.hides or (self.blocked and not self.allowed)
+
+    @property
+    def hides(self) -> bool:
+        """Whether the text holds a call that must not happen."""
+        return any(not verdict.allowed for verdict in self.begun)
 
     @property
     def allowed(self) -> tuple[ToolCall, ...]:
@@ -66,8 +77,9 @@ class Looked:
     @property
     def instead(self) -> str | tuple[str, ...]:
         """The observation of a turn of which nothing happens."""
-        texts = tuple(verdict.observation for verdict in self.verdicts)
-        return texts if self.calls else texts[0]
+        if self.calls:
+            return tuple(NOT_MADE if verdict.allowed else verdict.observation for verdict in self.verdicts)
+        return next(verdict.observation for verdict in (*self.begun, *self.verdicts) if not verdict.allowed)
 
     def woven(self, observed: str | tuple[str, ...]) -> str | tuple[str, ...]:
         """The observation of the calls that ran, with the texts for the others at their places."""
@@ -93,7 +105,8 @@ class Watch:
         self._lock = Lock()
 
     async def look(self, turn: int, text: str, calls: Sequence[ToolCall]) -> Looked:
-        """Check a turn; `turn` is its number. A thread waits for the judge, with the judge's own deadline for each call."""
+        """Check a turn: `turn` is its number, `calls` those that were read, `text` all that a program or an environment gets of it.
+        A thread waits for the judge, with the judge's own deadline for each call."""
         gone = Event()
         try:
             return await asyncio.get_running_loop().run_in_executor(_ASKING, self._look, turn, text, tuple(calls), gone)
@@ -113,22 +126,29 @@ class Watch:
                 verdicts = tuple(self._check(call, after) for call in calls)
             else:
                 verdicts = (self._guard.check_answer(text, after),) if self._guard.checks("") else ()
+            others = tuple(call for call in find_begun_calls(text) if call not in calls)
+            begun = tuple(self._check(call, after) for call in others)
             if not gone.is_set():
                 self._session.become(after)
-        asked = sum(self._guard.checks(call.name) for call in calls) if calls else len(verdicts)
-        written = [_written(call.arguments) for call in calls] or [text]
-        names = [call.name for call in calls] or [""]
+        asked = sum(map(self._checks, calls)) if calls else len(verdicts)
+        written = [(call.name, _written(call.arguments)) for call in calls] or [("", text)] * len(verdicts)
+        written += [(call.name, _written(call.arguments)) for call in others]
         events = tuple(
             GuardEvent(episode=self._episode, turn=turn, tool=name, text=said[:MAX_TEXT], verdict=verdict)
-            for name, said, verdict in zip(names, written, verdicts, strict=False)
+            for (name, said), verdict in zip(written, (*verdicts, *begun), strict=True)
             if verdict.suspicion != "none"
         )
-        blocked = any(not verdict.allowed for verdict in verdicts)
-        seen = GuardStats(checked=asked, blocked_turns=int(blocked), events=events)
-        return Looked(calls=calls, verdicts=verdicts, seen=seen)
+        looked = Looked(calls=calls, verdicts=verdicts, begun=begun)
+        seen = GuardStats(
+            checked=asked + sum(map(self._checks, others)), blocked_turns=int(looked.blocked), events=events
+        )
+        return replace(looked, seen=seen)
+
+    def _checks(self, call: ToolCall) -> bool:
+        return not call.name or self._guard.checks(call.name)
 
     def _check(self, call: ToolCall, session: Session) -> Verdict:
-        if not self._guard.checks(call.name):
+        if not self._checks(call):
             return Verdict(allowed=True, stage="rules", suspicion="none")
         return self._guard.check(call, session)
 

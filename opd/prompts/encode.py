@@ -10,6 +10,8 @@ from typing import Any
 
 from opd.errors import ConfigError, PromptError
 from opd.interfaces import Tokenizer
+from opd.prompts.chat_templates import apply_template
+from opd.prompts.harmless import harmless, harmless_inside, special_texts
 from opd.prompts.line import Messages
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
@@ -64,16 +66,24 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None
 
 
 def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None, **variables: Any) -> str:
-    """The text that is tokenised, without what the tokenizer puts in front of plain text; `variables` are the chat template's.
+    """The text that is tokenised, without what the tokenizer puts in front of plain text; `variables` are the chat template's. It ends
+    where the model writes, unless they say otherwise. A prompt that is text stays as it is, special tokens in it
+    included; in messages they are broken up, as a message cannot bring a turn of its own.
 
     Raises: jinja2's TemplateError, ValueError or TypeError if the template refuses it.
     """
     if isinstance(prompt, str):
         return prompt
+    specials = special_texts(tokenizer)
+    return render_messages(tokenizer, [harmless_inside(message, specials) for message in prompt], day, **variables)
+
+
+def render_messages(tokenizer: Tokenizer, prompt: Messages, day: date | None = None, **variables: Any) -> str:
+    """Return what the chat template makes of messages as they are. Raises: as `render_prompt`."""
     # transformers gives templates a function of this name; a variable of the same name takes precedence.
     clock = {} if day is None else {"strftime_now": datetime.combine(day, time()).strftime}
-    text: str = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **clock, **variables)
-    return text
+    variables = {"add_generation_prompt": True, **clock, **variables}
+    return apply_template(tokenizer, prompt, **variables)
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -131,7 +141,8 @@ def _is_blank(prompt: str | Messages) -> bool:
 def _question(tokenizer: Tokenizer, prompt: str | Messages, day: date | None) -> str:
     text = render_prompt(tokenizer, prompt, day)
     if not isinstance(prompt, str):
-        lost = [message["role"] for message in prompt if message["content"].strip() not in text]
+        specials = special_texts(tokenizer)
+        lost = [m["role"] for m in prompt if harmless(m["content"], specials).strip() not in text]
         if len(lost) == len(prompt) or not set(lost) <= ROLES:
             odd = next((role for role in lost if role not in ROLES), lost[0])
             raise ValueError(f"a chat template that leaves out what has the role {odd!r}; most know user and assistant")

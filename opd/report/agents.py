@@ -145,7 +145,7 @@ def _episode(step: int, trace: EpisodeTrace) -> dict[str, Any]:
         "step": step,
         "trace": trace,
         "segments": [
-            {"depth": depth, "title": _title(segment, trace.domain), "copied": _copied(segment), "segment": segment}
+            {"depth": depth, "title": _title(segment, trace), "copied": _copied(segment), "segment": segment}
             | {"pieces": [_piece(turn, piece) for turn, piece in segment.turns]}
             for depth, segment in trace.tree
         ],
@@ -157,14 +157,12 @@ def _copied(segment: SegmentTrace) -> bool:
     return segment.parent is not None and segment.origin != "sub_agent"
 
 
-def _title(segment: SegmentTrace, domain: str) -> str:
+def _title(segment: SegmentTrace, trace: EpisodeTrace) -> str:
     """What a segment is, in words."""
-    forked = segment.parent is not None and segment.origin in ("main", "aside")
-    kind = "fork" if forked else segment.origin.replace("_", "-")
     comes = "" if segment.parent is None else f" of {segment.parent}"
-    scored = "" if segment.domain == domain else f", scored by the expert of {segment.domain}"
-    goes = "" if segment.next is None else f", goes on from its summary in {segment.next}"
-    return f"{segment.sample_id}: {kind}{comes}{scored}{goes}"
+    scored = "" if segment.domain == trace.domain else f", scored by the expert of {segment.domain}"
+    goes = "" if segment.next is None else f", goes on in {segment.next}"
+    return f"{segment.sample_id}: {trace.kind(segment)}{comes}{scored}{goes}"
 
 
 def _piece(turn: int, piece: Piece) -> dict[str, Any]:

@@ -43,14 +43,13 @@ class RewardStream:
 
     def judged(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
         judged, self._failures = self._verified.give(batch, prompts)
-        # A game that is lost says nothing; in an exam that is a 0, too. What broke is not the student's fault, and many
-        # environments give 0 in each turn that earns nothing yet.
-        empty = {
-            rollout.sample_id: None if rollout.stop_reason in BROKEN else 0.0
+        # A game that is lost says nothing; in an exam that is a 0, too. What broke is not the student's fault, whatever it had
+        # earned by then: if only those counted that had earned something, the others' mean would be too high.
+        rewards = {
+            rollout.sample_id: None if rollout.stop_reason in BROKEN else rollout.reward or 0.0
             for rollout, _ in self._taking_part(judged.rollouts)
-            if not rollout.reward
         }
-        paid = (replace(r, reward=empty[r.sample_id]) if r.sample_id in empty else r for r in judged.rollouts)
+        paid = (replace(r, reward=rewards.get(r.sample_id, r.reward)) for r in judged.rollouts)
         return replace(judged, rollouts=tuple(paid))
 
     def step(self, step: int, rollouts: Sequence[Rollout]) -> RewardStep:

@@ -80,6 +80,13 @@ class EpisodeTrace:
         """Turns of the policy in all segments."""
         return sum(max((turn for turn, _ in segment.turns), default=0) for segment in self.segments)
 
+    def kind(self, segment: SegmentTrace) -> str:
+        """What one of its segments is, in words."""
+        if segment.origin == "main" and segment.sample_id in {other.next for other in self.segments}:
+            return "continuation without thoughts"
+        forked = segment.parent is not None and segment.origin == "main"
+        return "fork" if forked else segment.origin.replace("_", "-")
+
     @property
     def sampled(self) -> int:
         """Tokens that the policy sampled."""

@@ -33,12 +33,14 @@ class TurnWeights:
 
 
 def first_turns(rollouts: Sequence[Rollout]) -> dict[str, int]:
-    """Sample id -> turns of its dialogue in the segments before it, which it begins with a summary of; only of samples that have
-    some. A sub-agent's dialogue is its own."""
+    """Sample id -> turns of its dialogue in the segments before it, from whose end it goes on; only of samples that have some. A
+    sub-agent's dialogue is its own."""
+    going_on = {rollout.next for rollout in rollouts if rollout.next is not None}
     ends: dict[str | None, int] = {}
     found = {}
     for rollout in rollouts:
-        first = ends.get(rollout.parent, 0) if rollout.origin == "summary" else 0
+        goes_on = rollout.origin == "summary" or rollout.sample_id in going_on
+        first = ends.get(rollout.parent, 0) if goes_on else 0
         if first:
             found[rollout.sample_id] = first
         ends[rollout.sample_id] = first + max(rollout.turns, default=-1) + 1

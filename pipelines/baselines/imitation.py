@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -167,11 +168,13 @@ def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
             fitting = _with_room(prompts, config)
             completions |= read_file_episodes(source, fitting, encoder, config.rollout.max_model_len)
         else:
-            completions |= _single_turns(rows, prompts, inputs.tokenizer, ends)
+            completions |= _single_turns(rows, prompts, inputs.tokenizer, ends, day)
     return completions
 
 
-def _single_turns(rows: Rows, prompts: PromptTable, tokenizer: Any, ends: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def _single_turns(
+    rows: Rows, prompts: PromptTable, tokenizer: Any, ends: Sequence[int], day: date | None
+) -> dict[str, tuple[int, ...]]:
     """The completion of every prompt. Raises: PromptError."""
     from experts.sft import IGNORED, encode_line
 
@@ -185,7 +188,7 @@ def _single_turns(rows: Rows, prompts: PromptTable, tokenizer: Any, ends: Sequen
                 wanted="the column `completion` in every line, or a whole episode in `messages`: mixed_sft learns it",
                 fix="add it, or compare with off_policy, which needs only prompts",
             )
-        labels = encode_line(tokenizer, line, ends)["labels"]
+        labels = encode_line(tokenizer, line, ends, day)["labels"]
         completions[prompt.id] = tuple(i for i in labels if i != IGNORED)
     return completions
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from opd.types import ToolCallParser
 from pipelines.commands import completion
 from pipelines.commands.shell import examples, print_table, say
 
@@ -72,11 +74,21 @@ def prefixes(
     episodes: Annotated[Path, typer.Argument(help="File of `opd environments episodes`, or episodes of your own.")],
     model: Annotated[Path, typer.Option(help="Directory of the student, whose tokenizer and chat template are used.")],
     output: Annotated[Path, typer.Option(help="Prompts file to write (JSONL), for a domain with `replay: true`.")],
+    template_date: Annotated[
+        datetime | None,
+        typer.Option(
+            formats=["%Y-%m-%d"], help="The pipeline's `student.template_date`, for a template that asks for a date."
+        ),
+    ] = None,
+    tool_call_parser: Annotated[
+        ToolCallParser, typer.Option(help="The pipeline's `student.tool_call_parser`.", metavar="NAME")
+    ] = "auto",
 ) -> None:
     """Write what stands before each turn of recorded episodes as prompts."""
     from pipelines import environments
 
-    written, left_out = environments.write_prefixes(episodes, model, output)
+    day = None if template_date is None else template_date.date()
+    written, left_out = environments.write_prefixes(episodes, model, output, day, tool_call_parser)
     more = f"; {left_out} left out, because their text would become other tokens" if left_out else ""
     say(f"{written} prefixes in {output}{more}", err=False)
 

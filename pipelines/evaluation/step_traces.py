@@ -98,16 +98,15 @@ def tree_lines(trace: EpisodeTrace) -> Iterator[str]:
     )
     yield from trace.guard
     for depth, segment in trace.tree:
-        for line in _segment_lines(segment):
+        for line in _segment_lines(segment, trace):
             yield "  " * depth + line.replace("\n", "\n" + "  " * (depth + 2))
     yield ""
 
 
-def _segment_lines(segment: SegmentTrace) -> Iterator[str]:
+def _segment_lines(segment: SegmentTrace, trace: EpisodeTrace) -> Iterator[str]:
     comes = "" if segment.parent is None else f" of {segment.parent}"
-    kind = "fork" if segment.parent is not None and segment.origin == "main" else segment.origin.replace("_", "-")
     goes = "" if segment.next is None else f", goes on in {segment.next}"
-    yield f"segment {segment.sample_id}, {kind}{comes}{goes}"
+    yield f"segment {segment.sample_id}, {trace.kind(segment)}{comes}{goes}"
     what = "prompt" if segment.parent is None or segment.origin == "sub_agent" else "copied"
     yield f"  {what}, {segment.prompt_length} tokens: {segment.prompt}"
     for turn, piece in segment.turns:

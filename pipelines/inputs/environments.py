@@ -104,7 +104,7 @@ def check_environments(
     environments and prompts.
 
     Raises: ConfigError; ModelError if the template cannot append, or if an environment has tools and the student's calls cannot
-    be read.
+    be read, or no summary can be asked for after their results.
     """
     episodes = episode_options(config)
     tools: dict[str, list[str]] = {}
@@ -129,6 +129,8 @@ def check_environments(
             check_sub_agents(name, section, tools, chat)
         if chat is not None:
             _ = chat.format  # raises if nobody reads the calls
+            if section.context is not None:
+                chat.prove_note()
 
 
 def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable, tokenizer: Any) -> bool:

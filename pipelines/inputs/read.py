@@ -29,6 +29,7 @@ from opd.imports import TRANSFORMERS, import_lightly
 from opd.lora import ADAPTER_WEIGHTS, LoraSize
 from opd.named import is_place
 from opd.prompts import PromptTable, encode
+from opd.prompts.chat_templates import refuse_runaway_template
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
 from pipelines.inputs.architectures import (
@@ -233,9 +234,10 @@ def inspect_student(config: PipelineConfig, hash_weights: bool = True) -> ModelI
 
 def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
     """The tokenizer of a model directory, as `opd.prompts.load_tokenizer` loads it. Raises: ModelError if its ids are not those of
-    tokenizer.json."""
+    tokenizer.json, or for a chat template that takes too much time or memory."""
     tokenizer = encode.load_tokenizer(model_dir, add_special_tokens)
     refuse_other_tokens(model_dir, tokenizer)
+    refuse_runaway_template(tokenizer, model_dir)
     return tokenizer
 
 

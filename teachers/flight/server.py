@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hmac
+import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +18,7 @@ from pyarrow import flight
 from opd import __version__, cluster
 from opd.errors import OpdError, RunError
 from opd.stream.rollouts import check_schema, decode
-from opd.stream.targets import TargetStream
+from opd.types import Rollout
 from teachers.flight.access import Endpoint
 from teachers.flight.protocol import (
     PART_ENDS,
@@ -33,6 +35,8 @@ from teachers.flight.protocol import (
 from teachers.pool import Pool, Routes
 from teachers.scorers import ScorerOptions
 
+AHEAD = 2
+"""Parts that wait for a client which has not taken those before them."""
 MAX_MESSAGE = 1000
 """Characters of an error that travel: it goes into a header, which gRPC bounds at 8 KiB."""
 
@@ -117,20 +121,51 @@ class PoolServer(flight.FlightServerBase):
             rollouts = decode((chunk.data for chunk in reader if chunk.data is not None), self._hello.vocab_size)
             if len(rollouts) != request.rollouts:
                 raise ProtocolError(f"{len(rollouts)} rollouts arrived, {request.rollouts} were announced")
-            with self._my_turn(context):
-                sizes = list(self._send(self._pool.score(rollouts), writer))
+            sizes = self._send(rollouts, context, writer)
         writer.write_metadata(Reply(sizes=tuple(sizes)).model_dump_json().encode())
 
-    def _send(self, targets: TargetStream, writer: Any) -> Iterator[int]:
-        """Sends parts as they are scored, and no faster than the client takes them; gives their sizes."""
-        writer.begin(SLICES)
-        while (part := targets.take()) is not None:
-            raw = memoryview(cluster.fetch(part.handle)).cast("B")
-            *most, last = slices(raw)
-            for batch in most:
-                writer.write_batch(batch)
-            writer.write_with_metadata(last, PART_ENDS)
-            yield len(raw)
+    def _send(self, rollouts: Sequence[Rollout], context: Any, writer: Any) -> list[int]:
+        """Send parts as they are scored, and no faster than the client takes them. Returns their sizes.
+
+        A thread of its own has the server's turn: this one waits for as long as the client reads nothing.
+        """
+        parts: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        room, gone = threading.Semaphore(AHEAD), threading.Event()
+        sizes: list[int] = []
+        with ThreadPoolExecutor(1, "score") as thread:
+            scoring = thread.submit(self._score, rollouts, context, parts, room, gone)
+            scoring.add_done_callback(lambda _: parts.put(None))
+            try:
+                writer.begin(SLICES)
+                while (raw := parts.get()) is not None:
+                    *most, last = slices(raw)
+                    for batch in most:
+                        writer.write_batch(batch)
+                    writer.write_with_metadata(last, PART_ENDS)
+                    sizes.append(len(raw))
+                    room.release()
+            finally:
+                gone.set()
+                room.release()
+        scoring.result()
+        return sizes
+
+    def _score(
+        self,
+        rollouts: Sequence[Rollout],
+        context: Any,
+        parts: queue.SimpleQueue[memoryview | None],
+        room: threading.Semaphore,
+        gone: threading.Event,
+    ) -> None:
+        """Score in the server's turn, part by part as there is `room` for them; until the client is `gone`, or takes nothing."""
+        with self._my_turn(context):
+            targets = self._pool.score(rollouts)
+            while (part := targets.take()) is not None and not gone.is_set():
+                if not room.acquire(timeout=self._timeout_s / 2):  # others wait twice as long for their turn
+                    self._say(f"score for {context.peer()}: the client took nothing for {self._timeout_s / 2:.0f} s")
+                    raise flight.FlightTimedOutError("you took nothing for too long: the server's turn went to others")
+                parts.put(memoryview(cluster.fetch(part.handle)).cast("B"))
 
     @contextmanager
     def _my_turn(self, context: Any) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from opd.rollouts.episodes.spec import EpisodeResult
+from opd.rollouts.episodes.spec import BROKEN, EpisodeResult
 
 
 class Reward:
@@ -19,5 +19,5 @@ class Reward:
 
 
 def score_of(episode: EpisodeResult) -> float:
-    """The episode's reward, cut to 0..1; 0 where the environment gave none."""
-    return min(1.0, max(0.0, episode.reward or 0.0))
+    """The episode's reward, cut to 0..1; 0 where the environment gave none, or the episode broke."""
+    return 0.0 if episode.stop_reason in BROKEN else min(1.0, max(0.0, episode.reward or 0.0))

@@ -15,14 +15,16 @@ from opd.rollouts.endpoint.messages import (
     Problem,
     Reply,
     Request,
-    given,
+    given_beside,
     identity,
     pieces,
     refused,
 )
 
-DECIDED = ("temperature", "top_p", "top_k", "thinking", "output_config", "output_format")
-"""Settings that the training decides, whatever the client gives."""
+READ = (
+    "model", "messages", "system", "tools", "tool_choice", "stop_sequences", "max_tokens", "stream", "metadata", "service_tier",
+)  # fmt: skip
+"""Settings that are followed, or that change no reply. The training decides all others, whatever the client gives."""
 KINDS: dict[Problem, str] = {
     "invalid": "invalid_request_error",
     "context": "invalid_request_error",
@@ -54,7 +56,7 @@ def parse(body: Mapping[str, Any]) -> Request:
             if one != ""
         ),
         stream=bool(body.get("stream")),
-        overridden=given(body, DECIDED) + (() if choice in ("auto", "none") else ("tool_choice",)),
+        overridden=given_beside(body, READ) + (() if choice in ("auto", "none") else ("tool_choice",)),
         identity=identity(body),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from opd.decoding import end_ids, written_text
 from opd.environments.records import Tool, ToolCall
 from opd.prompts.encode import encode_prompt, encode_text
+from opd.prompts.harmless import harmless, special_texts
 from opd.rollouts.endpoint.messages import Call, Message
-from opd.rollouts.episodes.chat import ChatAppender, call_id, harmless, special_texts, without_tool_role
+from opd.rollouts.episodes.chat import ChatAppender, call_id, without_tool_role
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import plain_calls
 
@@ -31,6 +32,10 @@ class Dialogue(Protocol):
 
     def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Tokens of the messages that come after a turn of the policy, up to where its next one begins. Raises: Unreadable."""
+        ...
+
+    def prove_kept(self, written: Sequence[int], messages: Sequence[Message]) -> None:
+        """Prove that what was written so far stays as it is when these messages follow. Raises: Unreadable."""
         ...
 
     def text(self, turn: Sequence[int]) -> str:
@@ -65,6 +70,10 @@ class ChatMessages:
         except (TemplateError, ValueError, TypeError) as error:  # an error of ours about the template is a ValueError
             raise Unreadable(str(error)) from None
 
+    def prove_kept(self, written: Sequence[int], messages: Sequence[Message]) -> None:
+        if self._appender.drops(written, [message.role for message in messages]):
+            raise Unreadable("the chat template leaves out the thoughts of earlier turns")
+
     def text(self, turn: Sequence[int]) -> str:
         return self._appender.text(turn)
 
@@ -90,27 +99,43 @@ class ChatMessages:
 
 
 class PlainMessages:
-    """For a student without a chat template: the texts of all messages one after the other, as the agent words them."""
+    """For a student without a chat template: the texts of all messages one after the other, as the agent words them, and an end
+    token after each of the policy, which it writes itself where its turn is not rendered anew."""
 
-    def __init__(self, tokenizer: TurnTokenizer, stop_token_ids: Iterable[int] = ()) -> None:
-        """`stop_token_ids` end a turn, beside the tokenizer's own end token."""
+    def __init__(self, tokenizer: TurnTokenizer, stop_token_ids: Iterable[int] = (), prompt: str = "") -> None:
+        """`stop_token_ids` end a turn, beside the tokenizer's own end token. `prompt` is the episode's, which may have special tokens:
+        where a conversation begins with it, they stay."""
         self._tokenizer = tokenizer
         self._ends = end_ids(tokenizer, stop_token_ids)
         self._special = special_texts(tokenizer)
+        self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self._prompt = prompt
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        return self._encoded(messages, encode_prompt)
+        ids: list[int] = []
+        for theirs, run in groupby(messages, key=lambda message: message.role == "assistant"):
+            if theirs:
+                for message in run:
+                    ids += [*self._ids(harmless(_side_by_side([message]), self._special), first=not ids), *self._end]
+                continue
+            text = _side_by_side(list(run))
+            kept = self._prompt if not ids and text.startswith(self._prompt) else ""
+            ids += self._ids(kept + harmless(text.removeprefix(kept), self._special), first=not ids)
+        return ids
 
     def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        return self._encoded(messages, encode_text)
+        return self._ids(harmless(_side_by_side(messages), self._special), first=False)
 
-    def _encoded(self, messages: Sequence[Message], encode: Callable[[TurnTokenizer, str], Sequence[int]]) -> list[int]:
-        calls = ((f"{call.name} {json.dumps(call.arguments, default=dict)}" for call in m.calls) for m in messages)
-        texts = "".join(m.text + "".join(made) for m, made in zip(messages, calls, strict=True))
+    def _ids(self, text: str, *, first: bool) -> list[int]:
+        """Return the ids of a text; the `first` one has in front what the tokenizer puts there."""
+        encode = encode_prompt if first else encode_text
         try:
-            return list(encode(self._tokenizer, harmless(texts, self._special))) if texts else []
+            return list(encode(self._tokenizer, text)) if text else []
         except (ValueError, TypeError) as error:  # a lone surrogate is no text
             raise Unreadable(str(error)) from None
+
+    def prove_kept(self, written: Sequence[int], messages: Sequence[Message]) -> None:
+        """Plain text stays."""
 
     def text(self, turn: Sequence[int]) -> str:
         return written_text(self._tokenizer, turn, self._ends)
@@ -118,6 +143,12 @@ class PlainMessages:
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
         found = plain_calls(text, tools)
         return ("" if found else text), _named(found)
+
+
+def _side_by_side(messages: Sequence[Message]) -> str:
+    """Return the texts of messages with their calls, one after the other."""
+    calls = ((f"{call.name} {json.dumps(call.arguments, default=dict)}" for call in m.calls) for m in messages)
+    return "".join(m.text + "".join(made) for m, made in zip(messages, calls, strict=True))
 
 
 def _named(calls: Sequence[ToolCall]) -> tuple[Call, ...]:

@@ -53,7 +53,7 @@ async def play(
     slots = {agent.domain: asyncio.Semaphore(agent.parallel) for agent in agents}
     try:
         async with Endpoint() as endpoint, asyncio.TaskGroup() as group:
-            white = group.create_task(run_episodes(ours, engine, dialogues, context, version))
+            white = group.create_task(run_episodes(ours, engine, dialogues, context, version, expert))
             black = [group.create_task(agent.run(endpoint, slots[agent.domain])) for agent in agents]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
@@ -80,7 +80,7 @@ class _Agent:
             seed=f"{request.seed}/{request.sample.sample_id}",
         )
         self._watch = watch_of(request)
-        self._session = Session(self._trace, engine, _dialogue(dialogues, self._options), terms, self._watch)
+        self._session = Session(self._trace, engine, _dialogue(dialogues, request), terms, self._watch)
 
     async def run(self, endpoint: Endpoint, slots: asyncio.Semaphore) -> EpisodeResult:
         """Run the program to its end. Raises: RunError if the engine fails."""
@@ -183,10 +183,12 @@ class _Agent:
             thread.end()
 
 
-def _dialogue(dialogues: Dialogues, options: AgentOptions) -> Dialogue:
+def _dialogue(dialogues: Dialogues, request: EpisodeRequest) -> Dialogue:
     """How the student reads messages. Raises: ModelError if its chat template cannot append."""
+    options, prompt = request.options, request.prompt.text
+    assert isinstance(options, AgentOptions)
     if not options.through_template(dialogues.tokenizer):
-        return PlainMessages(dialogues.tokenizer, dialogues.stops)
+        return PlainMessages(dialogues.tokenizer, dialogues.stops, prompt if isinstance(prompt, str) else "")
     return ChatMessages(dialogues.appender(options), dialogues.stops)
 
 

@@ -142,11 +142,12 @@ def digests(context: str, messages: Iterable[Message]) -> Iterator[str]:
         yield digest
 
 
-def given(body: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the names to which the body gives a value."""
-    return tuple(name for name in names if body.get(name) is not None)
+def given_beside(body: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
+    """Return the other keys to which the body gives a value: the first of them, and of each its first characters."""
+    return tuple(sorted(key[:40] for key, value in body.items() if key not in names and value is not None)[:40])
 
 
-def pieces(text: str, size: int = 64) -> Iterable[str]:
-    """The text in the parts in which a stream sends it."""
+def pieces(text: str) -> Iterable[str]:
+    """The text in the parts in which a stream sends it, not too many: the loop waits for none of them."""
+    size = max(64, len(text) // 64)
     return (text[start : start + size] for start in range(0, len(text), size))

@@ -16,17 +16,19 @@ from opd.rollouts.endpoint.messages import (
     Reply,
     Request,
     Role,
-    given,
+    given_beside,
     identity,
     pieces,
     refused,
 )
 
-DECIDED = (
-    "temperature", "top_p", "top_k", "min_p", "n", "seed", "logprobs", "top_logprobs", "logit_bias", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "response_format", "reasoning_effort", "parallel_tool_calls",
+READ = (
+    "model", "messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream", "stream_options",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
 )  # fmt: skip
-"""Settings that the training decides, whatever the client gives."""
+"""Settings that are followed, or that change no reply. The training decides all others, whatever the client gives."""
+OLD = {"functions": "tools", "function_call": "tool_choice"}
+"""Settings of OpenAI's first form of tools -> those of today's."""
 ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -47,6 +49,11 @@ WAITING = b": the policy is writing\n\n"
 
 def parse(body: Mapping[str, Any]) -> Request:
     """Read a request. Raises: ApiError."""
+    old = next((key for key in OLD if body.get(key) is not None), None)
+    if old is not None:
+        raise refused(
+            f"{old}: a setting of OpenAI's first form of tools, which nobody would read here: give {OLD[old]}"
+        )
     choice = body.get("tool_choice")
     stop = body.get("stop")
     stops = [stop] if isinstance(stop, str) else reading.listed(stop, "stop")
@@ -61,7 +68,7 @@ def parse(body: Mapping[str, Any]) -> Request:
         stop=tuple(reading.text(one, "stop") for one in stops if one != ""),
         stream=bool(body.get("stream")),
         stream_usage=bool(options.get("include_usage")),
-        overridden=given(body, DECIDED) + forced,
+        overridden=given_beside(body, READ) + forced,
         identity=identity(body),
     )
 
@@ -73,6 +80,9 @@ def _messages(body: Mapping[str, Any]) -> Iterator[Message]:
         role = ROLES.get(str(message.get("role")))
         if role is None:
             raise refused(f"{where}.role: expected one of {', '.join(ROLES)}, found {message.get('role')!r:.40}")
+        unread = next((key for key in ("function_call", "refusal", "audio") if message.get(key) is not None), None)
+        if unread is not None:
+            raise refused(f"{where}.{unread}: this model reads content and tool_calls")
         calls = reading.listed(message.get("tool_calls"), f"{where}.tool_calls") if role == "assistant" else []
         answers = reading.text(message.get("tool_call_id"), f"{where}.tool_call_id") if role == "tool" else ""
         yield Message(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from opd.environments.records import Tool
+from opd.json_fields import strict_json
 from opd.rollouts.endpoint.messages import refused
 
 
@@ -60,7 +60,7 @@ def arguments(value: Any, where: str) -> Mapping[str, Any]:
     """The arguments of a call, which OpenAI's form writes as JSON in a text."""
     written = text(value, where)
     try:
-        found = json.loads(written or "{}")
+        found = strict_json(written or "{}")
     except (ValueError, RecursionError) as error:
         raise refused(f"{where}: expected the JSON of an object ({error!s:.80})") from None
     return mapping(found, where)

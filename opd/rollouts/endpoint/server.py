@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from types import TracebackType
@@ -16,9 +15,12 @@ from typing import Any, Protocol, Self
 
 from aiohttp import web
 
+from opd.json_fields import strict_json
 from opd.rollouts.endpoint import anthropic, openai
 from opd.rollouts.endpoint.messages import ApiError, Reply, Request, refused
 from opd.rollouts.endpoint.session import Session, Turn
+from opd.rollouts.episodes.threads import read_aside
+from opd.text import one_line
 
 LOOPBACK = "127.0.0.1"
 MODEL = "policy"
@@ -112,8 +114,8 @@ class Endpoint:
         codec, session = _codec(http), self._session(http)
         session.count()
         try:
-            request = codec.parse(await _body(http))
-            turn = session.accept(request)
+            request = await read_aside(_request, codec, await http.read())
+            turn = await session.accept(request)
         except RecursionError:
             raise refused("the body is nested too deeply") from None
         if request.stream:
@@ -131,16 +133,15 @@ def _codec(http: web.BaseRequest) -> Codec:
     return next((codec for path, codec in CODECS.items() if http.path.endswith(f"/v1/{path}")), openai)
 
 
-async def _body(http: web.Request) -> Mapping[str, Any]:
-    """The request's JSON. Raises: ApiError, or HTTPRequestEntityTooLarge."""
-    data = await http.read()
+def _request(codec: Codec, data: bytes) -> Request:
+    """Read a request's body. Raises: ApiError, RecursionError."""
     try:
-        found = json.loads(data.decode())
+        found = strict_json(data.decode())
     except (ValueError, RecursionError) as error:
         raise refused(f"the body is not JSON: {error!s:.100}") from None
     if not isinstance(found, dict):
         raise refused("the body is not a JSON object")
-    return found
+    return codec.parse(found)
 
 
 @web.middleware
@@ -152,11 +153,16 @@ async def _in_the_apis_form(
         return await handler(request)
     except ApiError as error:
         problem = error
+    except web.RequestPayloadError as error:
+        problem = refused(f"the body cannot be read: {one_line(str(error.__cause__ or error), 100)}")
     except web.HTTPRequestEntityTooLarge:
         problem = ApiError(413, "too_large", f"the body has more than {request.client_max_size >> 20} MiB")
     except web.HTTPException as error:  # no such URL, or another method
         problem = ApiError(error.status, "not_found", f"{request.method} {request.path:.100}: {error.reason}")
-    return web.json_response(_codec(request).error(problem), status=problem.status)
+    answer = web.json_response(_codec(request).error(problem), status=problem.status)
+    if request.content.exception() is not None:  # where the next request on this connection would begin nobody knows
+        answer.force_close()
+    return answer
 
 
 async def _stream(http: web.Request, codec: Codec, request: Request, turn: Turn) -> web.StreamResponse:

@@ -20,7 +20,7 @@ import asyncio
 import secrets
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,8 @@ from opd.rollouts.endpoint.dialogue import Dialogue, Unreadable
 from opd.rollouts.endpoint.draws import Draws
 from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, digests, refused
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
-from opd.rollouts.episodes.runner import seed_of
+from opd.rollouts.episodes.runner import UNREADABLE, seed_of
+from opd.rollouts.episodes.threads import read_aside
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Audit, Segment, Trace
 from opd.types import Sampled
@@ -43,6 +44,9 @@ from opd.types import Sampled
 End = Literal["closed", "turns", "tokens", "foreign", "engine"]
 """Why a session takes no more requests: its episode is over; it had as many requests, or sampled as many tokens, as it may;
 its agent asked in the name of another session; the engine failed."""
+
+QUOTED = 32
+"""Characters of a reply that stand in another dialogue's messages by no accident."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +115,11 @@ class _Written:
     """All of its text."""
     text: str
     """What stands around the calls."""
-    calls: tuple[Call, ...]
-    looked: Looked
+    calls: tuple[Call, ...] = ()
+    unread: str = ""
+    """Why a call in it cannot be read."""
+    looked: Looked = field(default_factory=lambda: Looked(calls=()))
+    """What the guard says of it."""
 
 
 class Session:
@@ -167,13 +174,13 @@ class Session:
         for task in self._running:
             task.cancel()
 
-    def accept(self, request: Request) -> Turn:
+    async def accept(self, request: Request) -> Turn:
         """Take a request that was counted: everything that can be wrong with it is found here. Raises: ApiError."""
         self.overridden.update(request.overridden)
         recorded = self._answered.get(request.identity)
         if recorded is not None:
             return Turn(self, request, (), 0, reply_id=recorded.id, created=recorded.created, recorded=recorded)
-        ids, number = self._unseen.get(request.identity) or self._tokens(request)
+        ids, number = self._unseen.get(request.identity) or await self._tokens(request)
         return Turn(self, request, ids, self._limit(ids, request), number)
 
     async def sample(self, turn: Turn) -> Reply:
@@ -192,7 +199,7 @@ class Session:
                 self._budget.give_back(share)
             if not written.looked.stops:
                 return self._reply(turn, written, segment)
-            turn = self._go_on(turn, written)
+            turn = await self._go_on(turn, written)
 
     async def _one_turn(self, turn: Turn) -> tuple[_Written, Segment]:
         """A turn of the policy, and where it is in the trace. Raises: ApiError."""
@@ -216,22 +223,27 @@ class Session:
         task = asyncio.ensure_future(self._engine.generate(turn.ids, max_tokens=turn.max_tokens, seed=seed))
         self._running.add(task)
         try:
-            sampled, stopped_by = self._cut(await task, request)
+            written = await task
         finally:
             self._running.discard(task)
-        whole = self._dialogue.text(sampled.token_ids)
-        text, calls = self._read(whole if stopped_by is None else whole.partition(stopped_by)[0], request)
-        made = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in calls)
-        looked = await self._watch.look(turn.number, text, made) if self._watch else Looked(calls=made)
-        return _Written(sampled, stopped_by, whole, text, calls, looked)
+        read = await read_aside(self._read, written, request)
+        if self._watch is None:
+            return read
+        made = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in read.calls)
+        return replace(read, looked=await self._watch.look(turn.number, read.text, made))
 
-    def _go_on(self, turn: Turn, written: _Written) -> Turn:
+    async def _go_on(self, turn: Turn, written: _Written) -> Turn:
         """The turn that follows one of which nothing happens: the session answers it itself. Raises: ApiError."""
         request, looked = turn.request, written.looked
-        new = _results(written.calls, looked.dummies) or [Message(role="user", text=str(looked.instead))]
+        if written.unread:
+            new = [Message(role="tool", text=f"{UNREADABLE}{written.unread}")]
+        elif written.calls:
+            new = _results(written.calls, looked.instead)
+        else:
+            new = [Message(role="user", text=str(looked.instead))]
         self.said += [f"{message.role}: {message.text}" for message in new]
         try:
-            following = self._dialogue.after(written.sampled.token_ids, new, request.tools)
+            following = await read_aside(self._dialogue.after, written.sampled.token_ids, new, request.tools)
         except Unreadable as error:
             raise refused(f"messages: the model's chat template refuses them: {error!s:.200}") from None
         ids = [*turn.ids, *written.sampled.token_ids, *following]
@@ -252,37 +264,41 @@ class Session:
         if self.why is not None:
             raise ApiError(403, "permission", f"this episode takes no more requests ({self.why})")
 
-    def _tokens(self, request: Request) -> tuple[Sequence[int], int]:
+    async def _tokens(self, request: Request) -> tuple[Sequence[int], int]:
         """Everything that comes before the reply, and the turns of the policy in it. Raises: ApiError."""
         messages = request.messages
         if not messages or messages[-1].role not in ("user", "tool"):
             raise refused("messages: expected the last one to be of the user or of a tool")
-        self._refuse_text_beyond_the_context(messages)
-        known = list(digests(request.context, messages))
-        for number in range(len(messages) - 1, 0, -1):
-            places, new = self._places.get(known[number - 1]), messages[number:]
-            if messages[number - 1].role == "assistant" and places and all(m.role != "assistant" for m in new):
-                place = next((one for one in places if one.last), places[-1])
-                before = place.segment.ids[: place.end]
-                told = _woven(_in_order(new, messages[number - 1].calls), place.dummies)
-                with suppress(Unreadable):  # then all of it is rendered anew, which the trace counts as a fork
-                    return [*before, *self._dialogue.after(before[place.begin :], told, request.tools)], place.turns
+        self._refuse_more_than_the_context(messages)
+        number = max((place for place, m in enumerate(messages, start=1) if m.role == "assistant"), default=0)
+        known = await read_aside(_digest, request.context, messages[:number])
+        if number and (places := self._places.get(known)):
+            place = next((one for one in places if one.last), places[-1])
+            before = place.segment.ids[: place.end]
+            told = _woven(_in_order(messages[number:], messages[number - 1].calls), place.dummies)
+            with suppress(Unreadable):  # then all of it is rendered anew, which the trace counts as a fork
+                await read_aside(self._dialogue.prove_kept, before[place.segment.prompt_len :], told)
+                after = await read_aside(self._dialogue.after, before[place.begin :], told, request.tools)
+                return [*before, *after], place.turns
         try:
-            ids = self._dialogue.whole(messages, request.tools)
+            ids = await read_aside(self._dialogue.whole, messages, request.tools)
         except Unreadable as error:
             raise refused(f"messages: the model's chat template refuses them: {error!s:.200}") from None
         if not ids:
             raise refused("messages: expected some text, found none")
         return ids, sum(message.role == "assistant" for message in messages)
 
-    def _refuse_text_beyond_the_context(self, messages: Sequence[Message]) -> None:
-        """Raises: ApiError for a message that fits no context: tokenising it would only keep all other sessions waiting."""
+    def _refuse_more_than_the_context(self, messages: Sequence[Message]) -> None:
+        """Raises: ApiError for a message that fits no context, or more of them: to tokenise them would only cost time."""
         longest, most = max(len(m.text) for m in messages), max(MAX_OBSERVATION, 32 * self._terms.max_model_len)
+        room, found = self._terms.max_model_len, ""
         if longest > most:
+            found = f"a message of {longest:,} characters > {most:,} maximum"
+        elif len(messages) > room:  # each has a token at least
+            found = f"{len(messages):,} messages > {room:,} tokens maximum"
+        if found:
             self.too_long = True
-            raise ApiError(
-                400, "context", f"prompt is too long: a message of {longest:,} characters > {most:,} maximum"
-            )
+            raise ApiError(400, "context", f"prompt is too long: {found}")
 
     def _limit(self, ids: Sequence[int], request: Request) -> int:
         """Tokens of the next turn at most, for this request. Raises: ApiError if there are none."""
@@ -306,7 +322,7 @@ class Session:
 
     def _commit(self, turn: Turn, written: _Written) -> Segment:
         """Put a turn into the trace. Nothing is awaited from here to its reply, so no other turn comes between."""
-        segment = self._trace.continue_or_fork(turn.ids)
+        segment = self._trace.continue_or_fork(turn.ids, begins=self._begins(turn))
         segment.sampled(written.sampled)
         self._kept += 1
         asked = [] if turn.request.identity in self._unseen else [turn.request.messages[-1]]
@@ -317,6 +333,12 @@ class Session:
             if written.looked.blocked:
                 segment.mark(written.sampled, self._watch.mark)
         return segment
+
+    def _begins(self, turn: Turn) -> bool:
+        """Whether a request begins a dialogue of its own: it has no turn of the policy, and quotes none as a summary."""
+        said = self.last_text.strip()
+        quoted = len(said) >= QUOTED and any(said in message.text for message in turn.request.messages)
+        return turn.number == 0 and not quoted
 
     def _reply(self, turn: Turn, written: _Written, segment: Segment) -> Reply:
         """The reply to the agent, on record: with those calls that it may make."""
@@ -333,7 +355,7 @@ class Session:
             completion_tokens=len(sampled.token_ids),
             created=turn.created,
         )
-        *_, digest = digests(request.context, (*request.messages, reply.message))
+        digest = _digest(request.context, (*request.messages, reply.message))
         end = len(segment.ids)
         place = _Place(segment, end - len(sampled.token_ids), end, turn.number + 1, dummies)
         self._places.setdefault(digest, []).append(place)
@@ -342,13 +364,17 @@ class Session:
         self.last_text = reply.text
         return reply
 
-    def _read(self, written: str, request: Request) -> tuple[str, tuple[Call, ...]]:
-        """Text and calls of a turn; all of it is text if a call cannot be read."""
+    def _read(self, written: Sampled, request: Request) -> _Written:
+        """Read a turn up to the client's stop string; all of it is text if a call cannot be read."""
+        sampled, stopped_by = self._cut(written, request)
+        whole = self._dialogue.text(sampled.token_ids)
+        shown = whole if stopped_by is None else whole.partition(stopped_by)[0]
         try:
-            return self._dialogue.calls(written, request.tools)
-        except BadCall:
+            text, calls = self._dialogue.calls(shown, request.tools)
+        except BadCall as error:
             self.invalid_calls += 1
-            return written, ()
+            return _Written(sampled, stopped_by, whole, shown, unread=str(error))
+        return _Written(sampled, stopped_by, whole, text, calls)
 
     def _cut(self, sampled: Sampled, request: Request) -> tuple[Sampled, str | None]:
         """Cut a turn after the token with which the first of the client's stop strings is there.
@@ -369,10 +395,14 @@ class Session:
         return cut, stops(count)[0]
 
 
-def _results(calls: Sequence[Call], dummies: Sequence[str | None]) -> list[Message]:
-    """What the session itself answers to blocked calls."""
-    blocked = ((call, text) for call, text in zip(calls, dummies, strict=False) if text is not None)
-    return [Message(role="tool", text=text, answers=call.id) for call, text in blocked]
+def _digest(context: str, messages: Sequence[Message]) -> str:
+    """Return the digest of a whole conversation."""
+    return deque(digests(context, messages), maxlen=1).pop() if messages else ""
+
+
+def _results(calls: Sequence[Call], texts: Sequence[str]) -> list[Message]:
+    """Return what the session itself answers to the calls of a turn of which nothing happens."""
+    return [Message(role="tool", text=text, answers=call.id) for call, text in zip(calls, texts, strict=True)]
 
 
 def _in_order(new: Sequence[Message], calls: Sequence[Call]) -> Sequence[Message]:

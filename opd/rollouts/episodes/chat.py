@@ -11,7 +11,7 @@ comes. So the template at hand is tried on probes first, and one that cannot app
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from itertools import count
 from typing import Any
@@ -19,7 +19,9 @@ from typing import Any
 from opd.decoding import end_ids, written_text
 from opd.environments.records import Tool, ToolCall
 from opd.errors import ModelError
-from opd.prompts.encode import encode_text, render_prompt
+from opd.prompts.encode import encode_text, render_messages
+from opd.prompts.harmless import harmless, harmless_inside, special_texts
+from opd.rollouts.episodes.thoughts import TAGS, has_thoughts, split_thoughts
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tool_formats import AUTO, FALLBACK, TOOL_FORMATS, tool_format
 from opd.rollouts.episodes.tool_formats.records import BadCall, ToolFormat, Written
@@ -27,6 +29,8 @@ from opd.rollouts.episodes.tool_formats.records import BadCall, ToolFormat, Writ
 Message = Mapping[str, Any]
 REPLY = "I see 7."
 """A turn of the assistant in probes; it must not occur in any template."""
+THOUGHT = "Is it 6, or 7?"
+"""A thought before it."""
 _USER, _SYSTEM = {"role": "user", "content": "What is it?"}, {"role": "system", "content": "Be short."}
 _GO_ON = {"role": "user", "content": "Go on."}
 _REPLIED = {"role": "assistant", "content": REPLY}
@@ -48,33 +52,6 @@ CALLING = """You can call these functions:
 </tools>
 {told}"""
 """What the system message says of tools, where the chat template does not."""
-
-
-def special_texts(tokenizer: TurnTokenizer) -> list[str]:
-    """The texts that the tokenizer reads as one special token, the longest first."""
-    # Those that have no role such as end or padding are not in `all_special_ids`: Llama's headers, Mistral's [TOOL_CALLS].
-    added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-    found = {tokenizer.decode([i], skip_special_tokens=False) for i in {*tokenizer.all_special_ids, *added}}
-    return sorted(found - {""}, key=lambda text: (-len(text), text))
-
-
-def harmless(text: str, specials: Sequence[str]) -> str:
-    """The text with a blank inside of whatever would be read as a special token; in place of one of a single character, which would
-    leave what stands around it side by side."""
-    for special in specials:
-        text = text.replace(special, f"{special[0]} {special[1:]}" if len(special) > 1 else " ")
-    return text
-
-
-def harmless_inside(value: Any, specials: Sequence[str]) -> Any:
-    """A JSON value with all of its texts harmless, keys too."""
-    if isinstance(value, str):
-        return harmless(value, specials)
-    if isinstance(value, Mapping):
-        return {harmless(str(key), specials): harmless_inside(inner, specials) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [harmless_inside(inner, specials) for inner in value]
-    return value
 
 
 class ChatAppender:
@@ -102,11 +79,16 @@ class ChatAppender:
         """Whether the template takes more than one call in a turn."""
         self._tools_stay = self._works(lambda: self._following(_HISTORIES[0], [_GO_ON], [_PROBE]))
         """Whether the template leaves the tools where they are when a message follows; some move them to the last one."""
+        self._note_apart = True
+        """Whether the template takes a message of the user after the results of tools; some want every user's turn answered."""
         self._odd_call = ""
         """How the template writes a call, if no format reads it."""
         self._format, self.tools_in_template = self._find_format(parser)
         """Whether the template tells of tools as the format has it; else they stand in the system message, and results in a
         user's."""
+        self._dropped = {role: [tag for tag in TAGS if self._drops(tag, role)] for role in ("user", "tool")}
+        """Role of a message -> the tags of the thoughts of earlier turns that the template leaves out once one follows."""
+        self._note_apart = self._works(self._noted)
 
     @property
     def end_id(self) -> int:
@@ -114,25 +96,30 @@ class ChatAppender:
         return self._stop_ids[self._stops.index(self._closer)]
 
     def first(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Token ids of the messages that come before the first turn. Raises: what the template raises."""
+        """Token ids of the messages that come before the first turn, which `safe` has made harmless. Raises: what the template
+        raises."""
         given = [dict(message) for message in messages]
         if tools and not self.tools_in_template:
-            listed = "\n".join(json.dumps(tool.schema()) for tool in tools)
+            listed = "\n".join(map(json.dumps, self._schemas(tools)))
             told = CALLING.format(tools=listed, told=self.format.told)
             given = _with_system(given, told) if self._takes(_HISTORIES[1]) else _with_preface(given, told)
             tools = ()
         return encode_text(self._tokenizer, self._render(given, tools=tools))
 
-    def after(self, messages: Sequence[Message], *, ended: bool, tools: Sequence[Tool] = ()) -> list[int]:
+    def after(
+        self, messages: Sequence[Message], *, ended: bool, tools: Sequence[Tool] = (), note: str = ""
+    ) -> list[int]:
         """Token ids that follow a turn and bring these messages, up to where the policy writes again.
 
         `ended`: the turn ends with an end token; else the template's own comes first, which the policy did not sample.
-        Messages of the role `tool` come first among them, one for each call of the turn. Special tokens in their texts are
-        broken up: what an environment says is text. Raises: what the template raises.
+        Messages of the role `tool` come first among them, one for each call of the turn. `note` is a text of the user's, last.
+        Special tokens in their texts are broken up: what an environment says is text. Raises: what the template raises.
         """
         safe = [self.safe(dict(message) | {"content": str(message["content"])}) for message in numbered(messages)]
         if not self.tools_in_template:
             safe = without_tool_role(safe)
+        if note:
+            safe = self._with_note(safe, self.harmless(note))
         if not self.tools_in_template or not self._tools_stay:
             tools = ()
         text = self._following(_HISTORIES[0], safe, tools)
@@ -152,8 +139,39 @@ class ChatAppender:
         return self._format
 
     def read(self, text: str, tools: Sequence[Tool]) -> Written:
-        """The calls of a turn, whatever they ask for; without tools all of it is text. Raises: BadCall, ModelError."""
-        return self.format.read(text, tools) if tools else Written((), text)
+        """The calls of a turn, whatever they ask for, but for those in thoughts; without tools all of it is text. Raises: BadCall,
+        ModelError."""
+        if not tools or not has_thoughts(text):
+            return self.format.read(text, tools) if tools else Written((), text)
+        parts = split_thoughts(text, self.format.begins, self.format.ends)
+        found = [Written((), part) if thought else self.format.read(part, tools) for part, thought in parts]
+        return Written(tuple(call for one in found for call in one.calls), "".join(one.text for one in found))
+
+    def drops_thoughts(self, *, calls: int, noted: bool) -> bool:
+        """Whether the template leaves out the thoughts of earlier turns once a turn with so many calls is answered; `noted`: with a
+        text of the user's last."""
+        as_user = not calls or (noted and self._note_apart)
+        return bool(self._dropped["tool"] if calls else ()) or bool(self._dropped["user"] if as_user else ())
+
+    def drops(self, written: Sequence[int], roles: Iterable[str]) -> bool:
+        """Whether the template leaves out thoughts that stand in these tokens once messages of these roles follow."""
+        dropped = [end for role in {*roles} for _, end in self._dropped.get(role, ())]
+        return bool(dropped) and any(end in self.text(written) for end in dropped)
+
+    def without_thoughts(self, turn: Sequence[int]) -> list[int]:
+        """Token ids of a turn as the template writes it once a message of the user follows: without its thoughts, if it has some.
+
+        Raises: what the template raises.
+        """
+        if not self.drops(turn, self._dropped):
+            return list(turn)
+        written = {"role": "assistant", "content": harmless(self.text(turn), self._unkept)}
+        start, rest = self._turn_and_rest(_HISTORIES[0], written, [_GO_ON], ())
+        after = self._following(_HISTORIES[0], [_GO_ON])
+        if not rest.endswith(after):
+            raise self._cannot("writes another text after a turn with thoughts", start, rest)
+        ended = [turn[-1]] if turn[-1] in self._stop_ids else []
+        return [*encode_text(self._tokenizer, rest.removesuffix(after)), *ended]
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What the policy wrote, without what ends it."""
@@ -164,13 +182,19 @@ class ChatAppender:
         return harmless(text, self._special)
 
     def safe(self, message: Message) -> dict[str, Any]:
-        """The message with all of its texts harmless, those of its calls too."""
-        found: dict[str, Any] = harmless_inside(message, self._special)
+        """The message with all of its texts harmless, those of its calls too. The template knows the policy's thoughts by their tags."""
+        thinks = message.get("role") == "assistant"
+        specials = [special for special in self._special if not (thinks and has_thoughts(special))]
+        found: dict[str, Any] = harmless_inside(message, specials)
         return found
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        variables: dict[str, Any] = {"tools": [tool.schema() for tool in tools]} if tools else {}
-        return render_prompt(self._tokenizer, [dict(m) for m in messages], self._day, **variables)
+        variables: dict[str, Any] = {"tools": self._schemas(tools)} if tools else {}
+        return render_messages(self._tokenizer, [dict(m) for m in messages], self._day, **variables)
+
+    def _schemas(self, tools: Sequence[Tool]) -> list[Any]:
+        """What the policy reads of tools: what they say of themselves is text, too."""
+        return [harmless_inside(tool.schema(), self._special) for tool in tools]
 
     def _takes(self, history: Sequence[Message]) -> bool:
         return self._works(lambda: self._render(history))
@@ -259,6 +283,47 @@ class ChatAppender:
             return []
         return [rest.partition(self._closer)[0] for rest in rests]
 
+    def prove_note(self) -> None:
+        """Raises: ModelError if no text of the user's can follow the results of tools, so that nobody could ask for a summary."""
+        if not self._works(self._noted):
+            raise self._cannot("refuses a text of the user's after the results of tools", "", "")
+
+    @property
+    def _unkept(self) -> list[str]:
+        """Return the special tokens that a turn is not rendered again with: all but the marks of calls and thoughts."""
+        calls = () if self._format is None else self._format.marks
+        return [special for special in self._special if special not in (*calls, *chain.from_iterable(TAGS))]
+
+    def _drops(self, tag: tuple[str, str], role: str) -> bool:
+        """Whether a thought between these tags is gone once a message of the role follows its turn."""
+        from jinja2 import TemplateError
+
+        turn = _thinking(tag)
+        try:
+            if role == "user":
+                _, rest = self._turn_and_rest(_HISTORIES[0], turn, [_GO_ON], ())
+            else:
+                result = numbered([{"role": "tool", "name": _PROBE.name, "content": "result"}])
+                turn = turn if not self.tools_in_template else {**_calling(_ASKED[0]), "content": turn["content"]}
+                new = result if self.tools_in_template else without_tool_role([dict(m) for m in result])
+                tools = [_PROBE] if self.tools_in_template and self._tools_stay else []
+                _, rest = self._turn_and_rest(_HISTORIES[0], turn, new, tools)
+        except (TemplateError, ValueError, TypeError, KeyError):  # no such turn is ever followed by such a message
+            return False
+        return THOUGHT not in rest
+
+    def _with_note(self, messages: list[dict[str, Any]], note: str) -> list[dict[str, Any]]:
+        """The messages with a text of the user's after them, in a message of its own where the template takes that."""
+        if messages and not self._note_apart:
+            return [*messages[:-1], messages[-1] | {"content": f"{messages[-1]['content']}\n\n{note}"}]
+        return [*messages, {"role": "user", "content": note}]
+
+    def _noted(self) -> str:
+        """What the template writes where a text of the user's follows a result. Raises: what the template raises."""
+        result = [{"role": "tool", "name": _PROBE.name, "content": "result 42"}]
+        self.after(result, ended=True, tools=[_PROBE], note="Sum up.")
+        return "Sum up."
+
     def _results(self) -> str:
         """What the template writes after a turn with two calls. Raises: ValueError if that is another text after another
         history, or lacks the results."""
@@ -278,6 +343,11 @@ class ChatAppender:
             fix="give the domain's prompts as text (for an agent's program, set agent.render to text), or take a student whose "
             "chat_template appends, such as ChatML",
         )
+
+
+def _thinking(tag: tuple[str, str]) -> Message:
+    """A turn of the assistant with a thought."""
+    return {"role": "assistant", "content": f"{tag[0]}\n{THOUGHT}\n{tag[1]}\n\n{REPLY}"}
 
 
 def numbered(messages: Sequence[Message]) -> list[Message]:

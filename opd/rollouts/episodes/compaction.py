@@ -9,8 +9,9 @@ the loss is a mean over all trained tokens, however an episode was cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from opd.rollouts.episodes.turns import History
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +28,12 @@ class CompactionOptions:
 
 @dataclass(slots=True)
 class Compactor:
-    """Knows the turns of the segment that grows, and decides when it is cut."""
+    """Decides when a segment is cut."""
 
     options: CompactionOptions | None
     """None: never."""
     done: int = 0
     """Summaries so far."""
-    _turns: list[list[int]] = field(default_factory=list)
-
-    def add(self, turn: Sequence[int], following: Sequence[int]) -> None:
-        """Take note of a turn of the policy, and of the tokens that follow it."""
-        self._turns.append([*turn, *following])
 
     def due(self, tokens: int) -> CompactionOptions | None:
         """The options if a segment of so many tokens is to be summarised; else None."""
@@ -46,8 +42,7 @@ class Compactor:
             return None
         return options
 
-    def cut(self, keep_last: int) -> list[int]:
-        """Forget all turns but the last ones; returns the tokens of these."""
+    def cut(self, history: History, keep_last: int, head: list[int]) -> History:
+        """What follows a summary: another beginning, and the last turns."""
         self.done += 1
-        self._turns = self._turns[-keep_last:] if keep_last else []
-        return [token for turn in self._turns for token in turn]
+        return History(head, history.turns[-keep_last:] if keep_last else [])

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 from opd.decoding import end_ids, written_text
 from opd.environments.records import Tool, ToolCall
 from opd.prompts.encode import encode_prompt, encode_text
+from opd.prompts.harmless import harmless, special_texts
 from opd.prompts.line import Messages
-from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
+from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import checked_calls, plain_calls
-from opd.text import is_control
+from opd.text import control_in
 
 Observation = str | tuple[str, ...]
 MAX_OBSERVATION = 1 << 18
@@ -47,6 +48,15 @@ class Dialogue(Protocol):
         Raises: as `first`."""
         ...
 
+    def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
+        """Whether the thoughts of all turns are left out of what the policy reads once a turn with so many calls is answered; `noted`:
+        a note of ours comes with the answer."""
+        ...
+
+    def without_thoughts(self, turn: Sequence[int]) -> list[int]:
+        """Token ids of a turn as the policy reads it then. Raises: what a chat template raises."""
+        ...
+
 
 class PlainDialogue:
     """Texts one after the other, as the environment words them: prompt, observation, turn, observation, turn."""
@@ -74,6 +84,12 @@ class PlainDialogue:
         texts = (*((observation,) if isinstance(observation, str) else observation), note)
         return encode_text(self._tokenizer, self._safe(*texts)) if any(texts) else []
 
+    def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
+        return False
+
+    def without_thoughts(self, turn: Sequence[int]) -> list[int]:
+        return list(turn)
+
     def _safe(self, *texts: str) -> str:
         """The texts side by side: halves of a special token would make a whole one."""
         return harmless("".join(map(checked, texts)), self._special)
@@ -88,9 +104,9 @@ class ChatDialogue:
 
     def first(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
         assert not isinstance(prompt, str)
-        given = [dict(message) for message in prompt]
+        given = [self._appender.safe(message) for message in prompt]
         if not isinstance(observation, str):
-            given += [m | {"content": self._safe(m["content"])} for m in observation]
+            given += [self._appender.safe(m | {"content": checked(m["content"])}) for m in observation]
         else:
             self._say(given, observation)
         self._say(given, note)
@@ -119,9 +135,14 @@ class ChatDialogue:
         messages: list[dict[str, Any]] = [{"role": role, "content": checked(text)} for text in texts]
         if note and messages and role == "user":
             messages[-1]["content"] += f"\n\n{note}"
-        elif note:
-            messages.append({"role": "user", "content": note})
-        return self._appender.after(messages, ended=ended, tools=self._tools)
+            note = ""
+        return self._appender.after(messages, ended=ended, tools=self._tools, note=note)
+
+    def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
+        return self._appender.drops_thoughts(calls=calls, noted=noted)
+
+    def without_thoughts(self, turn: Sequence[int]) -> list[int]:
+        return self._appender.without_thoughts(turn)
 
     def _safe(self, text: str) -> str:
         return self._appender.harmless(checked(text))
@@ -131,7 +152,6 @@ def checked(text: str) -> str:
     """An environment's text as it is. Raises: BadObservation if it is too long, or has characters that are no text."""
     if len(text) > MAX_OBSERVATION:
         raise BadObservation(f"{len(text):,} characters, at most {MAX_OBSERVATION:,} can be read")
-    odd = next((c for c in text if is_control(c)), None)
-    if odd is not None:
-        raise BadObservation(f"the control character {odd!r} at place {text.index(odd)}")
+    if (odd := control_in(text)) is not None:
+        raise BadObservation(f"the control character {odd[0]!r} at place {odd.start()}")
     return text

@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from typing import Any, TypeVar
@@ -24,16 +24,19 @@ from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.guard.build import shared_guard
 from opd.guard.watch import Looked, Watch
 from opd.interfaces import TokenEngine
+from opd.prompts.harmless import harmless, special_texts
 from opd.rollouts.endpoint.options import AgentOptions
-from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
+from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import Compactor
 from opd.rollouts.episodes.delegation import Delegation, in_order
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, checked
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.thoughts import without_thoughts
+from opd.rollouts.episodes.threads import read_aside
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
-from opd.rollouts.episodes.turns import Answer, Opening
+from opd.rollouts.episodes.turns import Answer, History, Opening
 from opd.rollouts.episodes.worlds import CallersEnvironment, NoEnvironment, OwnEnvironment, World
 from opd.text import one_line, readable
 from opd.types import Sampled, SegmentOrigin
@@ -118,6 +121,8 @@ class _Site:
     """The policy's."""
     expert: TokenEngine | None
     """Writes the turns of a request's guide."""
+    handover: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by one turn at a time that has just been sampled: where all end together, the loop gets to other work between them."""
 
 
 class _Agent:
@@ -139,11 +144,14 @@ class _Agent:
         self._lent = asyncio.Lock()
         """Held by the sub-agent that acts on this agent's environment."""
         self._compactor = Compactor(request.options.compaction)
+        self._history = History([])
+        """The segment that grows."""
         self._watch: Watch | None = caller._watch if caller and shares else watch_of(request)
         self._turns = 0
         self._invalid = 0
         self._text = ""
         """The last turn."""
+        self._close_error = ""
         self._said: list[str] = []
 
     async def run(self) -> EpisodeResult:
@@ -158,6 +166,7 @@ class _Agent:
             audit=self._trace.audit,
             invalid_calls=self._invalid,
             error=self._told(end.error),
+            close_error=self._told(self._close_error),
             text="\n".join(self._said),
             guard=None if self._watch is None else self._watch.stats,
             sub_agents=dict(self._delegation.ends),
@@ -172,7 +181,7 @@ class _Agent:
         try:
             end = await self._ending(self._play)
             if end.reason != "timeout":
-                end = await self._ending(lambda: self._closed(end))
+                await self._close()
         finally:
             self._world.leave()
         return end
@@ -191,9 +200,12 @@ class _Agent:
             return EpisodeEnd("template", str(error))
         raise AssertionError("a part of an episode that does not end it")
 
-    async def _closed(self, end: EpisodeEnd) -> None:
-        await self._world.close()
-        raise end
+    async def _close(self) -> None:
+        """Close the environment. The episode has ended, so an error is noted and changes neither why nor what was earned."""
+        try:
+            await self._world.close()
+        except EpisodeEnd as error:
+            self._close_error = self._close_error or error.error
 
     def _told(self, error: str) -> str:
         """What broke it, with its name; nothing if nothing did."""
@@ -202,7 +214,8 @@ class _Agent:
     async def _play(self) -> None:
         """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
         opening = await self._begin()
-        segment = self._trace.begin(opening.ids(), self._origin)
+        segment = self._trace.begin(await read_aside(opening.ids), self._origin)
+        self._history = History(list(segment.ids))
         self._said += [f"environment: {text}" for text in opening.texts if text]
         limit = self._request.cut_after or self._options.max_turns
         for turn in range(limit):
@@ -221,39 +234,50 @@ class _Agent:
         if guide is None or self._seed("guide", turn) >= guide.probability * 2**32:
             return "policy", await self._sample(segment, most, "turn", turn)
         assert self._site.expert is not None
-        written = await self._write(self._site.expert, segment, most, "turn", turn)
+        self._room(segment)  # an episode whose budget is spent is over, whoever would write next
+        written = await self._write(self._site.expert, segment, min(self._in_context(segment), most), "turn", turn)
         segment.guided(written, train=guide.train)
         return "expert", written
 
     async def _sample(self, segment: Segment, max_tokens: int, *what: object) -> Sampled:
         """Let the policy write after the segment. Raises: EpisodeEnd."""
-        sampled = await self._write(self._site.engine, segment, max_tokens, *what)
+        most = min(self._room(segment), max_tokens)
+        sampled = await self._write(self._site.engine, segment, most, *what)
         segment.sampled(sampled)
         return sampled
 
     async def _write(self, engine: TokenEngine, segment: Segment, max_tokens: int, *what: object) -> Sampled:
-        """What an engine writes after the segment; `what` decides the seed. Raises: EpisodeEnd."""
-        most = min(self._room(segment), max_tokens)
-        return await engine.generate(segment.ids, max_tokens=most, seed=self._seed(*what))
+        """What an engine writes after the segment; `what` decides the seed."""
+        sampled = await engine.generate(segment.ids, max_tokens=max_tokens, seed=self._seed(*what))
+        async with self._site.handover:
+            await asyncio.sleep(0)
+        return sampled
 
     def _seed(self, *what: object) -> int:
         return seed_of(self._request.seed, self._request.sample.sample_id, *what)
 
     async def _go_on(self, segment: Segment, sampled: Sampled, answer: Answer, opening: Opening) -> Segment:
-        """The segment that the next turn follows: this one with what the environment answered, or a compacted one."""
-        ids = answer.ids(opening.dialogue)
+        """The segment that the next turn follows: this one with what the environment answered, one without earlier thoughts, or a
+        compacted one."""
+        dialogue = opening.dialogue
+        ids = await read_aside(answer.ids, dialogue)
         self._note(answer)
-        self._compactor.add(sampled.token_ids, ids)
-        compaction = self._compactor.due(len(segment.ids) + len(ids))
+        self._history.turns.append((list(sampled.token_ids), ids))
+        if dialogue.drops_thoughts(calls=answer.calls):
+            self._history = await read_aside(self._history.without_thoughts, dialogue)
+        compaction = self._compactor.due(len(self._history.ids))
         if compaction is None:
-            segment.append(ids)
-            return segment
-        segment.append(answer.ids(opening.dialogue, compaction.prompt))
+            return self._trace.go_on(segment, self._history.ids)
+        asked = self._history.with_last(await read_aside(answer.ids, dialogue, compaction.prompt))
+        if dialogue.drops_thoughts(calls=answer.calls, noted=True):
+            asked = await read_aside(asked.without_thoughts, dialogue)
+        segment = self._trace.go_on(segment, asked.ids)
         said = await self._sample(segment, compaction.max_tokens, "summary", self._compactor.done)
-        summary = readable(opening.dialogue.text(said.token_ids))
+        summary = readable(without_thoughts(await read_aside(dialogue.text, said.token_ids)))
         self._said.append(f"summary: {summary}")
-        kept = self._compactor.cut(compaction.keep_last)
-        return self._trace.begin([*opening.ids(compaction.resume.replace(PLACE, summary)), *kept], "summary", segment)
+        head = await read_aside(opening.ids, compaction.resume.replace(PLACE, summary))
+        self._history = self._compactor.cut(self._history, compaction.keep_last, head)
+        return self._trace.begin(self._history.ids, "summary", segment)
 
     def _note(self, answer: Answer) -> None:
         """Keep for people what the environment said. Raises: BadObservation for what nobody can read."""
@@ -262,18 +286,22 @@ class _Agent:
     async def _begin(self) -> Opening:
         request = self._request
         first = await self._world.begin()
-        dialogue = self._site.dialogues.make(request, (*self._world.tools, *self._delegation.tools))
+        dialogue = await read_aside(self._site.dialogues.make, request, (*self._world.tools, *self._delegation.tools))
         return Opening(dialogue, request.prompt.text, first)
 
     def _room(self, segment: Segment) -> int:
-        """Tokens of the next turn at most. Raises: EpisodeEnd if there are none."""
-        in_context = self._site.context - len(segment.ids)
+        """Tokens that the policy may write next. Raises: EpisodeEnd if there are none."""
+        in_context = self._in_context(segment)
         if in_context < 1:
             raise EpisodeEnd("context")
         left = self._left()
         if left is not None and left < 1:
             raise EpisodeEnd("tokens")
         return in_context if left is None else min(in_context, left)
+
+    def _in_context(self, segment: Segment) -> int:
+        """Tokens that the context has left."""
+        return self._site.context - len(segment.ids)
 
     def _left(self) -> int | None:
         """What is left of the agent's own tokens, those of its sub-agents taken off; None: it has no limit."""
@@ -286,10 +314,10 @@ class _Agent:
         if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
             self._room(segment)  # cut by the episode's budget or by the context: the turn is not whole
         self._turns += 1
-        self._text = text = dialogue.text(sampled.token_ids)
+        self._text = text = await read_aside(dialogue.text, sampled.token_ids)
         self._said.append(f"{who}: {text}")
         try:
-            calls = dialogue.calls(text)
+            calls = await read_aside(dialogue.calls, text)
             delegated = [self._delegation.starts(call) for call in calls]
         except BadCall as error:
             self._invalid += 1
@@ -309,7 +337,7 @@ class _Agent:
         """What the environment says to a turn, and what the guard says in its place. Raises: EpisodeEnd."""
         looked = Looked(calls=action.calls)
         if self._watch is not None:
-            looked = await self._watch.look(self._turns - 1, action.text, action.calls)
+            looked = await self._watch.look(self._turns - 1, "" if action.calls else action.text, action.calls)
             self._watch.keep(looked)
             self._said += [event.line for event in looked.seen.events]
             if looked.blocked:
@@ -349,9 +377,12 @@ class _Agent:
         if self._watch is not None and agent._watch is not None and agent._watch is not self._watch:
             self._watch.stats += agent._watch.stats
         self._invalid += agent._invalid
+        self._close_error = self._close_error or agent._told(agent._close_error)
         self._said += [f"{call.name}: {line}" for line in agent._said]
         inner = agent._delegation
-        return self._delegation.answer(call, EpisodeEnd(end.reason, agent._told(end.error)), agent._text, inner)
+        return self._delegation.answer(
+            call, EpisodeEnd(end.reason, agent._told(end.error)), without_thoughts(agent._text), inner
+        )
 
 
 def watch_of(request: EpisodeRequest) -> Watch | None:

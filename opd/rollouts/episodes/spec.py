@@ -103,6 +103,8 @@ class EpisodeResult:
     """Turns with a tool call that could not be made as it was written."""
     error: str = ""
     """What broke it."""
+    close_error: str = ""
+    """Why its environment could not be closed, or the first of its sub-agents'; the episode counts as it ended."""
     text: str = ""
     """The turns as text, for people."""
     guard: GuardStats | None = None
@@ -127,6 +129,10 @@ class EpisodeStats:
     """Why the episodes ended -> how many."""
     error: str = ""
     """What broke the first that broke."""
+    not_closed: int = 0
+    """Episodes with an environment that could not be closed."""
+    close_error: str = ""
+    """Why the first could not."""
     guard: GuardStats | None = None
     """What the guard saw; None where none looked on. The step's log has it, so that a replay asks no judge."""
     sub_agents: Mapping[str, int] = field(default_factory=dict)
@@ -151,6 +157,8 @@ class EpisodeStats:
             reward_sum=math.fsum(r.reward for r in found if r.reward is not None),
             stop_reasons=dict(Counter(r.stop_reason for r in found)),
             error=next((r.error for r in found if r.error), ""),
+            not_closed=sum(bool(r.close_error) for r in found),
+            close_error=next((r.close_error for r in found if r.close_error), ""),
             guard=GuardStats.total(r.guard for r in found),
             sub_agents=dict(sum((Counter(r.sub_agents) for r in found), Counter())),
             sub_agent_error=next((r.sub_agent_error for r in found if r.sub_agent_error), ""),

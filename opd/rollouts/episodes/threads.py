@@ -1,4 +1,5 @@
-"""Calls of an environment, in a thread of its own for each episode and with a deadline for each call."""
+"""Calls of an environment, in a thread of its own for each episode and with a deadline for each call; and one thread that reads
+turns and requests for all of them."""
 
 from __future__ import annotations
 
@@ -7,11 +8,20 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_READER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reader")
+"""One thread, not several: they would take the interpreter from each other and from the loop, and share one tokenizer."""
+
+
+async def read_aside(function: Callable[..., T], *arguments: Any) -> T:
+    """Return `function(*arguments)`, run in the thread that reads what policies and programs wrote: the longest turn or request then
+    keeps no other episode of the loop waiting. Raises: what the function raises."""
+    return await asyncio.get_running_loop().run_in_executor(_READER, function, *arguments)
 
 
 class Failed(Exception):

@@ -12,4 +12,7 @@ class TurnTokenizer(Tokenizer, Decoder, Protocol):
     """The part of a Hugging Face tokenizer that dialogues need."""
 
     @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
     def added_tokens_decoder(self) -> Mapping[int, Any]: ...

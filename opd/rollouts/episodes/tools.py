@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from opd.environments.records import Tool, ToolCall
+from opd.json_fields import strict_json
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.tool_formats.schema import problem_with, properties
 
@@ -22,7 +23,7 @@ def problem_with_tools(tools: Any) -> str:
         return f"tools = {tools!r:.60}, which is no tuple of opd.environments.records.Tool"
     for tool in tools:
         try:
-            json.dumps(tool.schema())
+            json.dumps(tool.schema(), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             return f"the tool {tool.name!r:.60} cannot be written as JSON, as the policy reads it: {error}"
     return ""
@@ -41,7 +42,7 @@ def plain_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
     parameters = properties(tool.parameters)
     arguments: Any
     try:
-        arguments = json.loads(rest)
+        arguments = strict_json(rest)
     except (ValueError, RecursionError):
         arguments = rest.strip()
     if not isinstance(arguments, dict):

@@ -10,9 +10,12 @@ does not continue the tokens of any segment begins a new one, and that fork is c
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
+
+import numpy as np
 
 from opd.errors import RunError
 from opd.types import Origin, Rollout, Sampled, SegmentOrigin, Span, StopReason
@@ -69,7 +72,7 @@ class Segment:
     """Number of the segment that this one was forked from, whose summary it begins with, or that started it; None for the
     first."""
     next: int | None = None
-    """Number of the segment that begins with the summary at the end of this one."""
+    """Number of the segment that goes on from the end of this one: with its summary, or without its thoughts."""
     domain: str = ""
     """Domain whose experts score it; empty: the episode's."""
     logprobs: list[float] = field(default_factory=list)
@@ -81,22 +84,30 @@ class Segment:
     """Those of them that the domain's expert took."""
     busy: bool = False
     """True while a turn is being sampled after it: see `Trace.continue_or_fork`."""
+    packed: array[int] = field(init=False)
+    """`ids` once more, side by side in memory: histories of many thousands of tokens are compared in one go."""
+
+    def __post_init__(self) -> None:
+        self.packed = array("q", self.ids)
 
     def append(self, ids: Sequence[int]) -> None:
-        """Add tokens that the policy did not sample."""
-        self.ids += ids
+        """Add tokens that the policy did not sample; none at all still end the turn before."""
+        self._extend(ids)
         self.logprobs += [0.0] * len(ids)
-        self._span(len(ids), "environment")
+        if ids or self.spans:
+            self.spans.append(Span(length=len(ids), origin="environment", policy_version=self.policy_version))
 
     def sampled(self, turn: Sampled) -> None:
         """Add a turn of the policy. Raises: RunError if a log-prob is missing or is not a finite number."""
         if len(turn.logprobs) != len(turn.token_ids):
             raise RunError(f"a turn of {len(turn.token_ids)} tokens came with {len(turn.logprobs)} log-probs")
-        odd = next((value for value in turn.logprobs if not math.isfinite(value)), None)
-        if odd is not None:
+        if not all(map(math.isfinite, turn.logprobs)):
+            odd = next(value for value in turn.logprobs if not math.isfinite(value))
             raise RunError(f"a sampled token came with log-prob {odd}")
         self.logprobs += turn.logprobs
         self._took(turn)
+        if self.masked.isdisjoint(turn.token_ids):
+            return self._span(len(turn.token_ids), "policy")
         for masked, run in groupby(turn.token_ids, self.masked.__contains__):
             self._span(len(list(run)), "masked" if masked else "policy")
 
@@ -107,8 +118,12 @@ class Segment:
         self._took(turn)
         self._span(len(turn.token_ids), "taught" if train else "teacher")
 
+    def _extend(self, ids: Sequence[int]) -> None:
+        self.ids += ids
+        self.packed.extend(ids)
+
     def _took(self, turn: Sampled) -> None:
-        self.ids += turn.token_ids
+        self._extend(turn.token_ids)
         self.policy_version = turn.policy_version
         self.turns += 1
         self.busy = False
@@ -169,6 +184,17 @@ class Trace:
             parent.next = made.number
         return made
 
+    def go_on(self, segment: Segment, ids: Sequence[int]) -> Segment:
+        """The segment that has these tokens: the given one if they continue it, else another in its place, which begins with them
+        because the chat template leaves out what stood in earlier turns."""
+        given = list(ids)
+        if given[: len(segment.ids)] == segment.ids:
+            segment.append(given[len(segment.ids) :])
+            return segment
+        made = self.begin(given, "main", segment)
+        segment.next = made.number
+        return made
+
     def adopt(self, other: Trace, caller: Segment) -> None:
         """Take over the segments of a sub-agent that a turn of `caller` started."""
         before = len(self.segments)
@@ -178,22 +204,24 @@ class Trace:
             segment.next = None if segment.next is None else segment.next + before
         self.segments += other.segments
 
-    def continue_or_fork(self, ids: Sequence[int]) -> Segment:
+    def continue_or_fork(self, ids: Sequence[int], *, begins: bool = False) -> Segment:
         """The segment after which the turn for this whole history is sampled, busy until the turn is there.
 
         That is the longest segment whose tokens the history begins with, and that is not busy: the rest is appended to it.
-        Else a new segment begins. Call `release` on a segment whose turn does not come.
+        Else a new segment begins; `begins`: beside all others, because nothing that the policy wrote stands in the history. Call
+        `release` on a segment whose turn does not come.
         """
         given = list(ids)
-        fitting = [s for s in self.segments if not s.busy and given[: len(s.ids)] == s.ids]
+        packed = array("q", given).tobytes()
+        fitting = [s for s in self.segments if not s.busy and packed.startswith(s.packed)]
         if fitting:
             segment = max(fitting, key=lambda s: len(s.ids))
             segment.append(given[len(segment.ids) :])
             self._leave_beside(segment)
         else:
-            nearest = max(self.segments, key=lambda s: _shared(s.ids, given), default=None)
+            nearest = max(self.segments, key=lambda s: _shared(s.packed, packed), default=None)
             self._forks += nearest is not None
-            beside = nearest is not None and nearest.busy
+            beside = nearest is not None and (begins or nearest.busy)
             segment = self.begin(given, "aside" if beside else "main", parent=nearest)
         segment.busy = True
         return segment
@@ -245,10 +273,12 @@ class Trace:
         return None if number is None else names[number]
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
-    differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
+def _shared(one: array[int], other: bytes) -> int:
+    """Return how many tokens both begin with."""
+    a_N, b_N = np.frombuffer(one, np.int64), np.frombuffer(other, np.int64)
+    both = min(len(a_N), len(b_N))
+    differ_N = a_N[:both] != b_N[:both]
+    return int(differ_N.argmax()) if differ_N.any() else both
 
 
 def _rollout(segment: Segment, sample: Sample, stop_reason: StopReason, reward: float | None) -> Rollout:

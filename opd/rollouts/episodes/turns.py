@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from opd.rollouts.episodes.dialogue import Dialogue
 
 if TYPE_CHECKING:
     from opd.prompts.line import Messages
+
+
+@dataclass(slots=True)
+class History:
+    """The tokens of a dialogue up to its next turn, in pieces."""
+
+    head: list[int]
+    """What stands before the first turn."""
+    turns: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    """Each turn, and what follows it."""
+
+    @property
+    def ids(self) -> list[int]:
+        """All of its tokens."""
+        return self.head + [token for turn, following in self.turns for token in (*turn, *following)]
+
+    def with_last(self, following: list[int]) -> History:
+        """The same with something else after the last turn."""
+        return History(self.head, [*self.turns[:-1], (self.turns[-1][0], following)])
+
+    def without_thoughts(self, dialogue: Dialogue) -> History:
+        """The same as the policy reads it where the thoughts of its turns are left out. Raises: what a chat template raises."""
+        return History(self.head, [(dialogue.without_thoughts(turn), following) for turn, following in self.turns])
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from experts import sft
+from experts.episodes.rows import episode_row
 from experts.model_dir import inspect_model
 from experts.registry import Registry
 from experts.sft import collate, encode_line, encode_lines, fine_tune
 from experts.spec import ExpertsSpec, TrainSettings
 from experts.suites import write_suite
 from experts.suites.letters import build_tokenizer
-from experts.train import train_experts
+from experts.train import base_of, train_experts
 from opd.errors import ConfigError, ModelError, OpdError, PromptError, RegistryError
 from opd.prompts import PromptLine
 from opd.settings import validate
+from tests.chatml import CHATML, chat_tokenizer
 from tests.conftest import put_in_front
 
 SHAPE = {"tokenizer": "letters", "hidden_size": 32, "layers": 1, "heads": 1, "intermediate_size": 64}
@@ -178,6 +181,44 @@ def test_chat_rows_go_through_the_template_and_end_at_the_end_token():
     example = encode_line(tokenizer, row)
     assert tokenizer.decode(example["input_ids"]) == "u:rev ab<eos> a:ba<eos>"
     assert tokenizer.decode([label for label in example["labels"] if label != -100]) == "ba<eos>"
+
+
+DATED = "{{ '<|im_start|>system\n' + strftime_now('%Y-%m-%d') + '<|im_end|>\n' }}"
+
+
+def test_rows_are_read_on_the_day_and_with_the_calls_of_the_merge():
+    """The same day in rows with a completion and in episodes; calls in the form that the merge's student is told of."""
+    tokenizer, day = chat_tokenizer(DATED + CHATML), date(2020, 1, 2)
+    prompt, said = [{"role": "user", "content": "1+2"}], [{"role": "assistant", "content": "3"}]
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+    rows = [
+        PromptLine(prompt=prompt, completion=said),
+        episode_row({"prompt": prompt, "messages": said}),
+        episode_row({"prompt": prompt, "messages": said, "tools": [tool]}),
+    ]
+    texts = [tokenizer.decode(e["input_ids"]) for e in encode_lines(tokenizer, rows, 900, (), day, "qwen3_xml")]
+    assert all(text.startswith("<|im_start|>system\n2020-01-02<|im_end|>") for text in texts)
+    assert texts[0] == texts[1] and "<function=NAME>" in texts[2]
+
+
+def test_the_day_and_the_parser_of_a_spec_reach_the_rows_and_the_record(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[Any] = []
+
+    def stop(*given: Any) -> None:
+        seen.append(given[4:])
+        raise ModelError("far enough")
+
+    plain = base_of(validate(ExpertsSpec, raw, "s.yaml")).record
+    raw["base"] |= {"template_date": "2020-01-02", "tool_call_parser": "qwen3_xml"}
+    monkeypatch.setattr("experts.sft.encode_lines", stop)
+    with pytest.raises(ModelError, match="far enough"):
+        run(raw)
+    assert seen == [(date(2020, 1, 2), "qwen3_xml")]
+    recorded = base_of(validate(ExpertsSpec, raw, "s.yaml")).record
+    assert recorded == {"template_date": "2020-01-02", "tool_call_parser": "qwen3_xml", **plain}
+    assert "template_date" not in plain, "a record of an older version is that of the same settings"
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused():

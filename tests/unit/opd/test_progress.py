@@ -57,6 +57,16 @@ def test_a_sub_agent_that_broke_is_told(tmp_path: Path) -> None:
     assert heard.lines[0] == "step 3: a sub-agent of domain x broke: s/ask-1: step: KeyError"
 
 
+def test_an_environment_that_could_not_be_closed_is_told(tmp_path: Path) -> None:
+    heard = Heard()
+    episodes = {"x": {"episodes": 4, "not_closed": 2, "close_error": "s: close: OSError: stuck"}}
+    RunReporter(MetricsFile(tmp_path / "metrics.jsonl"), RunPaths(tmp_path), heard).step(record(episodes=episodes))
+    assert heard.lines[0] == (
+        "warning: step 3: 2 of 4 episodes of domain x had an environment that could not be closed, and count as they ended: "
+        "s: close: OSError: stuck"
+    )
+
+
 def test_rewards_are_shown_and_verifiers_that_fail_are_told(tmp_path: Path) -> None:
     heard = Heard()
     domains = {

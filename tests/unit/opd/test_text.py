@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import sys
+import unicodedata
 
 import pytest
 
 from opd.errors import ConfigError
-from opd.text import one_line, printable
+from opd.text import control_in, one_line, printable, readable
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,10 @@ def test_what_was_found_cannot_speak_for_us() -> None:
         "  fix:    c",
     ]
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_policy_reads_no_control_character_but_line_ends_and_tabs() -> None:
+    for character in map(chr, range(sys.maxunicode + 1)):
+        odd = unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t\r"
+        assert (control_in(f"a{character}") is not None) == odd
+        assert readable(f"a{character}b") == ("ab" if odd else f"a{character}b")

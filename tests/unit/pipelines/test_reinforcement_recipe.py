@@ -94,6 +94,13 @@ def test_an_expert_may_leave_its_base_without_a_warning() -> None:
     assert limits.grad_norm.warn == 100 and limits.repetition.stop is not None
 
 
+def test_the_base_is_read_as_the_spec_says() -> None:
+    student = pipeline_of(
+        spec_of(base={"model": "base", "template_date": "2020-01-02", "tool_call_parser": "hermes"}), "guess"
+    ).student
+    assert (str(student.template_date), student.tool_call_parser) == ("2020-01-02", "hermes")
+
+
 def test_another_baseline_replaces_the_methods() -> None:
     reward = pipeline_of(spec_of(reward={"baseline": "ema"}), "guess").objective.reward
     assert reward is not None and reward.baseline.kind == "ema"

@@ -7,8 +7,9 @@ a call. They also bring torch, which a check before any compute must not wait fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from opd.rollouts.episodes.thoughts import TAGS
 from opd.rollouts.episodes.tool_formats.hermes import Hermes
 from opd.rollouts.episodes.tool_formats.llama3_json import Llama3Json
 from opd.rollouts.episodes.tool_formats.mistral import Mistral
@@ -35,3 +36,9 @@ ALIASES: Mapping[str, str] = {"qwen3_json": "hermes", "llama4_json": "llama3_jso
 def tool_format(name: str) -> ToolFormat:
     """The format of this name."""
     return TOOL_FORMATS[ALIASES.get(name, name)]
+
+
+def forbidden_in_turns(specials: Sequence[str]) -> list[str]:
+    """Return those of the texts that a policy must not write itself: all but the marks of calls and thoughts."""
+    marks = {mark for form in TOOL_FORMATS.values() for mark in form.marks} | {tag for pair in TAGS for tag in pair}
+    return [text for text in specials if text not in marks]

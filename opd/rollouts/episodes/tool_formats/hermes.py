@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from opd.environments.records import Tool, ToolCall
 from opd.rollouts.episodes.tool_formats.records import (
+    BEGINS,
     CLOSE,
     OPEN,
     Written,
@@ -27,6 +28,8 @@ WHERE = "between the tags"
 class Hermes:
     """Any number of calls, each between tags of its own, with text around them."""
 
+    marks: tuple[str, ...] = (OPEN, CLOSE)
+    begins, ends = BEGINS, CLOSE
     told = f"""To call one, write a JSON object with its name and its arguments between tags; you may write several:
 {OPEN}
 {{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}

@@ -11,17 +11,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from opd.environments.records import Tool, ToolCall
-from opd.rollouts.episodes.tool_formats.records import BadCall, Written, arguments_of
+from opd.json_fields import STRICT
+from opd.rollouts.episodes.tool_formats.records import BadCall, Uncounted, Written, arguments_of
 
 TAG = "<|python_tag|>"
 _BEGUN = re.compile(r'\{\s*("name"|"parameters"|"arguments"|"type"\s*:\s*"function")')
 """Begins a call, and hardly any other text."""
-_DECODER = json.JSONDecoder()
+_OBJECT = re.compile(r'\{\s*"')
+"""Begins an object that is not empty."""
 
 
 class Llama3Json:
     """Objects with a name and parameters anywhere in the turn; other JSON is text. Llama writes `arguments` at times."""
 
+    marks: tuple[str, ...] = (TAG,)
+    begins, ends = _BEGUN, ""
     told = """To call one, answer with a JSON object of its name and its arguments; you may write several, with "; " in between:
 {"name": "NAME", "parameters": {"ARGUMENT": "VALUE"}}"""
 
@@ -46,13 +50,15 @@ class Llama3Json:
 
 def _objects(text: str) -> Iterator[tuple[int, int, ToolCall]]:
     """Begin, end and content of each call. Raises: BadCall for one that was begun and is no JSON, or has no parameters."""
-    begin = text.find("{")
-    while begin != -1:
+    uncounted, end = Uncounted(text), 0
+    while (found := _OBJECT.search(text, end)) is not None:
+        begin = found.start()
         try:
-            data, end = _DECODER.raw_decode(text, begin)
+            data, end = STRICT.raw_decode(uncounted, begin)
         except json.JSONDecodeError as error:
             if _BEGUN.match(text, begin):
-                raise BadCall(f"a call that is no JSON: {error}") from None
+                where = json.JSONDecodeError(error.msg, text, error.pos)
+                raise BadCall(f"a call that is no JSON: {where}") from None
             end = max(begin + 1, error.pos)
         except (ValueError, RecursionError) as error:
             raise BadCall(f"a call that is no JSON: {error}") from None
@@ -60,7 +66,6 @@ def _objects(text: str) -> Iterator[tuple[int, int, ToolCall]]:
             call = _call(data)
             if call is not None:
                 yield begin, end, call
-        begin = text.find("{", end)
 
 
 def _call(data: dict[str, Any]) -> ToolCall | None:

@@ -13,14 +13,17 @@ from collections.abc import Sequence
 from opd.environments.records import Tool, ToolCall
 from opd.rollouts.episodes.tool_formats.records import BadCall, Written, arguments_of, call_of, parsed
 
-MARK, ARGS = "[TOOL_CALLS]", "[ARGS]"
+MARK, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 WHERE = f"after {MARK}"
-_NAMED = re.compile(r"([^\s\[{]+)\s*(?:\[CALL_ID\][^\s\[{]*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+_NAMED = re.compile(r"([^\s\[{]++)\s*+(?:\[CALL_ID\][^\s\[{]*+)?(?:\[ARGS\])?\s*+(\{.*)", re.DOTALL)
+"""Takes nothing back that it has matched: with two places for blanks, a long run of them would be tried in every division."""
 
 
 class Mistral:
     """Both forms, told apart by what follows the token. Ids that the model writes are left out: calls are told apart by place."""
 
+    marks: tuple[str, ...] = (MARK, ARGS, ID)
+    begins, ends = re.compile(re.escape(MARK)), ""
     told = f"""To call them, end your answer with a list of calls:
 {MARK}[{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}]"""
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -24,16 +25,17 @@ _OF_JSON = {"true": True, "false": False, "null": None}
 class Pythonic:
     """One list. Text before or after it makes it unreadable, if it calls a tool that is there; other lists are text."""
 
+    begins, ends = _BEGINS, ""
     told = """To call them, answer with a Python list of calls and nothing else:
 [NAME(ARGUMENT="VALUE"), NAME(ARGUMENT="VALUE")]"""
 
     def __init__(self, *marks: str) -> None:
         """`marks` may stand around the list."""
-        self._marks = marks
+        self.marks = marks
 
     def read(self, text: str, tools: Sequence[Tool]) -> Written:
         bare = text
-        for mark in self._marks:
+        for mark in self.marks:
             bare = bare.replace(mark, "")
         bare = bare.strip()
         if _BEGINS.match(bare):
@@ -78,6 +80,8 @@ def _value(node: ast.expr | None) -> Any:
     match node:
         case ast.Constant(value=int() as value) if value >= _TOO_LARGE:
             raise BadCall("a number of more than 4300 digits")
+        case ast.Constant(value=float() as value) if math.isinf(value):
+            raise BadCall("a number that is too large")
         case ast.Constant(value=str() | int() | float() | None as value):
             return value
         case ast.Name(id=name) if name in _OF_JSON:

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from opd.environments.records import Tool, ToolCall
-from opd.rollouts.episodes.tool_formats.records import CLOSE, OPEN, BadCall, Written, between_tags, in_tags
+from opd.json_fields import strict_json
+from opd.rollouts.episodes.tool_formats.records import BEGINS, CLOSE, OPEN, BadCall, Written, between_tags, in_tags
 from opd.rollouts.episodes.tool_formats.schema import fits_type, properties, types_of
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -29,6 +30,8 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 class Qwen3Xml:
     """Any number of calls, each between tags of its own, with text around them."""
 
+    marks: tuple[str, ...] = (OPEN, CLOSE)
+    begins, ends = BEGINS, CLOSE
     told = f"""To call one, write its name and its arguments between tags; you may write several:
 {OPEN}
 <function=NAME>
@@ -71,8 +74,8 @@ def _call(inside: str, tools: Sequence[Tool]) -> ToolCall:
 
 def _parameters(name: str, body: str) -> Iterator[tuple[str, str]]:
     """Name and text of each. Raises: BadCall for anything else in the function."""
-    at = 0
-    while body[at:].strip():
+    at, end = 0, len(body.rstrip())
+    while at < end:
         found = _PARAMETER.match(body, at)
         if found is None:
             raise BadCall(f"{name:.60}: wanted <parameter=ARGUMENT>...</parameter> and nothing else")
@@ -89,7 +92,7 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
     if not kinds or "string" in kinds:
         return text
     try:
-        value = _WORDS[word] if word in _WORDS else json.loads(text)
+        value = _WORDS[word] if word in _WORDS else strict_json(text)
     except (ValueError, RecursionError):
         return text
     return value if any(fits_type(value, kind) for kind in kinds) else text

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
+from opd.json_fields import strict_json
 from opd.text import readable
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_BETWEEN = re.compile(re.escape(OPEN) + r"(.*?)" + re.escape(CLOSE), re.DOTALL)
+BEGINS = re.compile(re.escape(OPEN))
 
 
 class BadCall(Exception):
@@ -20,6 +20,19 @@ class BadCall(Exception):
 
     def __init__(self, why: str) -> None:
         super().__init__(readable(why))
+
+
+class Uncounted(str):
+    """A text of which no lines are counted. Python's JSON counts those before each error, so that a text with an error at every
+    brace would take the square of its length."""
+
+    __slots__ = ()
+
+    def count(self, *_: object) -> int:
+        return 0
+
+    def rfind(self, *_: object) -> int:
+        return -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +48,14 @@ class Written:
 class ToolFormat(Protocol):
     """How models of one family write tool calls."""
 
+    marks: tuple[str, ...]
+    """Texts that tell calls from other text; special tokens for some students."""
     told: str
     """How a call is written, for a student whose chat template does not say it."""
+    begins: re.Pattern[str]
+    """Finds where a call begins."""
+    ends: str
+    """What ends it; empty: the end of the turn."""
 
     def read(self, text: str, tools: Sequence[Tool]) -> Written:
         """The calls of a turn. `tools` decide the types of arguments that are written without quotes.
@@ -51,11 +70,12 @@ class ToolFormat(Protocol):
 
 
 def between_tags(text: str) -> tuple[list[str], str]:
-    """What stands between `<tool_call>` and `</tool_call>`, and what stands around them. Raises: BadCall for half a pair."""
-    found: list[str] = _BETWEEN.findall(text)
-    if text.count(OPEN) != len(found) or text.count(CLOSE) != len(found):
+    """Return what stands between `<tool_call>` and `</tool_call>`, and what stands around them. Raises: BadCall for half a pair."""
+    before, *parts = text.split(OPEN)
+    pairs = [part.split(CLOSE) for part in parts]
+    if CLOSE in before or any(len(pair) != 2 for pair in pairs):
         raise BadCall(f"every {OPEN} needs its {CLOSE}")
-    return found, _BETWEEN.sub("", text) if found else text
+    return [inside for inside, _ in pairs], before + "".join(after for _, after in pairs)
 
 
 def in_tags(insides: Sequence[str]) -> str:
@@ -66,7 +86,7 @@ def in_tags(insides: Sequence[str]) -> str:
 def parsed(text: str, where: str) -> Any:
     """The JSON of a text. Raises: BadCall that says where it stands."""
     try:
-        return json.loads(text)
+        return strict_json(text)
     except (ValueError, RecursionError) as error:
         raise BadCall(f"not JSON {where}: {error}") from None
 

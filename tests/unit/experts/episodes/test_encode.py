@@ -20,6 +20,7 @@ from opd.prompts import PromptLine, encode_prompt
 from opd.types import Rollout
 from tests.chatml import CHATML, LAST_ONLY, WITH_TOOLS, chat_tokenizer
 from tests.spoken import spoken
+from tests.tool_templates import QWEN3
 
 ADD = Tool(
     name="add",
@@ -172,6 +173,30 @@ def test_a_template_that_asks_for_a_date_gets_the_merges() -> None:
     found, _, _ = EpisodeEncoder(tokenizer, date(2020, 1, 2)).split(row)
     assert tuple(found) == encode_prompt(tokenizer, prompt, date(2020, 1, 2))
     assert "2020-01-02" in tokenizer.decode(found)
+
+
+def test_thoughts_that_the_template_drops_before_the_next_turn() -> None:
+    """A prefix has what a rollout has there; no one row can be the whole episode."""
+    tokenizer = chat_tokenizer(QWEN3)
+    said = ["<think>\nhm\n</think>\n\na", "b", "<think>\noh\n</think>\n\nc"]
+    prompt = [{"role": "user", "content": "x"}]
+    row = episode_row(
+        {"prompt": prompt, "messages": messages("", [(said[0], ("1",)), (said[1], ("2",)), (said[2], ())])}
+    )
+    encoder = EpisodeEncoder(tokenizer)
+    for number, ids in enumerate(encoder.prefixes(row)):
+        before = [*prompt]
+        for turn, seen in zip(said[:number], "12", strict=False):
+            before += [{"role": "assistant", "content": turn}, {"role": "user", "content": seen}]
+        assert tuple(ids) == encode_prompt(tokenizer, before)
+    with pytest.raises(PromptError, match="thoughts in a turn, which the chat template leaves out"):
+        encoder.encode(row)
+    mended = episode_row({"prompt": prompt, "messages": messages("", [("a", ("1",)), ("b", ("2",)), (said[2], ())])})
+    ids, learned = encoder.encode(mended)
+    text = tokenizer.decode(ids)
+    assert text.endswith(f"{said[2]}<|im_end|>") and text.count("think>") == 2 and sum(learned) > len(said[2])
+    (kept, _) = EpisodeEncoder(chat_tokenizer(CHATML)).encode(row)
+    assert tokenizer.decode(kept).count("<think>") == 2, "a template that keeps them has them in one row"
 
 
 def test_a_template_that_cannot_append_and_an_observation_nobody_can_read_are_refused() -> None:

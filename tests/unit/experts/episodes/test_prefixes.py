@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+from typer.testing import CliRunner
 
+from cli import app
 from experts.episodes.play import Play, play_tasks
 from experts.episodes.prefixes import read_prefixes
 from experts.suites.letters import build_tokenizer
@@ -73,6 +78,35 @@ def test_a_prefix_whose_text_gives_other_tokens_is_left_out_and_counted(tmp_path
     path.write_text(json.dumps(row) + "\n")
     found = read_prefixes(path, tokenizer)
     assert [r["metadata"]["turn"] for r in found.rows] == [0, 1] and found.left_out == 1
+
+
+def test_prefixes_are_read_on_the_day_and_with_the_calls_of_the_merge(tmp_path: Path) -> None:
+    dated = "{{ '<|im_start|>system\n' + strftime_now('%Y-%m-%d') + '<|im_end|>\n' }}" + CHATML
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+    row = {"prompt": [{"role": "user", "content": "1+2"}], "messages": [{"role": "assistant", "content": "3"}]}
+    path = tmp_path / "episodes.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "tools": [tool]}) + "\n")
+    model, output = tmp_path / "model", tmp_path / "prefixes.jsonl"
+    chat_tokenizer(dated).save_pretrained(model)
+    LlamaConfig(vocab_size=105, architectures=["LlamaForCausalLM"], torch_dtype="float32").save_pretrained(model)
+    save_file({"model.norm.weight": torch.zeros(4096)}, model / "model.safetensors")
+    asked = [
+        "environments",
+        "prefixes",
+        str(path),
+        "--model",
+        str(model),
+        "--output",
+        str(output),
+        "--tool-call-parser",
+    ]
+    done = CliRunner().invoke(app, [*asked, "qwen3_xml", "--template-date", "2020-01-02"])
+    assert done.exit_code == 0, done.output
+    one, other = (json.loads(line)["prompt"] for line in output.read_text().splitlines())
+    assert one.startswith("<|im_start|>system\n2020-01-02<|im_end|>") and other.startswith("<|im_start|>system\n2020")
+    assert "<function=NAME>" in other
+    done = CliRunner().invoke(app, [*asked, "odd"])
+    assert done.exit_code == 2 and "odd" in done.output
 
 
 def test_a_file_of_which_no_prefix_is_left_is_refused(tmp_path: Path) -> None:

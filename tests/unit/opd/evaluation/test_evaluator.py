@@ -225,6 +225,6 @@ def test_the_score_of_an_episode_is_the_environments_reward() -> None:
 
     told: list[str] = []
     found = evaluator(Acting(), {"a": exam("a", 5, Reward())}, told).evaluate(model="me").scores["a"]
-    assert found.accuracy == pytest.approx((0.5 + 0 + 1 + 1 + 0) / 5)
+    assert found.accuracy == pytest.approx((0.5 + 0 + 1 + 0 + 0) / 5), "what broke is wrong, as the line says"
     assert (found.turns, found.invalid_calls, found.failed) == (2.0, 4, 1)
     assert told == ["me: the environment of a raised on 1 of 5 answers, counted as wrong: step: KeyError"]

@@ -162,7 +162,7 @@ def test_an_episode_turn_by_turn(run_dir: Path) -> None:
     assert '<span class="no-loss">kept</span>' in shown and "<span>forked</span>" in shown
     assert "⏎" in shown and "a wall " in shown
     titles = [
-        "000004/letters/0: main, goes on from its summary in 000004/letters/0+2",
+        "000004/letters/0: main, goes on in 000004/letters/0+2",
         "000004/letters/0+1: sub-agent of 000004/letters/0, scored by the expert of sums",
         "000004/letters/0+2: summary of 000004/letters/0",
         "000004/letters/0+3: fork of 000004/letters/0",

@@ -174,10 +174,13 @@ def test_an_episode_that_earned_nothing_is_worth_0_and_one_that_broke_has_no_rew
         rollout("e", reward=None, stop_reason="turns"), rollout("e.1", "b", episode="e", reward=None, stop_reason="turns"),
         rollout("f", reward=1.0, stop_reason="done"), rollout("g", reward=None, stop_reason="raised"),
         rollout("x", "b", reward=None, stop_reason="turns"), rollout("h", reward=0.0, stop_reason="timeout"),
+        rollout("i", reward=0.5, stop_reason="raised"),
     )  # fmt: skip
     made = RewardStream(RewardConfig(), ["a"], VerifiedRewards({}, Letters(), (), 5.0), LeaveOneOut())
     judged = made.judged(RolloutBatch(rollouts=rollouts, quarantined=()), []).rollouts
-    assert [r.reward for r in judged] == [0.0, 0.0, 1.0, None, None, None]
+    assert [r.reward for r in judged] == [0.0, 0.0, 1.0, None, None, None, None], (
+        "a broken one that had won does not count alone"
+    )
     assert {i: list(v) for i, v in made.step(1, judged).advantages.items()} == {
         "e": [-1.0, -1.0], "e.1": [-1.0, -1.0], "f": [1.0, 1.0],
     }  # fmt: skip

@@ -348,3 +348,87 @@ def test_sub_agents_are_guarded_too_and_those_that_share_a_shell_share_its_sessi
     assert len(kept.guard) == 3 and kept.sampled == kept.trained
     assert any(line.startswith("turn 3, guard: blocked by the rules, hidden-tests: ") for line in kept.guard)
     assert kept.guard[0] in "\n".join(tree_lines(kept))
+
+
+TEXTS = """
+import json, os, urllib.request
+MORE = json.loads(os.environ["MORE"])
+got, chat = [], [{"role": "user", "content": "Go."}]
+while True:
+    body = json.dumps({"model": "m", "messages": chat, "tools": [TOOL], **MORE}).encode()
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    asked = urllib.request.Request(url, body, {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    message = json.load(urllib.request.urlopen(asked))["choices"][0]["message"]
+    got.append(message)
+    if message["content"] == "done":
+        break
+    chat += [message, {"role": "user", "content": "Go on."}]
+json.dump(got, open(LOG, "w"))
+print(json.dumps({"reward": 1.0}))
+"""
+"""A program that takes what it does out of text."""
+CHEATS, HONEST = wanted("shell", command="cat /tests/a"), wanted("shell", command="ls")
+STOP = {"stop": ["</tool_call>"]}
+NONE = {"tool_choice": "none"}
+
+
+@pytest.mark.parametrize(
+    ("more", "turn"),
+    [
+        ({}, f"{CHEATS}<tool_call>"),
+        ({}, f"<tool_call>{HONEST}</tool_call>{CHEATS}"),
+        ({}, CHEATS.removesuffix("</tool_call>")),
+        ({}, CHEATS.removesuffix('"}}</tool_call>')),
+        ({}, CHEATS.replace("</tool_call>", "</tool_cal>")),
+        ({}, CHEATS.replace("{", "", 1)),
+        ({}, CHEATS.replace('"', "'")),
+        ({}, "Let me see.\n" + CHEATS.replace("tool_call>", "call>")),
+        (STOP, CHEATS),
+        (STOP, f"Well. {CHEATS} and {HONEST}"),
+        ({"stop": ["}}"]}, CHEATS),
+        (NONE, CHEATS),
+        (NONE, "<tool_call><function=shell><parameter=command>cat /tests/a</parameter></function></tool_call>"),
+        (NONE, '[TOOL_CALLS]shell[ARGS]{"command": "cat /tests/a"}'),
+        (NONE, "[shell(command='cat /tests/a')]"),
+        (NONE, '{"name": "shell", "parameters": {"command": "cat /tests/a"}}'),
+        ({"tools": None}, CHEATS),
+    ],
+)
+def test_a_cheating_call_reaches_no_program_as_text(more: dict[str, Any], turn: str, tmp_path: Path) -> None:
+    asked = black(GuardConfig(), "", tmp_path)
+    (tmp_path / "agent.py").write_text((tmp_path / "agent.py").read_text().replace(PROGRAM, "") + TEXTS)
+    assert isinstance(asked.options, AgentOptions)
+    asked = replace(asked, options=replace(asked.options, env={"MORE": json.dumps(more)}))
+    found, _ = run(asked, [turn, "done"])
+    assert json.loads((tmp_path / "ran.json").read_text()) == [{"role": "assistant", "content": "done"}]
+    assert (found.stop_reason, found.audit.turns, found.audit.forks, found.error) == ("done", 2, 0, "")
+    assert found.guard is not None and found.guard.blocked_turns == 1
+    assert "hidden-tests" in found.text and "policy: done" in found.text
+    unguarded = replace(asked, options=replace(asked.options, guard=None))
+    run(unguarded, [turn, "done"])
+    first, _ = json.loads((tmp_path / "ran.json").read_text())
+    assert "cat /tests/" in first["content"], "without the guard it goes to the program"
+
+
+@pytest.mark.parametrize("more", [{}, STOP, NONE])
+@pytest.mark.parametrize(
+    "turn", [f"{HONEST}<tool_call>", f"I list the files: {HONEST}", 'I found {"name": "a", "b": 3}.']
+)
+def test_honest_text_reaches_the_program(more: dict[str, Any], turn: str, tmp_path: Path) -> None:
+    asked = black(GuardConfig(), "", tmp_path)
+    (tmp_path / "agent.py").write_text((tmp_path / "agent.py").read_text().replace(PROGRAM, "") + TEXTS)
+    assert isinstance(asked.options, AgentOptions)
+    found, _ = run(replace(asked, options=replace(asked.options, env={"MORE": json.dumps(more)})), [turn, "done"])
+    got = json.loads((tmp_path / "ran.json").read_text())
+    assert len(got) == 2 and (
+        got[0].get("tool_calls") or got[0]["content"] in (turn, turn.partition("</tool_call>")[0])
+    )
+    assert found.guard is not None and not found.guard.events
+
+
+def test_a_turn_that_cannot_be_read_is_answered_alike_in_white_and_in_black(tmp_path: Path) -> None:
+    turns = [f"{CHEATS}<tool_call>", "done"]
+    asked = black(GuardConfig(), BARE, tmp_path)
+    (expected, _), (found, _) = run(white(GuardConfig()), turns), run(asked, turns)
+    assert [one.response_ids for one in found.rollouts] == [one.response_ids for one in expected.rollouts]
+    assert json.loads((tmp_path / "ran.json").read_text()) == []

@@ -869,3 +869,39 @@ def protocol_address(host: str, port: int) -> Any:
     from opd.address import Address
 
     return Address(host, port)
+
+
+class Large:
+    """A pool whose first step has more than a connection holds; the others are the real pool's."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.head_of, self.head = pool.head_of, pool.head
+        self.calls = self.taken = 0
+
+    def score(self, rollouts: Any) -> Any:
+        self.calls += 1
+        return self if self.calls == 1 else self._pool.score(rollouts)
+
+    def take(self) -> Any:
+        self.taken += 1
+        raw = np.zeros(4 << 20, np.uint8)
+        return Part(handle=cluster.put(raw), nbytes=raw.nbytes, samples=()) if self.taken < 100 else None
+
+
+def test_a_client_that_stops_reading_loses_its_turn(
+    routes: Routes, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "SLICE_BYTES", 1 << 20)
+    wanted = score(local_pool(routes))
+    pool = Large(local_pool(routes))
+    served = serve(pool, routes, busy_s=6)
+    stuck = remote(served.url, routes)
+    reading = stuck._exchange(ROLLOUTS, flight.FlightCallOptions(timeout=60))
+    assert len(next(reading)) == 4 << 20
+    same_targets(score(remote(served.url, routes)), wanted)
+    assert pool.taken < 30, "no faster than the client takes them"
+    assert any("the client took nothing for 3 s" in line for line in served.said)
+    with pytest.raises(flight.FlightError, match="the server's turn went to others"):
+        list(reading)
+    same_targets(score(remote(served.url, routes)), wanted)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,9 @@ from opd.errors import RunError
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.endpoint.server import Endpoint
 from opd.rollouts.endpoint.session import Session, Terms
-from opd.rollouts.episodes.tool_formats.records import BadCall
+from opd.rollouts.episodes.chat import call_id
+from opd.rollouts.episodes.tool_formats.hermes import Hermes
+from opd.rollouts.episodes.tool_formats.records import Written
 from opd.rollouts.episodes.trace import Trace
 from opd.types import Sampled
 
@@ -48,17 +49,16 @@ class Letters:
         close = [] if turn[-1] == END else [END]
         return [*close, *self._render(messages), BEGIN, *encode("assistant\n")]
 
+    def prove_kept(self, written: Sequence[int], messages: Sequence[Message]) -> None:
+        """It keeps everything."""
+
     def text(self, turn: Sequence[int]) -> str:
         return decode(turn)
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
-        found = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.S) if tools else []
-        try:
-            data = [json.loads(call) for call in found]
-        except ValueError as error:
-            raise BadCall(str(error)) from None
-        calls = (Call(id=f"call{i:05d}", name=d["name"], arguments=d["arguments"]) for i, d in enumerate(data))
-        return re.sub(r"<tool_call>.*?</tool_call>", "", text, flags=re.S), tuple(calls)
+        found = Hermes().read(text, tools) if tools else Written((), text)
+        calls = (Call(id=call_id(i), name=c.name, arguments=c.arguments) for i, c in enumerate(found.calls))
+        return found.text, tuple(calls)
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
         ids = []

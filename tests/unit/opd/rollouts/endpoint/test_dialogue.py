@@ -116,7 +116,7 @@ def test_calls_in_plain_text() -> None:
     text, (call,) = found.calls('add {"a": 1}', [ADD])
     assert text == "" and call.arguments == {"a": 1}
     back = Message(role="assistant", calls=(call,))
-    assert tokenizer.decode(found.whole([Message(role="user", text="1+1 "), back], [])) == '1+1 add {"a": 1}'
+    assert tokenizer.decode(found.whole([Message(role="user", text="1+1 "), back], [])) == '1+1 add {"a": 1}<|im_end|>'
     assert found.whole([Message(role="user")], []) == []
 
 

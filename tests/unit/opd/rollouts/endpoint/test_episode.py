@@ -8,22 +8,26 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from opd.credit.episodes import episodes
+from opd.credit.gae import lines
 from opd.environments.records import Action, Outcome, Tool
 from opd.errors import RunError
 from opd.rollouts.endpoint.episode import play
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.thoughts import without_thoughts
 from opd.rollouts.episodes.trace import Sample
 from opd.types import Prompt, Sampled
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
-from tests.tool_templates import FAMILIES, Family
+from tests.tool_templates import DROPS_THOUGHTS, FAMILIES, QWEN3, Family
 
 CONTEXT = 4000
 Policy = Callable[[str], str]
@@ -130,6 +134,11 @@ class Counting:
 
 class Adding(Counting):
     tools = (ADD,)
+
+
+class Thinking(Adding):
+    def step(self, action: Action) -> Outcome:
+        return super().step(Action(text=without_thoughts(action.text), calls=action.calls))
 
 
 def counts(text: str) -> str:
@@ -259,6 +268,75 @@ def test_a_student_without_a_chat_template(tmp_path: Path) -> None:
     (rollout,) = found.rollouts
     assert speaker.tokenizer.decode(rollout.prompt_ids + rollout.response_ids) == "count 0 1<|im_end|> more 2<|im_end|>"
     assert found.stop_reason == "done" and found.reward is None
+
+
+@pytest.mark.parametrize("template", [QWEN3, DROPS_THOUGHTS])
+def test_thoughts_that_the_template_drops_are_dropped_in_white_and_in_black(template: str, tmp_path: Path) -> None:
+    """Thoughts stay in a chain of calls with Qwen3's, and are gone at the user's next message, whatever the program sends back."""
+
+    def policy(text: str) -> str:
+        said = re.sub(r"<think>.*?</think>", "", text.rpartition("Count.")[2], flags=re.DOTALL)
+        numbers = re.findall(r"\d+", said)
+        if len(numbers) == 1:
+            call = '<tool_call>\n{"name": "add", "arguments": {"a": 0}}\n</tool_call>'
+            return f"<think>\nI could call {call}, so:\n</think>\n\n{call}"
+        return f"<think>\nafter 77\n</think>\n\n{min(3, int(numbers[-1]) + 1)}"
+
+    code = with_stock_client(OPENAI, False, {"tools": [ADD.schema()]})
+    code = code.replace('int(message["content"])', 'int(message["content"].rpartition("</think>")[2])')
+    (found,), _ = run(agent(code, tmp_path), policy=policy, template=template)
+    (wanted,), speaker = run(white("Thinking"), policy=policy, template=template)
+    assert found.error == wanted.error == "" and found.invalid_calls == wanted.invalid_calls == 0
+    ours, theirs = ([(r.prompt_ids, r.response_ids, r.spans) for r in one.rollouts] for one in (wanted, found))
+    assert ours == theirs and len(ours) > 1
+    last = speaker.tokenizer.decode(found.rollouts[-1].prompt_ids)
+    assert "<think>" not in last and last.count('<tool_call>\n{"name": "add"') == 1
+    assert found.audit.turns == wanted.audit.turns == 3
+
+
+def test_a_fork_in_plain_text_keeps_the_end_tokens(tmp_path: Path) -> None:
+    code = BARE + (
+        "chat = [{'role': 'user', 'content': 'count 0 '}]\n"
+        "for more in (' a ', ' b '):\n"
+        "    chat += [ask(chat), {'role': 'user', 'content': more}]\n"
+        "ask(chat)\n"
+        "ask([{'role': 'user', 'content': 'Count 0 '}, *chat[1:]])\n"
+    )
+    (found,), speaker = run(agent(code, tmp_path), template=None)
+    whole, forked = (speaker.tokenizer.decode(r.prompt_ids + r.response_ids) for r in found.rollouts)
+    assert whole == "count 0 1<|im_end|> a 2<|im_end|> b 3<|im_end|>" and forked == whole.replace("c", "C", 1)
+
+
+def test_dialogues_that_a_program_leads_one_after_the_other_are_lines_of_their_own(tmp_path: Path) -> None:
+    code = BARE + (
+        "main = [{'role': 'system', 'content': 'lead'}, {'role': 'user', 'content': 'plan 5'}]\n"
+        "main += [ask(main), {'role': 'user', 'content': 'go on'}]\n"
+        "for task in (10, 20):\n"
+        "    part = [{'role': 'system', 'content': 'work'}, {'role': 'user', 'content': 'do %d' % task}]\n"
+        "    part += [ask(part), {'role': 'user', 'content': 'and more'}]\n"
+        "    ask(part)\n"
+        "part[1]['content'] = 'do 20 fast'\n"  # the last of them goes on with a history that was rewritten
+        "ask(part)\n"
+        "ask(main)\n"
+        "ask([{'role': 'user', 'content': 'the last 30'}])\n"
+    )
+    (found,), _ = run(agent(code, tmp_path))
+    assert [r.origin for r in found.rollouts] == ["main", "aside", "aside", "main", "aside"]
+    judged = [replace(rollout, reward=1.0) for rollout in found.rollouts]
+    (episode,) = episodes(judged)
+    assert [[r.sample_id for r in line] for line in lines(episode)] == [
+        ["s0"], ["s0+1"], ["s0+2", "s0+3"], ["s0+4"],
+    ]  # fmt: skip
+
+
+def test_a_summary_that_a_program_quotes_goes_on_in_its_line(tmp_path: Path) -> None:
+    said = "so far the way was north, north, west and then south"
+    code = BARE + (
+        "summary = ask([{'role': 'user', 'content': 'walk, then sum up'}])['content']\n"
+        "ask([{'role': 'user', 'content': 'walk on. ' + summary}])\n"
+    )
+    (found,), _ = run(agent(code, tmp_path), policy=lambda _: said)
+    assert [r.origin for r in found.rollouts] == ["main", "main"]
 
 
 def test_what_a_program_is_told_and_what_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

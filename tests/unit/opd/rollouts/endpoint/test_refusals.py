@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import zlib
 from typing import Any
 
 import aiohttp
@@ -155,5 +158,72 @@ def test_more_requests_than_a_session_may_have() -> None:
             with pytest.raises(openai.PermissionDeniedError, match="takes no more requests"):
                 await ask_openai(served, [{"role": "user", "content": "three"}], stream=False)
             assert served.session.why == "turns" and engine.started == 2
+
+    in_a_loop(work)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+def test_a_body_that_is_not_compressed_as_it_says(encoding: str, path: str) -> None:
+    body = json.dumps({"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "x"}]}).encode()
+    packed = {"gzip": gzip.compress(body), "deflate": zlib.compress(body)}[encoding]
+
+    async def work() -> None:
+        async with serving(echo) as (served, engine), aiohttp.ClientSession() as raw:
+            headers = {"x-api-key": served.environ["ANTHROPIC_API_KEY"], "Content-Encoding": encoding}
+            url = f"{served.environ['OPENAI_BASE_URL']}/{path}"
+            for data, status in ((body, 400), (packed, 200), (body, 400), (packed, 200)):
+                async with raw.post(url, data=data, headers=headers) as answer:
+                    found = await answer.json()
+                assert answer.status == status, found
+                assert status == 200 or "the body cannot be read" in found["error"]["message"]
+            assert engine.finished == 1, "the second is the first again"
+
+    in_a_loop(work)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"functions": [{"name": "add", "parameters": {}}]}, "functions: a setting of OpenAI's first form of tools.*give tools"),
+        ({"function_call": "auto"}, "function_call: a setting of OpenAI's first form of tools.*give tool_choice"),
+    ],
+)  # fmt: skip
+def test_openais_first_form_of_tools_is_refused_and_not_ignored(more: dict[str, Any], said: str) -> None:
+    async def work() -> None:
+        async with serving(echo) as (served, engine):
+            with pytest.raises(openai.BadRequestError, match=said):
+                await ask_openai(served, [{"role": "user", "content": "x"}], stream=False, **more)
+            assert not engine.started
+
+    in_a_loop(work)
+
+
+@pytest.mark.parametrize("key", ["function_call", "refusal", "audio"])
+def test_what_a_message_says_elsewhere_is_refused_and_not_dropped(key: str) -> None:
+    async def work() -> None:
+        async with serving(echo) as (served, engine):
+            chat = [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": "y"},
+                {"role": "user", "content": "z"},
+            ]
+            await ask_openai(served, [chat[0], chat[1] | {key: None}, chat[2]], stream=False)
+            with pytest.raises(openai.BadRequestError, match=rf"messages\[1\].{key}: this model reads"):
+                await ask_openai(served, [chat[0], chat[1] | {key: {"name": "add"}}, chat[2]], stream=False)
+            assert engine.started == 1
+
+    in_a_loop(work)
+
+
+def test_settings_that_nobody_follows_are_noted() -> None:
+    async def work() -> None:
+        async with serving(echo) as (served, _):
+            chat = [{"role": "user", "content": "x"}]
+            more = {"guided_json": {"type": "object"}, "min_tokens": None, "ignore_eos": False}
+            await ask_openai(served, chat, stream=False, extra_body=more, user="me", verbosity="low")
+            await ask_anthropic(served, chat, stream=False, extra_body={"context_management": {}}, metadata={})
+            noted = ["context_management", "guided_json", "ignore_eos", "verbosity"]
+            assert sorted(served.session.overridden) == noted
 
     in_a_loop(work)

@@ -9,8 +9,9 @@ import pytest
 
 from opd.environments.records import Tool
 from opd.errors import ModelError
+from opd.prompts.harmless import harmless
 from opd.rollouts.endpoint.dialogue import ChatMessages, PlainMessages
-from opd.rollouts.episodes.chat import ChatAppender, harmless
+from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION, BadObservation, ChatDialogue, PlainDialogue
 from tests.chatml import CHATML, COUNTS, LAST_ONLY, NO_END, THINKS, WITH_TOOLS, chat_tokenizer
 

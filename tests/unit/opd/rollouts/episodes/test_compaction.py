@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 
 from opd.environments.records import Outcome
+from opd.errors import ModelError, RunError
+from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import CompactionOptions
+from opd.rollouts.episodes.spec import EpisodeStats, refuse_many_broken
 from opd.types import Rollout
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
+from tests.tool_templates import ALTERNATES, ALTERNATES_WITH_TOOLS
 from tests.unit.opd.rollouts.episodes.test_runner import EOS, TOKENIZER, encode, play, request
 
 ASK = "sum up: "
+HERMES_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+MISTRAL_MARKS = ("[TOOL_CALLS]", "[ARGS]")
 
 
 def options(**changes: object) -> CompactionOptions:
@@ -144,6 +150,63 @@ def test_a_turn_that_gets_no_observation(template: str) -> None:
     assert (found.stop_reason, found.error) == ("turns", "") and len(found.rollouts) > 1
     asked = text_of(found.rollouts[0])[1]
     assert f"<|im_end|>\n<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n" in asked
+
+
+@pytest.mark.parametrize(
+    ("template", "specials", "call", "asked"),
+    [
+        (ALTERNATES, (), HERMES_CALL, "<|im_start|>user\n<tool_response>\n2\n</tool_response>\n\nsum up:<|im_end|>"),
+        (
+            ALTERNATES_WITH_TOOLS,
+            MISTRAL_MARKS,
+            '[TOOL_CALLS]add[ARGS]{"a": 1}',
+            "<|im_start|>tool\n2\n\nsum up: <|im_end|>",
+        ),
+    ],
+    ids=["Gemma, Command R", "Mistral Small 3.2"],
+)
+def test_a_template_whose_roles_alternate_gets_results_and_request_in_one_message(
+    template: str, specials: tuple[str, ...], call: str, asked: str
+) -> None:
+    told: list[str] = []
+
+    def adds(text: str) -> str:
+        told.append("at 2" if ASK.strip() in text.rpartition("<|im_start|>")[0].rpartition("<|im_start|>")[2] else call)
+        return "9" if told.count(call) > 5 else told[-1]
+
+    (found,), _ = play(
+        request(
+            text=[{"role": "user", "content": "add"}],
+            place="Adding",
+            max_turn_tokens=80,
+            compaction=options(compact_at=300),
+        ),
+        policy=adds,
+        tokenizer=chat_tokenizer(template, specials),
+    )
+    assert (found.stop_reason, found.error, found.invalid_calls) == ("done", "", 0)
+    first, second = (text_of(rollout) for rollout in found.rollouts[:2])
+    assert first[1].count(asked) == 1 and first[1].endswith("at 2<|im_end|>")
+    assert "so far at 2" in second[0] and found.rollouts[1].origin == "summary"
+
+
+def test_a_template_that_refuses_the_request_breaks_the_episode_and_is_counted() -> None:
+    loop = "{% for m in messages %}"
+    picky = CHATML.replace(loop, loop + "{% if ' 3 ' in m.content %}{{ raise_exception('no') }}{% endif %}")
+    asked = [request(i, text=[{"role": "user", "content": "count"}], options={"goal": 9}) for i in range(2)]
+    results, _ = play(*asked, tokenizer=chat_tokenizer(picky))
+    assert [r.stop_reason for r in results] == ["template", "template"] and results[0].error == "s0: no"
+    with pytest.raises(RunError, match="2 of 2 episodes broke"):
+        refuse_many_broken("d", EpisodeStats.of(results), 0.1)
+
+
+def test_a_template_that_takes_no_request_after_results_is_refused_at_the_start() -> None:
+    loop = "{% for m in messages %}"
+    picky = CHATML.replace(loop, loop + "{% if 'Sum up' in m.content %}{{ raise_exception('no') }}{% endif %}")
+    with pytest.raises(ModelError, match="refuses a text of the user's after the results of tools"):
+        ChatAppender(chat_tokenizer(picky), [EOS]).prove_note()
+    for template in (CHATML, WITH_TOOLS, ALTERNATES):
+        ChatAppender(chat_tokenizer(template), [EOS]).prove_note()
 
 
 def test_a_call_is_never_apart_from_its_result() -> None:

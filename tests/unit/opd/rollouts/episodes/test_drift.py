@@ -134,6 +134,15 @@ def test_the_episodes_budget_is_for_the_policys_own_tokens() -> None:
     assert sum(found.audit.teacher_turns for found in results) > 3
 
 
+def test_the_episodes_budget_cuts_no_turn_of_the_expert() -> None:
+    results, _, expert = play(*(guided(i, TAUGHT, max_tokens=3, max_turns=40) for i in range(6)))
+    assert set(expert.limits) == {20}, "a whole turn, whatever is left of the policy's own budget"
+    for found in results:
+        text = TOKENIZER.decode(found.rollouts[0].response_ids).replace(" -1 ", " ")
+        assert "e " not in text and text.count("ee<|im_end|>") == found.audit.teacher_turns
+    assert {found.stop_reason for found in results} == {"tokens"}
+
+
 def test_sub_agents_are_the_policys_alone() -> None:
     sub.Desk.made.clear()
     guide = replace(MASKED, probability=1.0)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ import pytest
 from experts.suites.letters import build_tokenizer
 from opd.environments.records import Action, Outcome, Tool
 from opd.errors import ConfigError, ModelError, RunError
+from opd.rollouts.episodes.dialogue import ChatDialogue
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import (
     LIMITS,
@@ -27,7 +28,8 @@ from opd.rollouts.episodes.spec import (
     EpisodeStats,
     refuse_many_broken,
 )
-from opd.rollouts.episodes.trace import Sample
+from opd.rollouts.episodes.trace import Sample, Segment
+from opd.traces.making import trace_of
 from opd.types import Prompt, Sampled
 from tests.chatml import CHATML, LAST_ONLY, bpe_tokenizer, chat_tokenizer, smollm2_tokenizer
 
@@ -151,6 +153,13 @@ def test_an_episode_in_plain_text() -> None:
     assert len(threads) == 1 and threads != {threading.current_thread()}
 
 
+def test_turns_that_get_no_observation_are_counted_one_by_one() -> None:
+    (found,), _ = play(request(options={"step": Outcome()}, max_turns=3))
+    assert found.rollouts[0].turns == (0, 0, 1, 1, 2, 2)
+    (piece,) = trace_of(found.rollouts, (), {}, TOKENIZER).segments
+    assert [turn for turn, _ in piece.turns] == [1, 1, 2, 2, 3]
+
+
 def test_an_episode_through_the_chat_template() -> None:
     (found,), _ = play(request(text=[{"role": "user", "content": "Count."}]))
     (rollout,) = found.rollouts
@@ -188,7 +197,6 @@ def test_tools_are_called_and_a_call_that_does_not_parse_is_an_observation() -> 
         ({"step": Outcome(observation=3)}, "raised", "the observation 3"),  # type: ignore[arg-type]
         ({"step": Outcome(observation=("a", "b"))}, "raised", "2 observations for 0 calls"),
         ({"step": Outcome(reward=float("nan"))}, "raised", "the reward nan"),
-        ({"close": OSError("stuck")}, "raised", "close: OSError: stuck"),
         ({"nonsense": 1, "goal": "x"}, "raised", "step: TypeError"),
     ],
 )
@@ -202,6 +210,26 @@ def test_a_bad_environment_ends_its_own_episode_and_no_other(options: dict[str, 
     assert (stats.broken, stats.stop_reasons, stats.error) == (1, {"done": 2, reason: 1}, results[1].error)
     for rollout in results[1].rollouts:
         assert rollout.stop_reason == reason and rollout.response_ids[-1] == EOS, "what was sampled before is kept"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "error", "told"),
+    [
+        ({"close": OSError("stuck")}, "done", "", "close: OSError: stuck"),
+        ({"close": lambda: time.sleep(3)}, "done", "", "close was not back after 1 s"),
+        ({"close": OSError("stuck"), "step": KeyError("x")}, "raised", "step: KeyError: 'x'", "close: OSError: stuck"),
+    ],
+)
+def test_an_environment_that_cannot_be_closed_leaves_its_episode_as_it_ended(
+    options: dict[str, Any], reason: str, error: str, told: str
+) -> None:
+    (found, usual), _ = play(request(options=options, step_timeout_s=1.0), request(1))
+    assert found.stop_reason == reason and error in found.error and bool(error) == bool(found.error)
+    assert found.reward == (usual.reward if reason == "done" else None)
+    assert found.close_error.startswith("s0: ") and told in found.close_error
+    stats = EpisodeStats.of([found, usual])
+    assert (stats.broken, stats.not_closed, stats.close_error) == (int(reason == "raised"), 1, found.close_error)
+    assert EpisodeStats.from_json(asdict(stats)) == stats
 
 
 def test_an_environment_that_hangs_is_left_behind() -> None:
@@ -352,3 +380,58 @@ def test_too_many_broken_episodes_stop_the_run_by_name() -> None:
 
 
 assert __name__ in sys.modules, "the runner imports the environments of this file by its name"
+
+
+class Looping:
+    """Writes tags until its limit; all of its turns end in the same moment."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns, self.waiting = turns, list[asyncio.Future[None]]()
+
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+        self.waiting.append(asyncio.get_running_loop().create_future())
+        mine = self.waiting[-1]
+        if len(self.waiting) == self.turns:
+            for future in self.waiting:
+                future.set_result(None)
+            self.waiting.clear()
+        await mine
+        ids = tuple((encode("<tool_call>") * max_tokens)[:max_tokens])
+        return Sampled(token_ids=ids, logprobs=(-0.5,) * len(ids), stop_reason="length", policy_version=2)
+
+
+def test_turns_that_loop_do_not_stop_the_loop_of_all_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No turn is read in the loop's thread, and where all end in the same moment it comes to itself between any two of them."""
+    monkeypatch.setattr(f"{__name__}.CONTEXT", 30_000)
+    rounds, taken, readers = 0, list[int](), set[str]()
+    sampled, text, calls = Segment.sampled, ChatDialogue.text, ChatDialogue.calls
+
+    def took(segment: Segment, turn: Sampled) -> None:
+        taken.append(rounds)
+        sampled(segment, turn)
+
+    def read(function: Callable[..., Any], *arguments: Any) -> Any:
+        readers.add(threading.current_thread().name.partition("_")[0])
+        return function(*arguments)
+
+    monkeypatch.setattr(Segment, "sampled", took)
+    monkeypatch.setattr(ChatDialogue, "text", lambda *given: read(text, *given))
+    monkeypatch.setattr(ChatDialogue, "calls", lambda *given: read(calls, *given))
+
+    async def work() -> list[EpisodeResult]:
+        async def count() -> None:
+            nonlocal rounds
+            while True:
+                rounds += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        chat = [{"role": "user", "content": "4+1"}]
+        asked = [request(i, chat, "Adding", max_turns=2, max_turn_tokens=8192) for i in range(64)]
+        found = await run_episodes(asked, Looping(64), Dialogues(TOKENIZER, [EOS]), CONTEXT, 2)
+        counting.cancel()
+        return found
+
+    found = asyncio.run(work())
+    assert [(one.stop_reason, one.invalid_calls, one.audit.sampled) for one in found] == [("turns", 2, 16384)] * 64
+    assert len(taken) == len(set(taken)) == 128 and readers == {"reader"}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
+from contextlib import suppress
 from typing import Any, get_args
 
 import pytest
@@ -11,8 +13,9 @@ import pytest
 from opd.config.domains import StudentConfig
 from opd.environments.records import Tool, ToolCall
 from opd.rollouts.episodes.tool_formats import ALIASES, AUTO, TOOL_FORMATS, tool_format
-from opd.rollouts.episodes.tool_formats.records import BadCall, Written
+from opd.rollouts.episodes.tool_formats.records import BadCall, Written, between_tags
 from opd.rollouts.episodes.tool_formats.schema import types_of
+from opd.rollouts.episodes.tools import plain_calls
 
 ADD = Tool(
     name="add",
@@ -214,3 +217,63 @@ def test_types_that_a_schema_names() -> None:
     assert types_of({"type": ["string", "null", 3]}) == {"string", "null"}
     assert types_of({"anyOf": [{"type": "integer"}, {"enum": [None, "a"]}, True]}) == {"integer", "null", "string"}
     assert types_of({"type": 3}) == types_of({"anyOf": 3}) == types_of({}) == set()
+
+
+LOOPS = [
+    "<tool_call>",
+    "</tool_call>",
+    '{"a" ',
+    "{",
+    '{"a":{',
+    '{"\\"',
+    "[TOOL_CALLS]",
+    "[add(a=1), ",
+    "<parameter=b>",
+    "add ",
+    " ",
+    "\n",
+]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize(
+    "begun", ["", "<tool_call><function=add><parameter=a>1</parameter>", "[TOOL_CALLS]add", "[add(a="]
+)
+def test_a_turn_that_loops_is_read_in_a_time_that_grows_with_its_length(name: str, begun: str) -> None:
+    """So long that the square of it would be many minutes: that the test ends is what it shows."""
+    for piece in LOOPS:
+        text = begun + piece * 100_000 + "</parameter></function></tool_call>"
+        with suppress(BadCall):
+            tool_format(name).read(text, TOOLS)
+
+
+def test_pairs_of_tags_have_nothing_else_between_them() -> None:
+    """Every order of up to six tags: pairs side by side are read, all others are half a pair."""
+    for count in range(7):
+        for tags in itertools.product(("<tool_call>", "</tool_call>"), repeat=count):
+            text = "".join(f"{place}{tag}" for place, tag in enumerate(tags)) + "."
+            if tags == ("<tool_call>", "</tool_call>") * (count // 2):
+                found = [str(place) for place in range(1, count, 2)]
+                assert between_tags(text) == (found, "".join(map(str, range(0, count, 2))) + ".")
+            else:
+                with pytest.raises(BadCall):
+                    between_tags(text)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_a_number_that_json_has_not_is_no_argument(number: str) -> None:
+    """Python reads and writes it; a program that gets the call could not read it."""
+    call = f'{{"name": "run", "arguments": {{"share": {number}}}}}'
+    for name, text in {
+        "hermes": f"<tool_call>{call}</tool_call>",
+        "llama3_json": call,
+        "mistral": f"[TOOL_CALLS][{call}]",
+        "pythonic": f"[run(share={number})]",
+    }.items():
+        with pytest.raises(BadCall):
+            tool_format(name).read(text, TOOLS)
+    xml = f"<tool_call><function=run><parameter=share>{number}</parameter></function></tool_call>"
+    (found,) = tool_format("qwen3_xml").read(xml, TOOLS).calls
+    assert found.arguments == {"share": number}, "a text, which the schema refuses"
+    with pytest.raises(BadCall, match="share"):
+        plain_calls(f'run {{"share": {number}}}', TOOLS)

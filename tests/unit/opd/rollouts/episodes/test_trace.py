@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from opd.errors import RunError
 from opd.rollouts.episodes.trace import Audit, Sample, Segment, Trace
 from opd.stream.rollouts import decode, encode
+from opd.train.turns import first_turns
 from opd.types import Sampled, Span
 
 SAMPLE = Sample(sample_id="000003/maze/7", group="000003/maze/7", step=3, domain="maze")
@@ -40,6 +42,23 @@ def test_an_episode_is_one_rollout_with_its_observations_masked() -> None:
     assert (rollout.sample_id, rollout.episode, rollout.group) == (SAMPLE.sample_id, SAMPLE.sample_id, SAMPLE.group)
     assert (rollout.reward, rollout.stop_reason, rollout.policy_version) == (0.5, "done", 6)
     assert trace.audit == Audit(segments=1, turns=2, sampled=3, trained=3)
+
+
+def test_an_observation_without_tokens_ends_a_turn() -> None:
+    trace = Trace(masked=frozenset({4}))
+    segment = trace.continue_or_fork([1, 2])
+    segment.sampled(turn(3, 4, 3))
+    segment.append([])
+    segment.sampled(turn(5))
+    assert trace.continue_or_fork([1, 2, 3, 4, 3, 5]) is segment
+    segment.sampled(turn(6, 7))
+    segment.append([])
+    (rollout,) = decode([encode(trace.rollouts(SAMPLE, "done", 0.5))], 10)
+    assert rollout.response_ids == (3, 4, 3, 5, 6, 7) and rollout.spans[-1].origin == "policy"
+    assert rollout.turns == (0, 0, 1, 2, 2)
+    assert first_turns([rollout, replace(rollout, sample_id="x", origin="summary", parent=rollout.sample_id)]) == {
+        "x": 3
+    }
 
 
 def test_masked_tokens_are_sampled_but_not_trained() -> None:
@@ -208,3 +227,31 @@ def test_random_episodes_keep_every_sampled_token_in_place_and_travel_as_arrow()
 
 def test_audits_add_up() -> None:
     assert Audit(turns=2, forks=1) + Audit(turns=3, sampled=4) == Audit(turns=5, forks=1, sampled=4)
+
+
+class Token(int):
+    """A token id that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Token.compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_a_late_fork_looks_at_no_token_one_by_one() -> None:
+    """The loop of all episodes waits meanwhile: thirty segments of a long dialogue are compared as they lie in memory."""
+    history = [Token(i) for i in range(5000)]
+    trace = Trace()
+    for number in range(30):
+        segment = trace.continue_or_fork([*history, Token(9000 + number)])
+        segment.sampled(turn(1))
+    Token.compared = 0
+    forked = trace.continue_or_fork([*history[:4000], Token(7)])
+    assert Token.compared == 0
+    assert (forked.number, forked.parent, trace.audit.forks) == (30, 0, 30)
+    forked.busy = False
+    continued = trace.continue_or_fork([*history, Token(9012), 1, 5])
+    assert (continued.number, Token.compared) == (12, 0)

@@ -1,0 +1,80 @@
+"""A model's chat template is a program: tried in a process of its own before it is rendered here, and its errors are one kind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from opd.errors import ModelError
+from opd.interfaces import Tokenizer
+from opd.prompts.line import Messages
+
+CPU_S, BYTES, CHARACTERS = 2, 1 << 30, 1 << 20
+"""What a template may take for a few short messages: seconds, memory of the whole process, and what it may write."""
+WALL_S = 60
+"""Deadline for that where the machine is busy."""
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": {"word": "it"}}}
+_USER, _SAID = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It."}
+_CHATS = [
+    [_USER],
+    [{"role": "system", "content": "Be short."}, _USER],
+    [_USER, _SAID, _USER, _SAID, _USER],
+    [_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, {"role": "tool", "content": "7"}],
+]
+_TOOL = {"type": "function", "function": {"name": "look_up", "description": "Look up.", "parameters": {}}}
+
+
+def apply_template(tokenizer: Tokenizer, messages: Messages, *, add_generation_prompt: bool, **variables: Any) -> str:
+    """Return what the tokenizer's chat template makes of messages.
+
+    Raises: jinja2's TemplateError, ValueError or TypeError if it refuses them, or fails.
+    """
+    from jinja2 import TemplateRuntimeError
+
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
+        )
+    except (ArithmeticError, LookupError, AttributeError, RuntimeError, MemoryError) as error:
+        if isinstance(error, TemplateRuntimeError):
+            raise
+        raise TemplateRuntimeError(f"the chat template fails: {type(error).__name__}: {error!s:.200}") from None
+    return text
+
+
+def refuse_runaway_template(tokenizer: Any, model: object) -> None:
+    """Render the chat template of a model, if it has one, where it can take little. Raises: ModelError if it takes more."""
+    template = getattr(tokenizer, "chat_template", None)
+    variables = {key: str(value) for key, value in tokenizer.special_tokens_map.items()} if template else {}
+    for one in template.values() if isinstance(template, dict) else [template]:
+        fault = _fault(str(one), json.dumps(variables)) if one else ""
+        if fault:
+            raise ModelError.at(
+                f"the chat template of {model}",
+                found=f"{fault}, for a few short messages",
+                wanted="a template that renders them at once",
+                fix="correct chat_template.jinja, or chat_template in tokenizer_config.json, of that directory; or delete it and "
+                "give prompts as text",
+            )
+
+
+@lru_cache(maxsize=16)
+def _fault(template: str, variables: str) -> str:
+    """What is wrong with a template, empty if nothing is."""
+    asked = {"template": template, "variables": json.loads(variables), "chats": _CHATS, "tools": [_TOOL]}
+    limits = {"cpu_s": CPU_S, "bytes": BYTES, "characters": CHARACTERS}
+    command = [sys.executable, "-I", str(Path(__file__).with_name("template_child.py"))]
+    too_long = f"it takes more than {CPU_S} s"
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(asked | limits), capture_output=True, text=True, timeout=WALL_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return too_long
+    if done.returncode:  # ended by a limit: of time, or of memory where Python cannot say so
+        return too_long if done.returncode < 0 else f"it ends Python: {(done.stderr.splitlines() or ['?'])[-1]:.200}"
+    return done.stdout.strip()

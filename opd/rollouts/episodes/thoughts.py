@@ -1,0 +1,67 @@
+"""Thoughts: what a model writes between tags before it says something. Nobody acts on them, and nobody else reads them.
+
+<think>I could add, or ask.</think>                   a thought
+Let me add. <tool_call>...</tool_call>                what is said
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+TAGS: tuple[tuple[str, str], ...] = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+)
+"""Begin and end of a thought, of the families that have tags: DeepSeek, Qwen and many others; Mistral; Seed."""
+_ENDS = dict(TAGS)
+_TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair))
+
+
+def has_thoughts(text: str) -> bool:
+    """Whether a text has a tag of a thought."""
+    return _TAG.search(text) is not None
+
+
+def without_thoughts(text: str, call: re.Pattern[str] | None = None, end: str = "") -> str:
+    """Return what is said, without the white space that parted it from the thoughts; `call` and `end` as for `split_thoughts`."""
+    if not has_thoughts(text):
+        return text
+    return "".join(part for part, thought in split_thoughts(text, call, end) if not thought).strip()
+
+
+def split_thoughts(text: str, call: re.Pattern[str] | None = None, end: str = "") -> Iterator[tuple[str, bool]]:
+    """Return the parts of a turn in order, each with whether it is a thought.
+
+    A thought lasts to its end tag, or to the end of a turn that was cut in it; an end tag without a begin tag ends one that the
+    prompt began. Tags within a call are text: `call` finds where one begins, `end` is the text that ends it, nothing: the turn's end.
+    """
+    parts: list[tuple[str, bool]] = []
+    begun = at = 0
+    made = call.search(text) if call is not None else None
+    to_the_end = False
+    while (tag := _TAG.search(text, at)) is not None:
+        if call is not None and made is not None and made.start() < at:
+            made = call.search(text, at)
+        if made is not None and made.start() < tag.start() and end:
+            at = _after(text, end, made.end())
+            continue
+        to_the_end = to_the_end or (made is not None and made.start() < tag.start())
+        if tag[0] not in _ENDS:
+            parts = [(text[: tag.end()], True)]
+            begun = at = tag.end()
+            to_the_end = False
+            continue
+        at = _after(text, _ENDS[tag[0]], tag.end())
+        if not to_the_end:
+            parts += [(text[begun : tag.start()], False), (text[tag.start() : at], True)]
+            begun = at
+    parts.append((text[begun:], False))
+    return (part for part in parts if part[0])
+
+
+def _after(text: str, end: str, start: int) -> int:
+    """Where the text goes on after this end, its own end if there is none."""
+    found = text.find(end, start)
+    return len(text) if found == -1 else found + len(end)
