@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from opd.interfaces import Tokenizer
 from opd.prompts.chat_templates import apply_template
 
 OWN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -30,7 +29,7 @@ _SAID = ("zq1zq", "zq2zq", "zq3zq")
 """Texts of probes, which occur in no template."""
 
 
-def special_texts(tokenizer: Tokenizer) -> Sequence[str]:
+def special_texts(tokenizer: Any) -> Sequence[str]:
     """Return the texts that a message must not bring, the longest first: special tokens, and what the chat template writes around
     messages."""
     return _special_texts(tokenizer, str(getattr(tokenizer, "chat_template", None) or ""))

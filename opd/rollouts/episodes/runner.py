@@ -74,7 +74,7 @@ class Dialogues:
         return harmless(readable(text), self._special)
 
     @cached_property
-    def _special(self) -> list[str]:
+    def _special(self) -> Sequence[str]:
         return special_texts(self.tokenizer)
 
 
