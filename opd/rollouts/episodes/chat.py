@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from opd.decoding import end_ids, written_text
