@@ -17,6 +17,7 @@ from typing import Literal
 from opd.environments.records import ToolCall
 from opd.guard.dummies import DUMMIES
 from opd.guard.facts import Call, Streams
+from opd.guard.mentions import with_mentions
 from opd.guard.records import Judge, JudgeFailed, Opinion, Question, Stage, Suspicion, Verdict
 from opd.guard.rules import Hit, RuleSet
 from opd.guard.session import Session
@@ -144,7 +145,7 @@ class Guard:
         except Exception as error:  # noqa: BLE001 whatever a policy writes, no call may end its run
             unread = f"to read it failed with {one_line(repr(error), 200)}"
         calls = list(dict.fromkeys(walker.calls))  # most are the same in each state that the shell may be in
-        hit = self._rules.first(calls, session)
+        hit = self._rules.first(calls, session) or self._rules.first(with_mentions(calls, session), session)
         if unread and (hit is None or hit.rule.verdict != "block"):
             return Finding(suspicion="unreadable", reason=unread, hit=hit, calls=calls, said=said)
         return Finding(suspicion="none", calls=calls) if hit is None else _found(hit, calls)

@@ -119,8 +119,22 @@ class PathGlobs:
             return False
         if text.count("*") > MAX_STARS:
             return bool(self._such_as) and _says_something(text)
-        names = [name if name.startswith(("/", "**/")) else f"{cwd.rstrip('/')}/{name}" for name in self._such_as]
-        return any(_leads_to(text, name) for name in names)
+        return any(_leads_to(text, name) for name in self._names(cwd))
+
+    def covered_by(self, path: str, cwd: str) -> bool:
+        """True if the shell may expand an absolute pattern to one of the well-known ones of these, or to something in one, though
+        the pattern says nothing of its name: `/*/*`, `/$(ls / | head -1)/x`. Below the directory where the session begins only
+        where the pattern begins with the dot that the name begins with: most of what a project's globs take in is its own."""
+        if (not has_glob(path) and known(path)) or len(path) > MAX_PATH:
+            return False
+        text = plain(path).replace("…", "*")
+        if text.count("*") > MAX_STARS or (_under(text, cwd) and "/." not in text[len(cwd.rstrip("/")) :]):
+            return False
+        parts = text.split("/")
+        return any(_takes_in(parts, name.removesuffix("/**").removesuffix("/*")) for name in self._names(cwd))
+
+    def _names(self, cwd: str) -> list[str]:
+        return [name if name.startswith(("/", "**/")) else f"{cwd.rstrip('/')}/{name}" for name in self._such_as]
 
 
 def _one_of(globs: Iterable[str]) -> re.Pattern[str]:
@@ -145,6 +159,20 @@ def _leads_to(pattern: str, name: str) -> bool:
     wanted = directory.removeprefix("**/")
     windows = ("/".join(parts[start : start + depth - 1]) for start in range(1, len(parts)))
     return any(_says_something(window) and _expands(window, wanted) for window in windows)
+
+
+def _takes_in(parts: list[str], name: str) -> bool:
+    """Whether a pattern, split at `/`, takes in a well-known path or something below it. A `*` takes in no name that begins with a
+    dot."""
+    wanted = name.split("/")
+    if name.startswith("**/"):
+        return False
+    for part, own in zip(parts[1:], wanted[1:], strict=False):
+        if part == "**":
+            return True
+        if (own.startswith(".") and part[:1] != ".") or not _expands(part, own):
+            return False
+    return len(parts) >= len(wanted)
 
 
 def _expands(pattern: str, name: str) -> bool:

@@ -27,6 +27,8 @@ class Code:
     """Those that it opens for writing, removes or replaces."""
     strings: list[str] = field(default_factory=list)
     """All short strings."""
+    texts: list[str] = field(default_factory=list)
+    """All that stands in it, in which somebody may look for paths."""
     uses: list[str] = field(default_factory=list)
     """Dotted names, import aliases resolved."""
     env: list[str] = field(default_factory=list)
@@ -47,6 +49,7 @@ class Code:
 
     def mention(self, text: str, globs: bool) -> None:
         """Note a string of the code; with `globs` as one that may be expanded."""
+        self.texts.append(text)
         if not text or len(text) > 512 or "\n" in text:
             return
         text = text.translate(ACTIVE) if globs else text

@@ -17,6 +17,14 @@ _EVALUATES = re.compile(r"\b(eval|Function|instance_eval|create_function|assert)
 _DECODES = re.compile(
     r"\b(atob|base64|base64_decode|decode64|unpack1?|pack|hex2bin|fromCharCode|rot13|str_rot13|strrev)\b"
 )
+_HIDES = re.compile(r"\b(?:eval|Function)\b.*\b(?:atob|base64|base64_decode|decode64|hex2bin|fromCharCode)\b", re.DOTALL)
+"""Code that evaluates what it decodes."""
+_WHOLE = re.compile(
+    r"\bprocess\.env\b(?!\s*(?:\?\.|[.\[]))|\bENV\b(?!\s*(?:[\[{]|\.(?:fetch|key|dig|delete|has)))|%ENV|\$_(?:ENV|SERVER)\b(?!\s*\[)"
+    r"|\bgetenv\(\s*\)|\bos\.Environ\(\)|\bSystem\.getenv\(\s*\)|\bposix\.environ\b|\bDeno\.env\.toObject\b|\benviron\(\)"
+)
+"""The whole environment, and not one variable of it."""
+_SHOWS = re.compile(r"\b(?:print\w*|puts|p|pp|echo|say|log|dir|stringify|inspect|dump|var_dump|var_export|json_encode|write|writeFileSync)\b")
 _WRITES = re.compile(
     r"\b(writeFile\w*|appendFile\w*|file_put_contents|unlink\w*|rename\w*|File\.write|fopen|rmSync|copyFile\w*)\b"
 )
@@ -25,11 +33,15 @@ BACKTICK_RUNS = frozenset({"perl", "ruby", "php"})
 
 def read_other(language: str, text: str) -> Code:
     """What a program in a language without a parser of ours may do: more is assumed than it would do."""
-    code = Code()
+    code = Code(texts=[text])
     literals = [unescape(a or b) for a, b in _STRING.findall(text)]
     for literal in literals:
         code.mention(literal, globs="*" in literal)
     code.uses = _NAME.findall(_STRING.sub("''", text))
+    if _WHOLE.search(text):
+        code.uses.append("whole environment")
+        if _SHOWS.search(text) or _WHOLE.fullmatch(text.strip()):
+            code.uses.append("shown environment")
     if language in BACKTICK_RUNS:
         code.shell += [Started(a or b or c) for a, b, c in _BACKTICKS.findall(text)]
     if _RUNS.search(text):
@@ -38,6 +50,8 @@ def read_other(language: str, text: str) -> Code:
         code.writes += code.mentions
     if _EVALUATES.search(text) and _DECODES.search(text):
         code.tags |= {"decoded", "unseen"}
+        if _HIDES.search(text):
+            code.tags.add("encoded")
     elif _DECODES.search(text):
         code.tags.add("decodes")
         if code.shell or _RUNS.search(text):

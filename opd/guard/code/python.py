@@ -7,6 +7,7 @@ import posixpath
 import textwrap
 import traceback
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from opd.guard.code import Code, Started
@@ -35,6 +36,8 @@ _TARGETS = {
     "os.symlink",
     "os.link",
 }
+_WHOLE = {"os.environ", "os.environb", "posix.environ"}
+_SHOWS = {"print", "pprint.pprint", "pprint.pp", "json.dumps", "json.dump", "sys.stdout.write", "builtins.print", "rich.print"}
 _ENVIRONMENT = {"os.environ.get", "os.getenv", "os.environ.pop", "os.environ.setdefault"}
 
 
@@ -108,6 +111,10 @@ class _PythonReader(ast.NodeVisitor):
         """A loop over known strings is gone through once for each."""
         values = self.fold.value(node.iter)
         self.visit(node.iter)
+        if self._shows_environment([node.iter]) and any(
+            isinstance(one, ast.Call) and self.fold.name(one.func) in _SHOWS for one in ast.walk(node)
+        ):
+            self.code.uses.append("shown environment")
         for value in values[:16] if isinstance(values, list) else [UNKNOWABLE]:
             self._set([node.target], value)
             for statement in [*node.body, *node.orelse]:
@@ -143,6 +150,8 @@ class _PythonReader(ast.NodeVisitor):
         """A call: of a shell, of code, of what opens, writes or removes files."""
         called = self.fold.name(node.func)
         self.code.uses.append(called)
+        if (called in _SHOWS or called.endswith(".write")) and self._shows_environment(node.args):
+            self.code.uses.append("shown environment")
         named = [word.value for word in node.keywords if word.arg == "args"]
         first = self.fold.value([*node.args, *named][0]) if node.args or named else UNKNOWABLE
         if called in _SHELLS or called in _PROCESSES or called.startswith(("os.exec", "os.spawn")):
@@ -157,6 +166,23 @@ class _PythonReader(ast.NodeVisitor):
             self._writes(node, called, first)
         for child in [node.func, *node.args, *(word.value for word in node.keywords)]:
             self.visit(child)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        """`"NAME" in os.environ` asks for one variable."""
+        for one in [node.left, *node.comparators]:
+            if self.fold.name(one) != "os.environ":
+                self.visit(one)
+
+    def _shows_environment(self, nodes: Sequence[ast.AST]) -> bool:
+        """Whether the whole environment stands among these, and not only one variable of it."""
+        inner = [child for node in nodes for child in ast.walk(node)]
+        one = {id(node.value) for node in inner if isinstance(node, ast.Subscript)}
+        one |= {id(n.value) for n in inner if isinstance(n, ast.Attribute) and f"os.environ.{n.attr}" in _ENVIRONMENT}
+        one |= {id(other) for node in inner if isinstance(node, ast.Compare) for other in node.comparators}
+        return any(
+            isinstance(node, ast.Attribute | ast.Name) and id(node) not in one and self.fold.name(node) in _WHOLE
+            for node in inner
+        )
 
     def _shell(self, node: ast.Call, first: Any) -> None:
         given = next((self.fold.value(word.value) for word in node.keywords if word.arg == "cwd"), "")

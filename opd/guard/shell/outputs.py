@@ -38,6 +38,8 @@ DECODERS = frozenset(
     ]
 )
 """Programs that turn one text into another: code that comes out of one was hidden."""
+HIDERS = frozenset({"base64", "base32", "xxd", "uudecode", "rev", "rot13"})
+"""Those of them that no honest script is kept in."""
 
 
 def output(argv: list[str], stdin: str | None, session: Session) -> str | None:

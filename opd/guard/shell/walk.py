@@ -34,7 +34,7 @@ from opd.guard.shell.nodes import (
     Word,
 )
 from opd.guard.shell.nodes import Command as Node
-from opd.guard.shell.outputs import DECODERS, output
+from opd.guard.shell.outputs import DECODERS, HIDERS, output
 from opd.guard.shell.parser import parse
 from opd.guard.shell.reader import MAX_CHARACTERS
 from opd.guard.shell.ways import Step, apart, in_turn, joined, settle, states
@@ -174,6 +174,8 @@ class Walker:
             self._assign(values)
             self._bare_redirects(streams)
             self._success = None if len(self.calls) > before else True
+            if any("/" in value for _, value in values):  # it is soon part of a command, or of one that starts by itself
+                self.add(Call(program="", tags=self._tags(values)))
             if self.session.read_variables:  # what it asks of the environment is soon a variable of its own
                 self.add(Call(program="", env=tuple(dict.fromkeys(self.session.read_variables))))
             return streams.stdin if any(r.operator == "<" for r in node.redirects) else ""
@@ -205,7 +207,8 @@ class Walker:
 
     def _tags(self, values: list[tuple[Assignment, str]]) -> frozenset[str]:
         """Tags that come from variables set for one call, such as `LD_PRELOAD=...`."""
-        return self.tags | {f"sets:{one.name.partition('[')[0]}" for one, _ in values}
+        names = [(one.name.partition("[")[0], plain(value)) for one, value in values]
+        return self.tags | {tag for name, value in names for tag in (f"sets:{name}", f"sets:{name}={value}")}
 
     def _fields(self, word: Word) -> list[str]:
         if len(word) == 1 and isinstance(word[0], Process):
@@ -351,8 +354,9 @@ class Walker:
         return self.with_arguments(run.argv[1:], partial(self.text, text, run.streams))
 
     def hidden(self, sources: tuple[str, ...]) -> frozenset[str]:
-        """The tag of code that came out of these programs, if one of them decodes."""
-        return frozenset({"decoded"}) if set(sources) & DECODERS else frozenset()
+        """The tags of code that came out of these programs, if one of them decodes."""
+        hidden = frozenset({"decoded"}) if set(sources) & DECODERS else frozenset[str]()
+        return hidden | {"encoded"} if set(sources) & HIDERS else hidden
 
     def code(self, language: str, text: str, run: Run) -> None:
         """Note what inline code would do, and go through the commands and the code that it would run. Raises: Unreadable."""

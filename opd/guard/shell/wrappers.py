@@ -134,7 +134,7 @@ def inner_command(argv: list[str], wrapper: Wrapper) -> Inner:
                 values[name] = "".join(argv[index + 1 : index + 2]) if joined is None else joined
             index += 2 if name and joined is None else 1
         elif wrapper.assignments and re.match(r"[A-Za-z_]\w*=", arg):
-            tags.add(f"sets:{arg.partition('=')[0]}")
+            tags |= {f"sets:{arg.partition('=')[0]}", f"sets:{arg}"}
             index += 1
         elif operands:
             operands -= 1

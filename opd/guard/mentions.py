@@ -1,0 +1,124 @@
+"""Paths that stand literally in what a call is given, however it is written: the last resort where no rule read it.
+
+A language that we do not parse, an editor's script, a query, the value of a variable: if the path of something protected stands
+there, somebody should look. Texts are also read from right to left, with their escapes resolved, and with what is encoded in them
+decoded, since such a path seldom stands there by accident.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import codecs
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from urllib.parse import unquote
+
+from opd.guard.facts import PYTHONS, Call
+from opd.guard.session import Session
+from opd.guard.shell.fields import PLAIN
+from opd.guard.shell.reader import unescape
+
+MAX_TEXT = 1 << 16
+MAX_PIECES = 64
+"""Quoted pieces of a text that are tried as the pieces of one path."""
+_ABSOLUTE = re.compile(r"(?:(?<=file:/)|(?<![\w.~$)}\]*?…@-])(?<![\w:.~…@-]/))/(?:[\w.@+~*?{}\[\]^!…-]+/?)+")
+_RELATIVE = re.compile(r"(?<![\w/.~$)}\]*?…@-])\.{0,2}[\w@+-][\w.@+-]*(?:/[\w.@+*?-]+)+|(?<![\w/.…-])\.\.(?:/[\w.@+*?-]+)+")
+_ROUTE = re.compile(r"(?:route|get|post|put|delete|patch|url|path|href|to|src|action|fetch|client\.\w+)\s*[(=:]\s*['\"`]?$")
+"""What stands before a path that a web server has, and not a disk."""
+_QUOTED = re.compile(r"'([^'\n]{0,64})'|\"([^\"\n]{0,64})\"|`([^`\n]{0,64})`")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
+_HEX = re.compile(r"(?:[0-9a-fA-F]{2}[ :,]?){6,}")
+_NUMBERS = re.compile(r"(?:0x[0-9a-fA-F]{2}|\d{2,3})(?:[\s,;)(+.]+(?:chr\(|char\()?(?:0x[0-9a-fA-F]{2}|\d{2,3})){5,}")
+
+
+def with_mentions(calls: Sequence[Call], session: Session) -> list[Call]:
+    """Those calls that are given a text with paths in it, with the paths."""
+    found = []
+    for call in calls:
+        paths = dict.fromkeys(
+            session.absolute(path) if path[0] == "/" else session.absolute(f"{session.begins_at}/{path}")
+            for text in texts_of(call)
+            for path in paths_in(text)
+        )
+        if paths:
+            found.append(replace(call, mentions=tuple(paths)))
+    return found
+
+
+def texts_of(call: Call) -> Iterator[str]:
+    """What a call is given. The code of Python is among it as its strings, without comments."""
+    if call.program not in PYTHONS:
+        yield from call.argv
+    yield from call.given
+    yield from (tag.partition("=")[2] for tag in call.tags if "=" in tag)
+
+
+@lru_cache(maxsize=512)
+def paths_in(text: str) -> tuple[str, ...]:
+    """Paths with at least one `/` that stand in a text, in the order of the text, those in encoded pieces last."""
+    if len(text) < 4 or len(text) > MAX_TEXT:
+        return ()
+    text = text.translate(PLAIN)
+    found = list(_plainly(text))
+    for other in _disguised(text):
+        found += _absolute(other)
+    return tuple(dict.fromkeys(found))
+
+
+def _plainly(text: str) -> Iterator[str]:
+    if "/" not in text:
+        return
+    yield from _absolute(text)
+    yield from (match[0] for match in _RELATIVE.finditer(text))
+
+
+def _absolute(text: str) -> list[str]:
+    if "/" not in text:
+        return []
+    return [
+        match[0].rstrip(".,")
+        for match in _ABSOLUTE.finditer(text)
+        if not _ROUTE.search(text, max(match.start() - 16, 0), match.start())
+    ]
+
+
+def _disguised(text: str) -> Iterator[str]:
+    """The text in other ways to write it, as far as something in it looks like one."""
+    if "\\" in text:
+        yield unescape(text)
+    if "%2" in text or "%7" in text:
+        yield unquote(text)
+    if "stset" in text or "/" in text:
+        yield text[::-1]
+        yield codecs.encode(text, "rot13")
+    for match in _BASE64.finditer(text):
+        yield from _decoded(match[0])
+    for match in _HEX.finditer(text):
+        yield from _unhexed(re.sub("[ :,]", "", match[0]))
+    for match in _NUMBERS.finditer(text):
+        numbers = [int(one, 0) for one in re.findall(r"0x[0-9a-fA-F]+|[1-9]\d*", match[0])]
+        yield "".join(map(chr, numbers))
+    pieces = [a or b or c for a, b, c in _QUOTED.findall(text)][:MAX_PIECES]
+    if len(pieces) > 1:
+        yield "".join(pieces)
+        yield "/".join(piece.strip("/") for piece in ["", *pieces])
+
+
+def _decoded(token: str) -> Iterable[str]:
+    try:
+        return [base64.b64decode(token.rstrip("=").translate(_STANDARD) + "==").decode("ascii")]
+    except (binascii.Error, ValueError):
+        return []
+
+
+_STANDARD = str.maketrans("-_", "+/")
+
+
+def _unhexed(digits: str) -> Iterable[str]:
+    try:
+        return [bytes.fromhex(digits).decode("ascii")]
+    except ValueError:
+        return []
