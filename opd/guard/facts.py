@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from opd.guard.code import Code
 from opd.guard.session import Session
-from opd.guard.shell.fields import known, plain
+from opd.guard.shell.fields import has_glob, known, plain
 
 WRITERS = frozenset((
     "touch", "truncate", "chmod", "chown", "chgrp", "rm", "rmdir", "unlink", "shred", "tee", "mkdir", "mkfifo",
@@ -268,7 +268,7 @@ def _files(call: Call, operands: list[str], values: list[str], session: Session)
     """Paths that a call reads and writes, as far as its arguments tell."""
     program = call.program
     if program in NO_PATHS:
-        return [], []
+        return _paths([arg for arg in operands if has_glob(arg)], session), []
     if program == "dd":
         inputs = [a[3:] for a in operands if a.startswith("if=")]
         return _paths(inputs, session), _paths([a[3:] for a in operands if a.startswith("of=")], session, False)

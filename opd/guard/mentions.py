@@ -22,10 +22,11 @@ from opd.guard.shell.fields import PLAIN
 from opd.guard.shell.reader import unescape
 
 MAX_TEXT = 1 << 16
+MAX_JOINED = 6
 MAX_PIECES = 64
 """Quoted pieces of a text that are tried as the pieces of one path."""
 _ABSOLUTE = re.compile(r"(?:(?<=file:/)|(?<![\w.~$)}\]*?…@-])(?<![\w:.~…@-]/))/(?:[\w.@+~*?{}\[\]^!…-]+/?)+")
-_RELATIVE = re.compile(r"(?<![\w/.~$)}\]*?…@-])\.{0,2}[\w@+-][\w.@+-]*(?:/[\w.@+*?-]+)+|(?<![\w/.…-])\.\.(?:/[\w.@+*?-]+)+")
+_RELATIVE = re.compile(r"(?<![\w/.~$)}\]*?…@-])\.?[\w@+-][\w.@+-]*(?:/[\w.@+*?-]+)+")
 _ROUTE = re.compile(r"(?:route|get|post|put|delete|patch|url|path|href|to|src|action|fetch|client\.\w+)\s*[(=:]\s*['\"`]?$")
 """What stands before a path that a web server has, and not a disk."""
 _QUOTED = re.compile(r"'([^'\n]{0,64})'|\"([^\"\n]{0,64})\"|`([^`\n]{0,64})`")
@@ -41,11 +42,16 @@ def with_mentions(calls: Sequence[Call], session: Session) -> list[Call]:
         paths = dict.fromkeys(
             session.absolute(path) if path[0] == "/" else session.absolute(f"{session.begins_at}/{path}")
             for text in texts_of(call)
-            for path in paths_in(text)
+            if not (text.startswith("/") and _is_operand(text) and (call.reads or call.writes))
+            for path in paths_in(text, _is_operand(text))
         )
         if paths:
             found.append(replace(call, mentions=tuple(paths)))
     return found
+
+
+def _is_operand(text: str) -> bool:
+    return not any(map(str.isspace, text))
 
 
 def texts_of(call: Call) -> Iterator[str]:
@@ -56,23 +62,19 @@ def texts_of(call: Call) -> Iterator[str]:
     yield from (tag.partition("=")[2] for tag in call.tags if "=" in tag)
 
 
-@lru_cache(maxsize=512)
-def paths_in(text: str) -> tuple[str, ...]:
-    """Paths with at least one `/` that stand in a text, in the order of the text, those in encoded pieces last."""
+@lru_cache(maxsize=1024)
+def paths_in(text: str, operand: bool = False) -> tuple[str, ...]:
+    """Paths with at least one `/` that stand in a text, in the order of the text, those in encoded pieces last. Of an operand only
+    absolute ones: where it is a relative path, the call reads it."""
     if len(text) < 4 or len(text) > MAX_TEXT:
         return ()
     text = text.translate(PLAIN)
-    found = list(_plainly(text))
+    found = _absolute(text)
+    if not operand and "/" in text:
+        found += [match[0] for match in _RELATIVE.finditer(text)]
     for other in _disguised(text):
         found += _absolute(other)
     return tuple(dict.fromkeys(found))
-
-
-def _plainly(text: str) -> Iterator[str]:
-    if "/" not in text:
-        return
-    yield from _absolute(text)
-    yield from (match[0] for match in _RELATIVE.finditer(text))
 
 
 def _absolute(text: str) -> list[str]:
@@ -102,9 +104,11 @@ def _disguised(text: str) -> Iterator[str]:
         numbers = [int(one, 0) for one in re.findall(r"0x[0-9a-fA-F]+|[1-9]\d*", match[0])]
         yield "".join(map(chr, numbers))
     pieces = [a or b or c for a, b, c in _QUOTED.findall(text)][:MAX_PIECES]
-    if len(pieces) > 1:
-        yield "".join(pieces)
-        yield "/".join(piece.strip("/") for piece in ["", *pieces])
+    for index, piece in enumerate(pieces[:-1]):
+        if piece[:1] in ("/", ""):  # the first piece of a path that is put together, or joined
+            more = pieces[index : index + MAX_JOINED]
+            yield "".join(more)
+            yield "/" + "/".join(filter(None, (one.strip("/") for one in more)))
 
 
 def _decoded(token: str) -> Iterable[str]:

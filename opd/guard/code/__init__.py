@@ -36,6 +36,10 @@ class Code:
     shell: list[Started] = field(default_factory=list)
     nested: list[str] = field(default_factory=list)
     """Code of the same language that it evaluates."""
+    loads: list[str] = field(default_factory=list)
+    """Names of modules and of files that it may load."""
+    files: list[tuple[str, str]] = field(default_factory=list)
+    """Files that it writes with a text that is known: path and text."""
     tags: set[str] = field(default_factory=set)
     cwd: str = ""
     """Where it is at this point of the text, from where it begins."""

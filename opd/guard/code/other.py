@@ -37,6 +37,7 @@ def read_other(language: str, text: str) -> Code:
     literals = [unescape(a or b) for a, b in _STRING.findall(text)]
     for literal in literals:
         code.mention(literal, globs="*" in literal)
+    code.loads = literals
     code.uses = _NAME.findall(_STRING.sub("''", text))
     if _WHOLE.search(text):
         code.uses.append("whole environment")

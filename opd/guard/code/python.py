@@ -36,6 +36,7 @@ _TARGETS = {
     "os.symlink",
     "os.link",
 }
+_LOADERS = {"__import__", "importlib.import_module", "runpy.run_path", "runpy.run_module", "importlib.util.find_spec"}
 _WHOLE = {"os.environ", "os.environb", "posix.environ"}
 _SHOWS = {"print", "pprint.pprint", "pprint.pp", "json.dumps", "json.dump", "sys.stdout.write", "builtins.print", "rich.print"}
 _ENVIRONMENT = {"os.environ.get", "os.getenv", "os.environ.pop", "os.environ.setdefault"}
@@ -66,11 +67,15 @@ class _PythonReader(ast.NodeVisitor):
     def __init__(self) -> None:
         self.code = Code()
         self.fold = Folder()
+        self._named: dict[str, str] = {}
+        """Variables that hold an open file, and its path."""
 
     def visit(self, node: ast.AST) -> None:
         """Note what an expression is, then go on inside of it."""
         if isinstance(node, ast.expr):
             value = self.fold.value(node)
+            if isinstance(value, bytes) and not isinstance(node, ast.Name):
+                value = value.decode("latin-1")
             if isinstance(value, str) and not isinstance(node, ast.Name):
                 self.code.mention(value, globs="*" in value)
             if isinstance(node, ast.Attribute | ast.Name):
@@ -92,6 +97,7 @@ class _PythonReader(ast.NodeVisitor):
         """`import a.b as c`."""
         for alias in node.names:
             self.code.uses.append(alias.name)
+            self.code.loads.append(alias.name)
             self.fold.aliases[alias.asname or alias.name.partition(".")[0]] = (
                 alias.name if alias.asname else alias.name.partition(".")[0]
             )
@@ -100,12 +106,14 @@ class _PythonReader(ast.NodeVisitor):
         """`from a import b as c`."""
         for alias in node.names:
             self.fold.aliases[alias.asname or alias.name] = f"{node.module or ''}.{alias.name}"
+            self.code.loads.append(f"{node.module}.{alias.name}" if node.module else alias.name)
             self.code.uses.append(f"{node.module or ''}.{alias.name}")
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """A variable whose value is known stays known until it is set again."""
         self.generic_visit(node)
         self._set(node.targets, self.fold.value(node.value))
+        self._named |= {one.id: self._opened(node.value) for one in node.targets if isinstance(one, ast.Name)}
 
     def visit_For(self, node: ast.For) -> None:
         """A loop over known strings is gone through once for each."""
@@ -154,6 +162,8 @@ class _PythonReader(ast.NodeVisitor):
             self.code.uses.append("shown environment")
         named = [word.value for word in node.keywords if word.arg == "args"]
         first = self.fold.value([*node.args, *named][0]) if node.args or named else UNKNOWABLE
+        if called in _LOADERS and isinstance(first, str):
+            self.code.loads.append(first.removesuffix(".py").replace("/", ".").strip("."))
         if called in _SHELLS or called in _PROCESSES or called.startswith(("os.exec", "os.spawn")):
             self._shell(node, first)
         elif called in ("exec", "eval", "compile", "builtins.exec", "builtins.eval"):
@@ -164,6 +174,8 @@ class _PythonReader(ast.NodeVisitor):
             self.code.changes_to(first)
         else:
             self._writes(node, called, first)
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("write", "write_text"):
+            self._puts(node, first)
         for child in [node.func, *node.args, *(word.value for word in node.keywords)]:
             self.visit(child)
 
@@ -214,6 +226,30 @@ class _PythonReader(ast.NodeVisitor):
             receiver = self.fold.value(node.func.value)
             if isinstance(receiver, str) or method in ("write_text", "write_bytes"):
                 self._written(receiver)
+
+    def visit_With(self, node: ast.With) -> None:
+        """`with open(path, "w") as file` gives the file a name."""
+        for item in node.items:
+            if isinstance(item.optional_vars, ast.Name) and isinstance(item.context_expr, ast.Call):
+                self._named[item.optional_vars.id] = self._opened(item.context_expr)
+        self.generic_visit(node)
+
+    def _opened(self, node: ast.AST) -> str:
+        """The path that an expression opens, or the path of a file with a name; empty if it is not known."""
+        if isinstance(node, ast.Name):
+            return self._named.get(node.id, "")
+        if isinstance(node, ast.Call) and self.fold.name(node.func).rpartition(".")[2] == "open":
+            given = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+            paths = [value for one in given if isinstance(value := self.fold.value(one), str)]
+            return posixpath.join(self.code.cwd, paths[-1]) if paths else ""
+        return ""
+
+    def _puts(self, node: ast.Call, first: Any) -> None:
+        """Note the text that `open(path, "w").write(text)` or `Path(path).write_text(text)` puts into a file."""
+        assert isinstance(node.func, ast.Attribute)
+        receiver = self.fold.value(node.func.value) if node.func.attr == "write_text" else self._opened(node.func.value)
+        if isinstance(receiver, str) and receiver and isinstance(first, str):
+            self.code.files.append((posixpath.join(self.code.cwd, receiver), first))
 
     def _opens(self, node: ast.Call, called: str, first: Any) -> None:
         own = called not in ("open", "io.open", "codecs.open", "os.open")  # a method of a path

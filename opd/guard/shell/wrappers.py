@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from opd.guard.shell.fields import plain
+from opd.guard.shell.fields import known, plain
 from opd.guard.shell.walk import Run, Walker
 
 
@@ -181,10 +181,30 @@ def runner(walker: Walker, run: Run) -> str | None:
 
 def docker(walker: Walker, run: Run) -> str | None:
     """`docker exec CONTAINER command` and `docker run IMAGE command`."""
-    walker.note(run)
     place = next((i for i, arg in enumerate(run.argv) if plain(arg) in ("exec", "run")), 0)
-    if place:
-        inner = inner_command(run.argv[place + 1 :], _DOCKER).argv
-        if inner:
-            walker.program(run.but(inner))
+    inner = inner_command(run.argv[place + 1 :], _DOCKER).argv if place else []
+    outer = run.argv[: len(run.argv) - len(inner)]
+    mounts = _mounts(outer)
+    walker.note(run.but([mounts[arg][0] if arg in mounts else arg for arg in outer]))
+    if inner:
+        links = walker.session.links
+        walker.session.links = links | {target: walker.session.absolute(source) for source, target in mounts.values()}
+        walker.program(run.but(inner))
+        walker.session.links = links
     return None
+
+
+def _mounts(argv: list[str]) -> dict[str, tuple[str, str]]:
+    """Arguments that mount a directory of this machine in a container: where it is here, and where there."""
+    found = {}
+    for before, arg in zip(argv, argv[1:], strict=False):
+        name, _, joined = arg.partition("=")
+        value = joined if name in ("--volume", "--mount") else arg if before in ("-v", "--volume", "--mount") else ""
+        parts = dict(one.partition("=")[::2] for one in value.split(","))
+        source, target = parts.get("src", parts.get("source", "")), parts.get("dst", parts.get("target", parts.get("destination", "")))
+        if value and not target:
+            source, _, rest = value.partition(":")
+            target = rest.partition(":")[0]
+        if source and target.startswith("/") and (source.startswith(("/", ".", "~")) or not known(source)):
+            found[arg] = (source, target.rstrip("/") or "/")
+    return found
