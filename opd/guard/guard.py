@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,6 +51,8 @@ ARGUMENTS: dict[str, Kind] = {
     **dict.fromkeys(("thought", "thoughts", "thinking", "reasoning", "explanation", "message", "summary", "description"), "text"),
 }  # fmt: skip
 """What an argument is by its name, where the tool is not described; one with another name is `given`."""
+PLACES = ("cwd", "workdir", "working_directory", "working_dir", "work_dir")
+"""Arguments that say where a command runs."""
 SHELLS = ("bash", "shell", "terminal", "exec", "command", "console")
 PYTHON_TOOLS = ("python", "jupyter", "notebook")
 """A tool with one of these in its name may take an argument of any name as code."""
@@ -154,11 +156,13 @@ class Guard:
         """What the rules say, without a judge. The session changes as the call would change it."""
         walker = Walker(session, PROGRAMS)
         kinds = self._options.tools.get(call.name)
+        place = next((there for name in PLACES if isinstance(there := call.arguments.get(name), str)), "")
         unread, said = "", BUSY
         try:
             for name, value in call.arguments.items():
                 kind = _kind(name) if kinds is None else kinds.get(name, "given")
-                every(session, partial(self._walk, walker, call, kind, value))
+                act = partial(self._walk, walker, call, kind, value)
+                every(session, partial(_in_directory, session, place, act) if place else act)
         except Unreadable as error:
             unread, said = str(error), error.said or BUSY
         except Exception as error:  # noqa: BLE001 whatever a policy writes, no call may end its run
@@ -199,7 +203,7 @@ class Guard:
             walker.code("python", value, Run(["python"], Streams()))
         elif kind == "patch":
             patches = list(patched(walker, value))
-            for one in patches or [Call(program=call.name, given=(value,))]:
+            for one in patches or [Call(program="", given=(value,))]:
                 walker.add(one)
         elif kind == "url":
             walker.run(Run(["curl", value], Streams()))
@@ -217,7 +221,7 @@ class Guard:
         if value[:1] in ("{", "[") and (inside := _json(value)) is not None:
             self._walk(walker, call, "given", inside, MAX_NESTED - 2)
             return
-        walker.add(Call(program=call.name, given=(value,)))
+        walker.add(Call(program="", given=(value,)))
         with suppress(Unreadable):  # it is hardly code, then
             if any(name in tool for name in PYTHON_TOOLS):
                 walker.code("python", value, Run(["python"], Streams()))
@@ -268,6 +272,16 @@ class Guard:
                 failed, stage = str(error), "judge_failed"
         block = self._options.on_failure == "block"
         return Opinion(block=block, reason=f"({failed}; on_failure: {self._options.on_failure})"), stage
+
+
+def _in_directory(session: Session, place: str, act: Callable[[], object]) -> None:
+    """Do this in a process of its own, in this directory."""
+
+    def inside() -> None:
+        session.cwd = session.absolute(place)
+        act()
+
+    apart(session, inside)
 
 
 def _kind(name: str) -> Kind:
