@@ -27,7 +27,9 @@ MAX_PIECES = 64
 """Quoted pieces of a text that are tried as the pieces of one path."""
 _ABSOLUTE = re.compile(r"(?:(?<=file:/)|(?<![\w.~$)}\]*?…@-])(?<![\w:.~…@-]/))/(?:[\w.@+~*?{}\[\]^!…-]+/?)+")
 _RELATIVE = re.compile(r"(?<![\w/.~$)}\]*?…@-])\.?[\w@+-][\w.@+-]*(?:/[\w.@+*?-]+)+")
-_ROUTE = re.compile(r"(?:route|get|post|put|delete|patch|url|path|href|to|src|action|fetch|client\.\w+)\s*[(=:]\s*['\"`]?$")
+_ROUTE = re.compile(
+    r"(?:route|get|post|put|delete|patch|url|path|href|to|src|action|fetch|client\.\w+)\s*[(=:]\s*['\"`]?$"
+)
 """What stands before a path that a web server has, and not a disk."""
 _QUOTED = re.compile(r"'([^'\n]{0,64})'|\"([^\"\n]{0,64})\"|`([^`\n]{0,64})`")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")

@@ -263,9 +263,7 @@ class _Compiler:
             raise ConfigError.at(
                 f"rule {self._where}", found="a clause without keys", wanted="at least one", fix="add a key"
             )
-        return CompiledClause(
-            needs=frozenset(found), programs=TextGlobs(programs) if programs else None, tests=tests
-        )
+        return CompiledClause(needs=frozenset(found), programs=TextGlobs(programs) if programs else None, tests=tests)
 
     def _tests_of_what_lacks(self, clause: Clause) -> list[Test]:
         """Those that a call may pass because it has nothing under a key."""

@@ -17,14 +17,23 @@ _EVALUATES = re.compile(r"\b(eval|Function|instance_eval|create_function|assert)
 _DECODES = re.compile(
     r"\b(atob|base64|base64_decode|decode64|unpack1?|pack|hex2bin|fromCharCode|rot13|str_rot13|strrev)\b"
 )
-_HIDES = re.compile(r"\b(?:eval|Function)\b.*\b(?:atob|base64|base64_decode|decode64|hex2bin|fromCharCode)\b", re.DOTALL)
-"""Code that evaluates what it decodes."""
-_WHOLE = re.compile(
-    r"\bprocess\.env\b(?!\s*(?:\?\.|[.\[]))|\bENV\b(?!\s*(?:[\[{]|\.(?:fetch|key|dig|delete|has)))|%ENV|\$_(?:ENV|SERVER)\b(?!\s*\[)"
-    r"|\bgetenv\(\s*\)|\bos\.Environ\(\)|\bSystem\.getenv\(\s*\)|\bposix\.environ\b|\bDeno\.env\.toObject\b|\benviron\(\)"
+_HIDES = re.compile(
+    r"\b(?:eval|Function)\b.*\b(?:atob|base64|base64_decode|decode64|hex2bin|fromCharCode)\b", re.DOTALL
 )
+"""Code that evaluates what it decodes."""
+_ALL = (
+    r"(?:\bprocess\.env\b(?!\s*(?:\?\.|[.\[]))|\bENV\b(?!\s*(?:[\[{]|\.(?:fetch|key|dig|delete|has)))|%ENV"
+    r"|\$_(?:ENV|SERVER)\b(?!\s*\[)|\bgetenv\(\s*\)|\bos\.Environ\(\)|\bSystem\.getenv\(\s*\)|\bposix\.environ\b"
+    r"|\bDeno\.env\.toObject\b|\benviron\(\)|\bin\s+ENVIRON\b)"
+)
+_WHOLE = re.compile(_ALL)
 """The whole environment, and not one variable of it."""
-_SHOWS = re.compile(r"\b(?:print\w*|puts|p|pp|echo|say|log|dir|stringify|inspect|dump|var_dump|var_export|json_encode|write|writeFileSync)\b")
+_SHOWN = re.compile(
+    r"\b(?:print\w*|puts|p|pp|echo|say|log|dir|stringify|inspect|dump|var_dump|var_export|json_encode|write|writeFileSync)\b"
+    rf"[^;]{{0,200}}?(?<!\.\.\.){_ALL}|\bin\s+ENVIRON\b.*\bprint|\b(?:keys|each|values)\b\W{{0,3}}%ENV.*\b(?:print|say)\b",
+    re.DOTALL,
+)
+"""The whole environment in what shows something."""
 _WRITES = re.compile(
     r"\b(writeFile\w*|appendFile\w*|file_put_contents|unlink\w*|rename\w*|File\.write|fopen|rmSync|copyFile\w*)\b"
 )
@@ -41,7 +50,7 @@ def read_other(language: str, text: str) -> Code:
     code.uses = _NAME.findall(_STRING.sub("''", text))
     if _WHOLE.search(text):
         code.uses.append("whole environment")
-        if _SHOWS.search(text) or _WHOLE.fullmatch(text.strip()):
+        if _SHOWN.search(text) or _WHOLE.fullmatch(text.strip()):
             code.uses.append("shown environment")
     if language in BACKTICK_RUNS:
         code.shell += [Started(a or b or c) for a, b, c in _BACKTICKS.findall(text)]

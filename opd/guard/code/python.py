@@ -36,9 +36,20 @@ _TARGETS = {
     "os.symlink",
     "os.link",
 }
+_ROUTES = {"get", "post", "put", "delete", "patch", "head", "options", "route", "add_url_rule", "websocket_connect"}
+"""Methods of web servers and their clients: a path that comes first is no file's."""
 _LOADERS = {"__import__", "importlib.import_module", "runpy.run_path", "runpy.run_module", "importlib.util.find_spec"}
 _WHOLE = {"os.environ", "os.environb", "posix.environ"}
-_SHOWS = {"print", "pprint.pprint", "pprint.pp", "json.dumps", "json.dump", "sys.stdout.write", "builtins.print", "rich.print"}
+_SHOWS = {
+    "print",
+    "pprint.pprint",
+    "pprint.pp",
+    "json.dumps",
+    "json.dump",
+    "sys.stdout.write",
+    "builtins.print",
+    "rich.print",
+}
 _ENVIRONMENT = {"os.environ.get", "os.getenv", "os.environ.pop", "os.environ.setdefault"}
 
 
@@ -128,6 +139,16 @@ class _PythonReader(ast.NodeVisitor):
             for statement in [*node.body, *node.orelse]:
                 self.visit(statement)
 
+    def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> None:
+        """`[print(k, v) for k, v in os.environ.items()]`."""
+        if self._shows_environment([node]) and any(
+            isinstance(one, ast.Call) and self.fold.name(one.func) in _SHOWS for one in ast.walk(node.elt)
+        ):
+            self.code.uses.append("shown environment")
+        self.generic_visit(node)
+
+    visit_GeneratorExp = visit_ListComp
+
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """What a function mentions is meant where it is called."""
         before = len(self.code.mentions)
@@ -176,7 +197,10 @@ class _PythonReader(ast.NodeVisitor):
             self._writes(node, called, first)
         if isinstance(node.func, ast.Attribute) and node.func.attr in ("write", "write_text"):
             self._puts(node, first)
-        for child in [node.func, *node.args, *(word.value for word in node.keywords)]:
+        route = called.rpartition(".")[2] in _ROUTES and isinstance(first, str) and first.startswith("/")
+        if route:
+            self.code.texts.append(first)
+        for child in [node.func, *node.args[route:], *(word.value for word in node.keywords)]:
             self.visit(child)
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -190,6 +214,8 @@ class _PythonReader(ast.NodeVisitor):
         inner = [child for node in nodes for child in ast.walk(node)]
         one = {id(node.value) for node in inner if isinstance(node, ast.Subscript)}
         one |= {id(n.value) for n in inner if isinstance(n, ast.Attribute) and f"os.environ.{n.attr}" in _ENVIRONMENT}
+        chosen = (part for node in inner for part in getattr(node, "generators", ()) if part.ifs)
+        one |= {id(child) for part in chosen for child in ast.walk(part.iter)}
         one |= {id(other) for node in inner if isinstance(node, ast.Compare) for other in node.comparators}
         return any(
             isinstance(node, ast.Attribute | ast.Name) and id(node) not in one and self.fold.name(node) in _WHOLE

@@ -31,6 +31,9 @@ _VALUED = {"-W", "-X", "-r", "-I", "--require"}
 
 def shell(walker: Walker, run: Run) -> str | None:
     letters, operands = _shell_options(run.argv[1:])
+    for name, file in pairwise(run.argv):
+        if name in ("--rcfile", "--init-file") and (text := walker.session.script_at(file)):
+            walker.text(text)
     if "c" in letters:
         return _inline_shell(walker, run, operands)
     if operands and "s" not in letters:
@@ -196,7 +199,9 @@ def alias(walker: Walker, run: Run) -> str | None:
 def make(walker: Walker, run: Run) -> str | None:
     walker.note(run)
     file = next((after for name, after in pairwise(run.argv) if name in ("-f", "--file", "--makefile")), "")
-    file = file or next((arg.partition("=")[2] or arg[2:] for arg in run.argv if arg.startswith(("--file=", "--makefile=", "-f"))), "")
+    file = file or next(
+        (arg.partition("=")[2] or arg[2:] for arg in run.argv if arg.startswith(("--file=", "--makefile=", "-f"))), ""
+    )
     text = run.streams.stdin if file == "-" else walker.session.script_at(file) if file else _makefile(walker)
     if text is None and (file == "-" or (file and walker.session.absolute(file).startswith("/dev/fd/"))):
         walker.tag("unseen")

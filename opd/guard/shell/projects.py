@@ -16,7 +16,15 @@ from opd.guard.shell.ways import apart
 
 _FILE = re.compile(r"^(?:\+\+\+ (?:b/)?|\*\*\* (?:Update|Add|Delete) File: )([^\t\n]+)", re.MULTILINE)
 _ALIAS = re.compile(r"^\s*(?:alias\.)?([\w-]+)\s*=\s*(.+)$", re.MULTILINE)
-_COMMANDS = ("core.pager", "core.editor", "core.fsmonitor", "core.sshcommand", "diff.external", "sequence.editor", "pager.")
+_COMMANDS = (
+    "core.pager",
+    "core.editor",
+    "core.fsmonitor",
+    "core.sshcommand",
+    "diff.external",
+    "sequence.editor",
+    "pager.",
+)
 """Keys of git whose values are commands, in lower case."""
 _LIFECYCLE = {"test", "start", "install", "ci", "build", "stop", "restart", "pack", "publish"}
 """Scripts of a package that have a command of their own."""
@@ -44,7 +52,9 @@ def _configured(walker: Walker, key: str, value: str) -> None:
     """Keep an alias, and go through a command that git will run by itself."""
     if key.lower().startswith("alias."):
         walker.session.appends(f"{walker.session.home}/.gitconfig", f"{key[6:]} = {value}\n")
-    elif key.lower().startswith(_COMMANDS) or key.lower().endswith((".textconv", ".clean", ".smudge", ".process", ".cmd")):
+    elif key.lower().startswith(_COMMANDS) or key.lower().endswith(
+        (".textconv", ".clean", ".smudge", ".process", ".cmd")
+    ):
         with suppress(Unreadable):
             apart(walker.session, partial(walker.text, value))
 

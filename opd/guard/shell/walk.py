@@ -178,7 +178,9 @@ class Walker:
             self._assign(values)
             self._bare_redirects(streams)
             self._success = None if len(self.calls) > before else True
-            if any("/" in value and " " in value for _, value in values):  # a command that the shell starts by itself, say
+            if any(
+                "/" in value and " " in value for _, value in values
+            ):  # a command that the shell starts by itself, say
                 self.add(Call(program="", tags=self._tags(values)))
             if self.session.read_variables:  # what it asks of the environment is soon a variable of its own
                 self.add(Call(program="", env=tuple(dict.fromkeys(self.session.read_variables))))

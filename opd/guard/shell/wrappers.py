@@ -201,7 +201,10 @@ def _mounts(argv: list[str]) -> dict[str, tuple[str, str]]:
         name, _, joined = arg.partition("=")
         value = joined if name in ("--volume", "--mount") else arg if before in ("-v", "--volume", "--mount") else ""
         parts = dict(one.partition("=")[::2] for one in value.split(","))
-        source, target = parts.get("src", parts.get("source", "")), parts.get("dst", parts.get("target", parts.get("destination", "")))
+        source, target = (
+            parts.get("src", parts.get("source", "")),
+            parts.get("dst", parts.get("target", parts.get("destination", ""))),
+        )
         if value and not target:
             source, _, rest = value.partition(":")
             target = rest.partition(":")[0]
