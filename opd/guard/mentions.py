@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from urllib.parse import unquote
 
 from opd.guard.facts import PYTHONS, Call
@@ -44,7 +45,6 @@ def with_mentions(calls: Sequence[Call], session: Session) -> list[Call]:
         paths = dict.fromkeys(
             session.absolute(path) if path[0] == "/" else session.absolute(f"{session.begins_at}/{path}")
             for text in texts_of(call)
-            if not (text.startswith("/") and _is_operand(text) and (call.reads or call.writes))
             for path in paths_in(text, _is_operand(text))
         )
         if paths:
@@ -59,7 +59,8 @@ def _is_operand(text: str) -> bool:
 def texts_of(call: Call) -> Iterator[str]:
     """What a call is given. The code of Python is among it as its strings, without comments."""
     if call.program not in PYTHONS:
-        yield from call.argv
+        read = bool(call.reads or call.writes)
+        yield from (arg for arg in call.argv if not (read and arg.startswith("/") and _is_operand(arg)))
     yield from call.given
     yield from (tag.partition("=")[2] for tag in call.tags if "=" in tag)
 
@@ -105,9 +106,13 @@ def _disguised(text: str) -> Iterator[str]:
     for match in _NUMBERS.finditer(text):
         numbers = [int(one, 0) for one in re.findall(r"0x[0-9a-fA-F]+|[1-9]\d*", match[0])]
         yield "".join(map(chr, numbers))
-    pieces = [a or b or c for a, b, c in _QUOTED.findall(text)][:MAX_PIECES]
+    quoted = list(islice(_QUOTED.finditer(text), MAX_PIECES))
+    pieces = [match[1] or match[2] or match[3] or "" for match in quoted]
     for index, piece in enumerate(pieces[:-1]):
-        if piece[:1] in ("/", ""):  # the first piece of a path that is put together, or joined
+        start = quoted[index].start()
+        if piece[:1] in ("/", "") and not _ROUTE.search(
+            text, max(start - 16, 0), start
+        ):  # the first piece of a path that is put together, or joined
             more = pieces[index : index + MAX_JOINED]
             yield "".join(more)
             yield "/" + "/".join(filter(None, (one.strip("/") for one in more)))

@@ -130,7 +130,7 @@ class PathGlobs:
         where the pattern is for any name that begins with a dot: most of what a project's globs take in is its own."""
         if (not has_glob(path) and known(path)) or len(path) > MAX_PATH:
             return False
-        text = plain(path).replace("…", "*")
+        text = plain(path)
         if text.count("*") > MAX_STARS or (_under(text, cwd) and not _ANY_DOT.search(text)):
             return False
         parts = text.split("/")
@@ -170,13 +170,13 @@ def _leads_to(pattern: str, name: str) -> bool:
 
 
 def _takes_in(parts: list[str], name: str) -> bool:
-    """Whether a pattern, split at `/`, takes in a well-known path or something below it. A `*` takes in no name that begins with a
-    dot."""
+    """Whether a pattern, split at `/`, takes in a well-known path or something below it. What is not known (`…`) may be any name, a
+    `*` is none that begins with a dot."""
     wanted = name.split("/")
     if name.startswith("**/"):
         return False
     for part, own in zip(parts[1:], wanted[1:], strict=False):
-        if (own.startswith(".") and part[:1] != ".") or not _expands(part, own):
+        if (own.startswith(".") and part[:1] not in (".", "…")) or not _expands(part.replace("…", "*"), own):
             return False
     return len(parts) >= len(wanted)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from opd.guard.shell.fields import known, plain
 from opd.guard.shell.walk import Run, Walker
@@ -197,7 +198,7 @@ def docker(walker: Walker, run: Run) -> str | None:
 def _mounts(argv: list[str]) -> dict[str, tuple[str, str]]:
     """Arguments that mount a directory of this machine in a container: where it is here, and where there."""
     found = {}
-    for before, arg in zip(argv, argv[1:], strict=False):
+    for before, arg in pairwise(argv):
         name, _, joined = arg.partition("=")
         value = joined if name in ("--volume", "--mount") else arg if before in ("-v", "--volume", "--mount") else ""
         parts = dict(one.partition("=")[::2] for one in value.split(","))
