@@ -49,6 +49,7 @@ _URL = re.compile(r"\b(?:https?|ftp|git|ssh|rsync|git\+https|svn|wss?)://[^\s'\"
 _HOST_PATH = re.compile(r"(?:[\w.-]+@)?([\w-]+(?:\.[\w-]+)+|[\w.-]+@[\w-]+|localhost|\d+\.\d+\.\d+\.\d+):(?!//)(.*)")
 _BUNDLE = re.compile(r"-?\w*C\w*")
 """Letters of `tar`, one of which takes the next argument for the directory."""
+_IN_PLACE = re.compile(r"-[0-9lnpaE]*i(?:\.|$)|--in-place")
 _DEV_TCP = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/")
 _DOMAIN = re.compile(r"(?:[\w-]+\.)+[a-z]{2,}(?::\d+)?(?:/.*)?", re.IGNORECASE)
 _DIALLERS = frozenset((
@@ -75,7 +76,7 @@ VIEWERS = frozenset((
 RUNNERS = frozenset((
     "pytest", "py.test", "tox", "nox", "make", "gmake", "ninja", "cmake", "ctest", "npm", "npx", "yarn", "pnpm", "jest", "vitest",
     "mocha", "cargo", "go", "mvn", "gradle", "gradlew", "rake", "bundle", "rspec", "rails", "composer", "phpunit", "dotnet", "sbt",
-    "mix", "meson", "bazel", "just", "invoke", "fab", "docker", "podman", "docker-compose", "vim", "vi", "ex", "nvim", "emacs", "gdb",
+    "pip", "pip3", "uv", "poetry", "pdm", "mix", "meson", "bazel", "just", "invoke", "fab", "docker", "podman", "docker-compose", "vim", "vi", "ex", "nvim", "emacs", "gdb",
     "lldb", "psql", "crontab", "direnv", "coverage", "uvicorn", "gunicorn", "flask", "streamlit", "jupyter", "behave", "hatch",
 ))  # fmt: skip
 """Programs that run what a project has, by names that do not stand in their arguments."""
@@ -197,6 +198,11 @@ def code_facts(language: str, found: Code, session: Session, streams: Streams, t
     """Inline code as one call of its language."""
     writes = [path for name in found.writes for path in session.paths(name)]
     reads = [path for name in found.mentions for path in session.paths(name) if path not in writes]
+    if language in PYTHONS:
+        places = ["/"] if "/" in found.mentions else []
+        if not f"{session.cwd}/".startswith(session.begins_at.rstrip("/") + "/"):
+            places.append(session.cwd)
+        reads += [session.absolute(f"{place}/{name.replace('.', '/')}") for place in places for name in found.loads]
     strings = tuple(plain(text) for text in found.strings)
     decoded = {"decoded"} if "decodes" in found.tags and (found.shell or found.nested) else set()
     if decoded and found.nested:
@@ -295,7 +301,7 @@ def _file_operands(call: Call, operands: list[str]) -> list[str]:
 
 
 def _in_place(call: Call) -> bool:
-    return any(flag == "-i" or flag.startswith(("-i.", "--in-place")) for flag in call.flags)
+    return any(_IN_PLACE.match(flag) for flag in call.flags)
 
 
 def _paths(arguments: list[str], session: Session, copies: bool = True) -> list[str]:

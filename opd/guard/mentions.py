@@ -23,6 +23,7 @@ from opd.guard.shell.fields import PLAIN
 from opd.guard.shell.reader import unescape
 
 MAX_TEXT = 1 << 16
+LANGUAGES = PYTHONS | {"perl", "ruby", "node", "php", "awk", "gawk", "lua"}
 MAX_JOINED = 6
 MAX_PIECES = 64
 """Quoted pieces of a text that are tried as the pieces of one path."""
@@ -33,6 +34,9 @@ _ROUTE = re.compile(
 )
 """What stands before a path that a web server has, and not a disk."""
 _QUOTED = re.compile(r"'([^'\n]{0,64})'|\"([^\"\n]{0,64})\"|`([^`\n]{0,64})`")
+_WORDS = re.compile(r"(?:%w|\bqw)\s*[\[({</|]([^\])}>/|]{1,256})")
+_ASSIGNED = re.compile(r"\b(\w+)\s*=\s*(?:'([^'\n]{0,64})'|\"([^\"\n]{0,64})\")")
+_PUT_IN = re.compile(r"\$\{(\w+)\}|#\{(\w+)\}|\$(\w+)")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{8,}={0,2}")
 _HEX = re.compile(r"(?:[0-9a-fA-F]{2}[ :,]?){6,}")
 _NUMBERS = re.compile(r"(?:0x[0-9a-fA-F]{2}|\d{2,3})(?:[\s,;)(+.]+(?:chr\(|char\()?(?:0x[0-9a-fA-F]{2}|\d{2,3})){5,}")
@@ -61,6 +65,8 @@ def texts_of(call: Call) -> Iterator[str]:
     if call.program not in PYTHONS:
         read = bool(call.reads or call.writes)
         yield from (arg for arg in call.argv if not (read and arg.startswith("/") and _is_operand(arg)))
+    if call.program in LANGUAGES and len(call.argv) > 1:  # pieces of a path that the code puts together
+        yield "".join(call.argv[-2:])
     yield from call.given
     yield from (tag.partition("=")[2] for tag in call.tags if "=" in tag)
 
@@ -106,6 +112,9 @@ def _disguised(text: str) -> Iterator[str]:
     for match in _NUMBERS.finditer(text):
         numbers = [int(one, 0) for one in re.findall(r"0x[0-9a-fA-F]+|[1-9]\d*", match[0])]
         yield "".join(map(chr, numbers))
+    yield from _interpolated(text)
+    for match in _WORDS.finditer(text):
+        yield "/" + "/".join(match[1].split())
     quoted = list(islice(_QUOTED.finditer(text), MAX_PIECES))
     pieces = [match[1] or match[2] or match[3] or "" for match in quoted]
     for index, piece in enumerate(pieces[:-1]):
@@ -116,6 +125,15 @@ def _disguised(text: str) -> Iterator[str]:
             more = pieces[index : index + MAX_JOINED]
             yield "".join(more)
             yield "/" + "/".join(filter(None, (one.strip("/") for one in more)))
+
+
+def _interpolated(text: str) -> Iterator[str]:
+    """The text with its own variables put in, in the ways of Perl, Ruby, PHP and JavaScript."""
+    if "=" not in text or not ("$" in text or "#{" in text):
+        return
+    values = {name: a or b for name, a, b in _ASSIGNED.findall(text)}
+    if values:
+        yield _PUT_IN.sub(lambda match: values.get(match[1] or match[2] or match[3], match[0]), text)
 
 
 def _decoded(token: str) -> Iterable[str]:
