@@ -23,6 +23,7 @@ from opd.guard.shell.fields import PLAIN
 from opd.guard.shell.reader import unescape
 
 MAX_TEXT = 1 << 16
+"""Characters of a text that is read in other ways, too."""
 LANGUAGES = PYTHONS | {"perl", "ruby", "node", "php", "awk", "gawk", "lua"}
 MAX_JOINED = 6
 MAX_PIECES = 64
@@ -75,8 +76,10 @@ def texts_of(call: Call) -> Iterator[str]:
 def paths_in(text: str, operand: bool = False) -> tuple[str, ...]:
     """Paths with at least one `/` that stand in a text, in the order of the text, those in encoded pieces last. Of an operand only
     absolute ones: where it is a relative path, the call reads it."""
-    if len(text) < 4 or len(text) > MAX_TEXT:
+    if len(text) < 4:
         return ()
+    if len(text) > MAX_TEXT:
+        return tuple(dict.fromkeys(_absolute(text)))
     text = text.translate(PLAIN)
     found = _absolute(text)
     if not operand and "/" in text:

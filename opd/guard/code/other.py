@@ -18,7 +18,7 @@ _DECODES = re.compile(
     r"\b(atob|base64|base64_decode|decode64|unpack1?|pack|hex2bin|fromCharCode|rot13|str_rot13|strrev)\b"
 )
 _HIDES = re.compile(
-    r"\b(?:eval|Function)\b.*\b(?:atob|base64|base64_decode|decode64|hex2bin|fromCharCode)\b", re.DOTALL
+    r"\b(?:eval|Function)\b.{0,2000}\b(?:atob|base64|base64_decode|decode64|hex2bin|fromCharCode)\b", re.DOTALL
 )
 """Code that evaluates what it decodes."""
 _ALL = (
@@ -30,7 +30,7 @@ _WHOLE = re.compile(_ALL)
 """The whole environment, and not one variable of it."""
 _SHOWN = re.compile(
     r"\b(?:print\w*|puts|p|pp|echo|say|log|dir|stringify|inspect|dump|var_dump|var_export|json_encode|write|writeFileSync)\b"
-    rf"[^;]{{0,200}}?(?<!\.\.\.){_ALL}|\bin\s+ENVIRON\b.*\bprint|\b(?:keys|each|values)\b\W{{0,3}}%ENV.*\b(?:print|say)\b",
+    rf"[^;]{{0,200}}?(?<!\.\.\.){_ALL}|\bin\s+ENVIRON\b.{0,2000}\bprint|\b(?:keys|each|values)\b\W{{0,3}}%ENV.{0,2000}\b(?:print|say)\b",
     re.DOTALL,
 )
 """The whole environment in what shows something."""

@@ -197,8 +197,9 @@ class _PythonReader(ast.NodeVisitor):
             self._writes(node, called, first)
         if isinstance(node.func, ast.Attribute) and node.func.attr in ("write", "write_text"):
             self._puts(node, first)
-        route = called.rpartition(".")[2] in _ROUTES and isinstance(first, str) and first.startswith("/")
-        if route:
+        route = False
+        if called.rpartition(".")[2] in _ROUTES and isinstance(first, str) and first.startswith("/"):
+            route = True
             self.code.texts.append(first)
         for child in [node.func, *node.args[route:], *(word.value for word in node.keywords)]:
             self.visit(child)

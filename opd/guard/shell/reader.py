@@ -18,6 +18,8 @@ from opd.guard.shell.nodes import (
 )
 
 MAX_CHARACTERS = 1 << 16
+MAX_INDEX = 1024
+"""Characters of what stands in brackets."""
 MAX_DEPTH = 24
 """Scripts inside of scripts."""
 BLANK = " \t"
@@ -247,9 +249,9 @@ class Reader:
 
     @staticmethod
     def bracket_end(text: str, start: int) -> int:
-        """Where the bracket that opens at `start` is closed; -1 if it is not."""
+        """Where the bracket that opens at `start` is closed; -1 if it is not, or so far away that it closes another one."""
         depth = 0
-        for at in range(start, len(text)):
+        for at in range(start, min(len(text), start + MAX_INDEX)):
             depth += {"[": 1, "]": -1}.get(text[at], 0)
             if depth == 0:
                 return at
