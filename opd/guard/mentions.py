@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import codecs
+import posixpath
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from urllib.parse import unquote
 
 from opd.guard.facts import PYTHONS, Call
 from opd.guard.session import Session
-from opd.guard.shell.fields import PLAIN
+from opd.guard.shell.fields import ACTIVE, PLAIN
 from opd.guard.shell.reader import unescape
 
 MAX_TEXT = 1 << 16
@@ -48,7 +49,7 @@ def with_mentions(calls: Sequence[Call], session: Session) -> list[Call]:
     found = []
     for call in calls:
         paths = dict.fromkeys(
-            session.absolute(path) if path[0] == "/" else session.absolute(f"{session.begins_at}/{path}")
+            session.absolute(posixpath.join(session.begins_at, path.translate(ACTIVE)))
             for text in texts_of(call)
             for path in paths_in(text, _is_operand(text))
         )

@@ -30,7 +30,7 @@ _WHOLE = re.compile(_ALL)
 """The whole environment, and not one variable of it."""
 _SHOWN = re.compile(
     r"\b(?:print\w*|puts|p|pp|echo|say|log|dir|stringify|inspect|dump|var_dump|var_export|json_encode|write|writeFileSync)\b"
-    rf"[^;]{{0,200}}?(?<!\.\.\.){_ALL}|\bin\s+ENVIRON\b.{0,2000}\bprint|\b(?:keys|each|values)\b\W{{0,3}}%ENV.{0,2000}\b(?:print|say)\b",
+    rf"[^;]{{0,200}}?(?<!\.\.\.){_ALL}|\bin\s+ENVIRON\b.{0, 2000}\bprint|\b(?:keys|each|values)\b\W{{0,3}}%ENV.{0, 2000}\b(?:print|say)\b",
     re.DOTALL,
 )
 """The whole environment in what shows something."""

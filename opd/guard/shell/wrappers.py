@@ -45,6 +45,11 @@ WRAPPERS = {
     "time": takes("-f -o --format --output"),
     "stdbuf": takes("-i -o -e --input --output --error"),
     "setsid": takes(),
+    **dict.fromkeys(
+        ("fakeroot", "unbuffer", "xvfb-run", "linux64", "systemd-run", "rlwrap", "valgrind", "catchsegv", "prlimit"),
+        takes(),
+    ),
+    **dict.fromkeys(("setarch", "chrt"), takes(operands=1)),
     "command": takes(),
     "builtin": takes(),
     "exec": takes("-a"),
