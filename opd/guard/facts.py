@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from opd.guard.code import Code
 from opd.guard.session import Session
-from opd.guard.shell.fields import known, plain
+from opd.guard.shell.fields import has_glob, known, plain
 
 WRITERS = frozenset((
     "touch", "truncate", "chmod", "chown", "chgrp", "rm", "rmdir", "unlink", "shred", "tee", "mkdir", "mkfifo",
@@ -49,6 +49,7 @@ _URL = re.compile(r"\b(?:https?|ftp|git|ssh|rsync|git\+https|svn|wss?)://[^\s'\"
 _HOST_PATH = re.compile(r"(?:[\w.-]+@)?([\w-]+(?:\.[\w-]+)+|[\w.-]+@[\w-]+|localhost|\d+\.\d+\.\d+\.\d+):(?!//)(.*)")
 _BUNDLE = re.compile(r"-?\w*C\w*")
 """Letters of `tar`, one of which takes the next argument for the directory."""
+_IN_PLACE = re.compile(r"-[0-9lnpaE]*i(?:\.|$)|--in-place")
 _DEV_TCP = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/")
 _DOMAIN = re.compile(r"(?:[\w-]+\.)+[a-z]{2,}(?::\d+)?(?:/.*)?", re.IGNORECASE)
 _DIALLERS = frozenset((
@@ -56,6 +57,31 @@ _DIALLERS = frozenset((
     "lynx", "w3m", "links", "elinks", "aria2c",
 ))  # fmt: skip
 FILE_URL = "file://"
+PYTHONS = frozenset((
+    "python", "python2", "python3", "pypy", "pypy3", "ipython", *(f"python3.{minor}" for minor in range(6, 16)),
+))  # fmt: skip
+_KNOWN_INPUT = frozenset((
+    "cat", "tee", "wc", "head", "tail", "sort", "uniq", "grep", "egrep", "fgrep", "tr", "cut", "jq", "base64", "less", "column",
+    "md5sum", "sha256sum", "rev", "nl", "diff", "cmp", "patch", "git", "xargs", "parallel", "read", "mapfile", "readarray", "sh",
+    "bash", "dash", "zsh", "ksh", "ash", "sponge", "fold", "fmt", "tac", "xxd", "od", "make", "gmake", "source", ".", *PYTHONS,
+))  # fmt: skip
+"""Programs that do nothing else with a text on their standard input than to print or keep it, and those for which it is read."""
+VIEWERS = frozenset((
+    *COPIERS, *WRITERS, "cat", "head", "tail", "less", "more", "wc", "ls", "stat", "file", "du", "cd", "pushd", "git", "grep",
+    "egrep", "fgrep", "rg", "ag", "sed", "diff", "cmp", "md5sum", "sha256sum", "sort", "uniq", "tr", "cut", "nl", "black", "ruff",
+    "flake8", "mypy", "pylint", "isort", "prettier", "eslint", "gofmt", "rustfmt", "shellcheck", "tree", "find", "bat", "xxd", "od",
+    "strings", "test", "[", "[[", "sh", "bash", "dash", "zsh", "ksh", "ash", "source", ".", "echo", "printf", *PYTHONS,
+))  # fmt: skip
+"""Programs to which a file of the episode's own is only text, and those that go into it."""
+RUNNERS = frozenset((
+    "pytest", "py.test", "tox", "nox", "make", "gmake", "ninja", "cmake", "ctest", "npm", "npx", "yarn", "pnpm", "jest", "vitest",
+    "mocha", "cargo", "go", "mvn", "gradle", "gradlew", "rake", "bundle", "rspec", "rails", "composer", "phpunit", "dotnet", "sbt",
+    "pip", "pip3", "uv", "poetry", "pdm", "mix", "meson", "bazel", "just", "invoke", "fab", "docker", "podman", "docker-compose", "vim", "vi", "ex", "nvim", "emacs", "gdb",
+    "lldb", "psql", "crontab", "direnv", "coverage", "uvicorn", "gunicorn", "flask", "streamlit", "jupyter", "behave", "hatch",
+))  # fmt: skip
+"""Programs that run what a project has, by names that do not stand in their arguments."""
+PROSE = (".md", ".rst", ".txt", ".html", ".css", ".csv", ".log", ".svg")
+"""Ends of names of files that nothing runs."""
 MAX_ARGUMENT = 1 << 14
 """Characters of an argument that may be a path, with all its `./`."""
 
@@ -84,6 +110,11 @@ class Call:
     """Dotted names in inline code."""
     env: tuple[str, ...] = ()
     """Variables of the environment that it prints or expands."""
+    mentions: tuple[str, ...] = ()
+    """Absolute paths that stand in `given`, once somebody has looked for them."""
+    given: tuple[str, ...] = ()
+    """All text that it is given and that may be more than an argument: arguments, standard input, code, files of the episode's own
+    that it runs or reads."""
     text: str = ""
     """What it writes to a file, where we know it."""
     sources: tuple[str, ...] = ()
@@ -92,8 +123,9 @@ class Call:
     """Lines of the calls that get its output in the pipeline."""
     tags: frozenset[str] = frozenset()
     """`unseen`: runs code that we cannot see. `decoded`: comes out of encoded text. `unknown`: its name is not known.
-    `outward`: a find that begins at a root of the system. `wraps`: runs the program of another call. `writes_unknown`: writes a
-    file that we cannot name. `sets:NAME`: a variable set for it."""
+    `encoded`: the same, and for no other reason than to hide it. `outward`: a find that begins at a root of the system. `wraps`:
+    runs the program of another call. `writes_unknown`: writes a file that we cannot name. `sets:NAME` and `sets:NAME=VALUE`: a
+    variable set for it."""
 
     def line(self) -> str:
         """The call as one line with resolved paths, for verdicts and their cache."""
@@ -127,6 +159,7 @@ def facts(argv: list[str], session: Session, streams: Streams, tags: frozenset[s
         flags=frozenset(flags),
         args=tuple(plain(a) for a in operands),
         sources=streams.sources,
+        given=_given(program, argv, session, streams),
         env=tuple(dict.fromkeys(session.read_variables)),
         tags=tags | ({"unknown"} if not program else frozenset()),
     )
@@ -146,12 +179,34 @@ def facts(argv: list[str], session: Session, streams: Streams, tags: frozenset[s
     )
 
 
+def _given(program: str, argv: list[str], session: Session, streams: Streams) -> tuple[str, ...]:
+    """What a program is given beside its arguments: a text that it may run, and files of the episode's own that it may run."""
+    given = [streams.stdin] if streams.stdin and program not in _KNOWN_INPUT else []
+    if not session.written and not session.appended:
+        return tuple(given)
+    own = session.appended | session.written
+    runs = program in RUNNERS or (program in PYTHONS and "-m" in argv) or argv[0].startswith(("./", "../"))
+    if runs:
+        given += [text for path, text in own.items() if text and not path.endswith(PROSE)]
+    if program not in VIEWERS:
+        named = (session.absolute(arg) for arg in argv[1:] if len(arg) <= MAX_ARGUMENT)
+        given += [text for path in named if (text := own.get(path))]
+    return tuple(dict.fromkeys(given))
+
+
 def code_facts(language: str, found: Code, session: Session, streams: Streams, tags: frozenset[str]) -> Call:
     """Inline code as one call of its language."""
     writes = [path for name in found.writes for path in session.paths(name)]
     reads = [path for name in found.mentions for path in session.paths(name) if path not in writes]
+    if language in PYTHONS:
+        places = ["/"] if "/" in found.mentions else []
+        if not f"{session.cwd}/".startswith(session.begins_at.rstrip("/") + "/"):
+            places.append(session.cwd)
+        reads += [session.absolute(f"{place}/{name.replace('.', '/')}") for place in places for name in found.loads]
     strings = tuple(plain(text) for text in found.strings)
     decoded = {"decoded"} if "decodes" in found.tags and (found.shell or found.nested) else set()
+    if decoded and found.nested:
+        decoded.add("encoded")
     call = Call(
         program=language,
         args=strings,
@@ -161,6 +216,7 @@ def code_facts(language: str, found: Code, session: Session, streams: Streams, t
         uses=tuple(dict.fromkeys(found.uses)),
         env=tuple(dict.fromkeys([*found.env, *session.read_variables])),
         text="\n".join(strings) if found.writes else "",
+        given=tuple(dict.fromkeys(found.texts)),
         sources=streams.sources,
         tags=tags | (found.tags - {"decodes"}) | decoded,
     )
@@ -218,7 +274,7 @@ def _files(call: Call, operands: list[str], values: list[str], session: Session)
     """Paths that a call reads and writes, as far as its arguments tell."""
     program = call.program
     if program in NO_PATHS:
-        return [], []
+        return _paths([arg for arg in operands if has_glob(arg)], session), []
     if program == "dd":
         inputs = [a[3:] for a in operands if a.startswith("if=")]
         return _paths(inputs, session), _paths([a[3:] for a in operands if a.startswith("of=")], session, False)
@@ -245,7 +301,7 @@ def _file_operands(call: Call, operands: list[str]) -> list[str]:
 
 
 def _in_place(call: Call) -> bool:
-    return any(flag == "-i" or flag.startswith(("-i.", "--in-place")) for flag in call.flags)
+    return any(_IN_PLACE.match(flag) for flag in call.flags)
 
 
 def _paths(arguments: list[str], session: Session, copies: bool = True) -> list[str]:

@@ -8,34 +8,54 @@ call ──▶ stage one: parse, walk, rules ──nothing──▶ allowed
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from opd.environments.records import ToolCall
 from opd.guard.dummies import DUMMIES
 from opd.guard.facts import Call, Streams
+from opd.guard.mentions import with_mentions
 from opd.guard.records import Judge, JudgeFailed, Opinion, Question, Stage, Suspicion, Verdict
 from opd.guard.rules import Hit, RuleSet
 from opd.guard.session import Session
 from opd.guard.shell.fields import MARKS, plain
 from opd.guard.shell.nodes import Unreadable
 from opd.guard.shell.programs import PROGRAMS
+from opd.guard.shell.projects import patched
 from opd.guard.shell.walk import MAX_NESTED, Run, Walker
-from opd.guard.shell.ways import every, settle, states
+from opd.guard.shell.ways import apart, every, settle, states
 from opd.text import one_line, readable
 
-Kind = Literal["shell", "scripts", "python", "read", "write", "text"]
-"""A list is a program with its arguments if it is `shell`, and several scripts if it is `scripts`."""
+Kind = Literal["shell", "scripts", "python", "read", "write", "patch", "url", "given", "text"]
+"""A list is a program with its arguments if it is `shell`, and several scripts if it is `scripts`. `given` is what the tool may do
+anything with: only the paths that stand in it are looked at. `text` is not read."""
 ARGUMENTS: dict[str, Kind] = {
-    **dict.fromkeys(("command", "cmd", "script", "bash", "shell", "bash_command"), "shell"),
-    **dict.fromkeys(("commands", "keystrokes"), "scripts"),
-    **dict.fromkeys(("code", "python", "source"), "python"),
-    **dict.fromkeys(("path", "file", "filename", "file_path", "filepath", "target_file", "directory", "dir"), "read"),
-}
-"""What an argument is by its name, where the tool is not described."""
+    **dict.fromkeys(("command", "cmd", "script", "bash", "shell", "bash_command", "argv", "command_line", "cmdline"), "shell"),
+    **dict.fromkeys(("commands", "keystrokes", "cmds", "scripts"), "scripts"),
+    **dict.fromkeys(("code", "python", "source", "python_code", "source_code"), "python"),
+    **dict.fromkeys(
+        (
+            "path", "file", "filename", "file_path", "filepath", "target_file", "directory", "dir", "paths", "files", "filenames",
+            "file_paths", "filepaths", "target", "targets", "target_files", "directories", "dirs", "folder", "folders", "src",
+            "source_path", "dst", "destination", "from", "to", "root", "notebook_path", "absolute_path", "relative_path", "uri",
+        ),
+        "read",
+    ),
+    **dict.fromkeys(("patch", "diff", "patch_text"), "patch"),
+    **dict.fromkeys(("url", "urls", "link", "links", "href"), "url"),
+    **dict.fromkeys(("thought", "thoughts", "thinking", "reasoning", "explanation", "message", "summary", "description"), "text"),
+}  # fmt: skip
+"""What an argument is by its name, where the tool is not described; one with another name is `given`."""
+PLACES = ("cwd", "workdir", "working_directory", "working_dir", "work_dir")
+"""Arguments that say where a command runs."""
+SHELLS = ("bash", "shell", "terminal", "exec", "command", "console")
+PYTHON_TOOLS = ("python", "jupyter", "notebook")
+"""A tool with one of these in its name may take an argument of any name as code."""
 WRITING = ("write", "edit", "create", "replace", "insert", "append", "delete", "remove", "patch", "save")
 """A tool with one of these in its name changes the file that it names."""
 ADDING = ("append", "insert")
@@ -135,42 +155,44 @@ class Guard:
     def stage_one(self, call: ToolCall, session: Session) -> Finding:
         """What the rules say, without a judge. The session changes as the call would change it."""
         walker = Walker(session, PROGRAMS)
+        kinds = self._options.tools.get(call.name)
+        place = next((there for name in PLACES if isinstance(there := call.arguments.get(name), str)), "")
         unread, said = "", BUSY
         try:
             for name, value in call.arguments.items():
-                every(session, partial(self._walk, walker, call, self._kind(call.name, name), value))
+                kind = _kind(name) if kinds is None else kinds.get(name, "given")
+                act = partial(self._walk, walker, call, kind, value)
+                every(session, partial(_in_directory, session, place, act) if place else act)
         except Unreadable as error:
             unread, said = str(error), error.said or BUSY
         except Exception as error:  # noqa: BLE001 whatever a policy writes, no call may end its run
             unread = f"to read it failed with {one_line(repr(error), 200)}"
         calls = list(dict.fromkeys(walker.calls))  # most are the same in each state that the shell may be in
-        hit = self._rules.first(calls, session)
+        hit = self._rules.first(calls, session) or self._rules.first(with_mentions(calls, session), session)
         if unread and (hit is None or hit.rule.verdict != "block"):
             return Finding(suspicion="unreadable", reason=unread, hit=hit, calls=calls, said=said)
         return Finding(suspicion="none", calls=calls) if hit is None else _found(hit, calls)
 
-    def _kind(self, tool: str, name: str) -> Kind:
-        """What an argument of a tool is: as the tool is described, else by its name."""
-        described = self._options.tools.get(tool)
-        return ARGUMENTS.get(name, "text") if described is None else described.get(name, "text")
-
     def _walk(self, walker: Walker, call: ToolCall, kind: Kind, value: object, depth: int = 0) -> None:
         """Go through the value of an argument. In a list each value is of the list's kind, in an object by its name."""
-        if kind == "text" and call.name in self._options.tools:
+        if kind == "text":
             return
         if depth > MAX_NESTED:
             raise Unreadable("too deeply nested")
         if isinstance(value, Mapping):
             inside = replace(call, arguments=value)
             for name, one in value.items():
-                self._walk(walker, inside, ARGUMENTS.get(name, "text"), one, depth + 1)
+                self._walk(walker, inside, _kind(name), one, depth + 1)
         elif isinstance(value, list) and kind == "shell" and _is_vector(value):
             _refuse_marks(*value)
             walker.run(Run(value, Streams()))
+        elif kind == "shell" and isinstance(value, str) and _is_vector(more := call.arguments.get("args")):
+            _refuse_marks(value, *more)
+            walker.run(Run([*(value.split() or [""]), *more], Streams()))
         elif isinstance(value, list):
             for one in value:
                 self._walk(walker, call, kind, one, depth + 1)
-        elif isinstance(value, str) and kind != "text":
+        elif isinstance(value, str):
             _refuse_marks(value)
             self._text(walker, call, kind, value)
 
@@ -179,13 +201,39 @@ class Guard:
             walker.text(value)
         elif kind == "python":
             walker.code("python", value, Run(["python"], Streams()))
+        elif kind == "patch":
+            patches = list(patched(walker, value))
+            for one in patches or [Call(program="", given=(value,))]:
+                walker.add(one)
+        elif kind == "url":
+            walker.run(Run(["curl", value], Streams()))
+        elif kind == "given":
+            self._given(walker, call, value)
         else:
             self._file(walker, call, value, kind)
 
+    def _given(self, walker: Walker, call: ToolCall, value: str) -> None:
+        """A text of which we do not know what the tool does with it. A tool that is a shell may run it. What a tool writes as a whole
+        file is looked at once something runs the file."""
+        tool = call.name.lower()
+        if _writes(call) and value in _whole_texts(call):
+            return
+        if value[:1] in ("{", "[") and (inside := _json(value)) is not None:
+            self._walk(walker, call, "given", inside, MAX_NESTED - 2)
+            return
+        walker.add(Call(program="", given=(value,)))
+        with suppress(Unreadable):  # it is hardly code, then
+            if any(name in tool for name in PYTHON_TOOLS):
+                walker.code("python", value, Run(["python"], Streams()))
+            elif any(name in tool for name in SHELLS):
+                apart(walker.session, partial(walker.text, value))
+
     def _file(self, walker: Walker, call: ToolCall, path: str, kind: Kind) -> None:
         """A tool that reads or changes a file, as the program that a shell would use for it."""
-        whole = next((text for name in WHOLE_TEXT if isinstance(text := call.arguments.get(name), str)), None)
-        if kind == "read" and not any(word in call.name.lower() for word in WRITING):
+        whole = next(iter(_whole_texts(call)), None)
+        if path.startswith(("http://", "https://")):
+            walker.run(Run(["curl", path], Streams()))
+        elif kind == "read" and not _writes(call):
             walker.run(Run(["cat", path], Streams()))
         elif whole is None:
             walker.run(Run(["touch", path], Streams()))
@@ -226,9 +274,44 @@ class Guard:
         return Opinion(block=block, reason=f"({failed}; on_failure: {self._options.on_failure})"), stage
 
 
-def _is_vector(values: list[object]) -> bool:
-    """Whether a list is one program with its arguments, and not commands: one value stays one word."""
-    return bool(values) and all(isinstance(one, str) for one in values) and not any(map(str.isspace, str(values[0])))
+def _in_directory(session: Session, place: str, act: Callable[[], object]) -> None:
+    """Do this in a process of its own, in this directory."""
+
+    def inside() -> None:
+        session.cwd = session.absolute(place)
+        act()
+
+    apart(session, inside)
+
+
+def _kind(name: str) -> Kind:
+    """What an argument is by its name."""
+    return ARGUMENTS.get(name.lower(), "given")
+
+
+def _writes(call: ToolCall) -> bool:
+    """Whether a tool by its name changes the file that it names."""
+    return any(word in call.name.lower() for word in WRITING)
+
+
+def _whole_texts(call: ToolCall) -> list[str]:
+    """The text of a file that a tool writes; the first that is there counts."""
+    return [text for name in WHOLE_TEXT if isinstance(text := call.arguments.get(name), str)]
+
+
+def _json(text: str) -> object:
+    """What a text is as JSON; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_vector(values: object) -> TypeGuard[list[str]]:
+    """Whether a value is a list that is one program with its arguments, and not commands: one value stays one word."""
+    if not isinstance(values, list) or not values or not all(isinstance(one, str) for one in values):
+        return False
+    return not any(map(str.isspace, values[0]))
 
 
 def _refuse_marks(*texts: str) -> None:

@@ -22,6 +22,9 @@ MAX_PATH = 1024
 """Characters of a path that is compared; what a grader keeps has shorter ones."""
 
 
+_ANY_DOT = re.compile(r"/\.[^\w/]+(?:/|$)")
+
+
 class TextGlobs:
     """Many text globs as one question; case is ignored."""
 
@@ -119,8 +122,25 @@ class PathGlobs:
             return False
         if text.count("*") > MAX_STARS:
             return bool(self._such_as) and _says_something(text)
-        names = [name if name.startswith(("/", "**/")) else f"{cwd.rstrip('/')}/{name}" for name in self._such_as]
-        return any(_leads_to(text, name) for name in names)
+        return any(_leads_to(text, name) for name in self._names(cwd))
+
+    def covered_by(self, path: str, cwd: str) -> bool:
+        """True if the shell may expand an absolute pattern to one of the well-known ones of these, or to something in one, though
+        the pattern says nothing of its name: `/*/*`, `/$(ls / | head -1)/x`. Below the directory where the session begins only
+        where the pattern is for any name that begins with a dot: most of what a project's globs take in is its own."""
+        if (not has_glob(path) and known(path)) or len(path) > MAX_PATH:
+            return False
+        text = plain(path)
+        if text.count("*") > MAX_STARS or (_under(text, cwd) and not _ANY_DOT.search(text)):
+            return False
+        parts = text.split("/")
+        names = [name.removesuffix("/**").removesuffix("/*") for name in self._names(cwd)]
+        if "**" in parts:
+            return any(_expands(text, name) for name in names)
+        return any(_takes_in(parts, name) for name in names)
+
+    def _names(self, cwd: str) -> list[str]:
+        return [name if name.startswith(("/", "**/")) else f"{cwd.rstrip('/')}/{name}" for name in self._such_as]
 
 
 def _one_of(globs: Iterable[str]) -> re.Pattern[str]:
@@ -129,11 +149,13 @@ def _one_of(globs: Iterable[str]) -> re.Pattern[str]:
 
 def _leads_to(pattern: str, name: str) -> bool:
     """Whether the shell may expand a pattern to a well-known path, or to something in a directory that is given as `NAME/**`; with
-    `NAME/*` only where nothing of the pattern says what in there."""
+    `NAME/*` only where nothing of the pattern says what in there. Of a whole tree (`**`) nobody knows."""
+    if "**" in pattern.split("/"):
+        return False
     if name.endswith("/*"):
         depth = name.count("/")
         parts = pattern.split("/")
-        anything = len(parts) > depth and "**" not in parts and all(set(part) <= set("*?") for part in parts[depth:])
+        anything = len(parts) > depth and all(set(part) <= set("*?") for part in parts[depth:])
         return anything and _leads_to("/".join(parts[:depth]), name.removesuffix("/*"))
     if not name.endswith("/**"):
         return _says_something(pattern) and _expands(pattern, name)
@@ -145,6 +167,18 @@ def _leads_to(pattern: str, name: str) -> bool:
     wanted = directory.removeprefix("**/")
     windows = ("/".join(parts[start : start + depth - 1]) for start in range(1, len(parts)))
     return any(_says_something(window) and _expands(window, wanted) for window in windows)
+
+
+def _takes_in(parts: list[str], name: str) -> bool:
+    """Whether a pattern, split at `/`, takes in a well-known path or something below it. What is not known (`…`) may be any name, a
+    `*` is none that begins with a dot."""
+    wanted = name.split("/")
+    if name.startswith("**/"):
+        return False
+    for part, own in zip(parts[1:], wanted[1:], strict=False):
+        if (own.startswith(".") and part[:1] not in (".", "…")) or not _expands(part.replace("…", "*"), own):
+            return False
+    return len(parts) >= len(wanted)
 
 
 def _expands(pattern: str, name: str) -> bool:

@@ -30,6 +30,7 @@ Test = Callable[[Texts, str], bool]
 TEXTS: dict[str, Callable[[Call], Sequence[str]]] = {
     "program": lambda call: (call.program,),
     "flags": lambda call: tuple(call.flags),
+    "and_flags": lambda call: tuple(call.flags),
     "args": lambda call: call.args,
     "urls": lambda call: call.urls,
     "hosts": lambda call: call.hosts,
@@ -46,6 +47,8 @@ PATHS: dict[str, Callable[[Call], Sequence[str]]] = {
     "paths": lambda call: call.reads + call.writes,
     "reads": lambda call: call.reads,
     "writes": lambda call: call.writes,
+    "mentions": lambda call: call.mentions,
+    "covers": lambda call: call.reads,
 }
 READERS = TEXTS | PATHS
 
@@ -57,12 +60,19 @@ class Clause(Strict):
     """Names of the program, without directory; inline code has its language."""
     flags: list[str] = []
     """Options, such as `-r` or `--all`."""
+    and_flags: list[str] = []
+    """Further options, one of which it must have beside one of `flags`."""
     args: list[str] = []
     """Arguments that are no options; the strings of inline code."""
     paths: list[str] = []
     """Absolute paths that it reads or writes."""
     reads: list[str] = []
     writes: list[str] = []
+    mentions: list[str] = []
+    """Absolute paths that stand anywhere in what the call is given, and that are no paths which it is known to read or write. They
+    are only looked for where no rule hits."""
+    covers: list[str] = []
+    """Holds if it reads through a glob that takes in one of these, or something below it, and says nothing of its name."""
     urls: list[str] = []
     hosts: list[str] = []
     hosts_not: list[str] = []
@@ -82,7 +92,7 @@ class Clause(Strict):
     feeds: list[str] = []
     """Lines of the calls that get its output."""
     tags: list[str] = []
-    none: list[Literal["args", "urls", "hosts", "flags", "paths", "sources", "feeds"]] = []
+    none: list[Literal["args", "urls", "hosts", "flags", "paths", "sources", "feeds", "text"]] = []
     """What it must not have at all."""
 
 
@@ -246,14 +256,14 @@ class _Compiler:
         for key in PATHS:
             if patterns := self.patterns(getattr(clause, key)):
                 self._refuse_broken(key, patterns)
-                found[key] = _path_test(key, PathGlobs(patterns, self._such_as))
+                globs = PathGlobs(patterns, self._such_as)
+                found[key] = _cover_test(globs) if key == "covers" else _path_test(key, globs)
         tests = [*found.values(), *self._tests_of_what_lacks(clause)]
         if not tests and not programs:
             raise ConfigError.at(
                 f"rule {self._where}", found="a clause without keys", wanted="at least one", fix="add a key"
             )
-        globs = TextGlobs(programs) if programs else None
-        return CompiledClause(needs=frozenset(found), programs=globs, tests=tests)
+        return CompiledClause(needs=frozenset(found), programs=TextGlobs(programs) if programs else None, tests=tests)
 
     def _tests_of_what_lacks(self, clause: Clause) -> list[Test]:
         """Those that a call may pass because it has nothing under a key."""
@@ -306,6 +316,10 @@ def _none_test(key: str) -> Test:
 
 def _path_test(key: str, globs: PathGlobs) -> Test:
     return lambda texts, begins_at: any(globs.holds(path, begins_at) for path in texts[key])
+
+
+def _cover_test(globs: PathGlobs) -> Test:
+    return lambda texts, begins_at: any(globs.covered_by(path, begins_at) for path in texts["covers"])
 
 
 def shipped_rules() -> RuleFile:

@@ -16,6 +16,12 @@ MAX_WRITTEN = 1 << 16
 """Characters of a text that grows; of a longer one we say that we do not know it."""
 MAX_PATH = 4096
 """Characters of a path that the system takes: no link or file has a longer one."""
+STANDARD_INPUT = "/dev/fd/0"
+STDIN = frozenset({"/dev/stdin", STANDARD_INPUT, "/proc/self/fd/0"})
+"""Names of the standard input."""
+CODE = (".js", ".mjs", ".cjs", ".ts", ".rb", ".pl", ".pm", ".php")
+"""Ends of names of code that is loaded by name."""
+MAX_NAME = 128
 SHELL = ("cwd", "before", "stack", "variables", "functions", "positional")
 """What a session knows of the shell; a subshell changes it for itself alone."""
 FILES = ("links", "copies", "written", "appended")
@@ -119,6 +125,8 @@ class Session:
 
         With `copies` a copy is what it was copied from: that is what a reader sees, but not what a writer changes.
         """
+        if path.startswith("/proc/self/fd/") or path in STDIN:
+            return STANDARD_INPUT if path in STDIN else "/dev/fd/" + path.rpartition("/")[2]
         waiting = posixpath.join(self.cwd, path).split("/")[::-1]
         done: list[str] = []
         links = 0
@@ -196,6 +204,26 @@ class Session:
     def script_at(self, field: str) -> str | None:
         """The same by the argument that names it."""
         return self.script(self.absolute(field))
+
+    def module(self, name: str) -> tuple[str, str] | None:
+        """Path and text of a module of Python that the episode wrote, wherever it lies; `a.b.c` may be a name in `a.b` or in `a`."""
+        parts = name.split(".")[:4]
+        for count in range(len(parts), 0, -1):
+            base = "/" + "/".join(parts[:count])
+            for path, text in self.written.items():
+                if text and path.endswith((f"{base}.py", f"{base}/__init__.py", f"{base}/__main__.py")):
+                    return path, text
+        return None
+
+    def required(self, name: str) -> tuple[str, str] | None:
+        """Path and text of a file of code that the episode wrote, by a text that may name it, with its end or without."""
+        if not self.written or not name or len(name) > MAX_NAME or any(map(str.isspace, name)):
+            return None
+        base = self.absolute(name)
+        for path in (base, *(base + end for end in CODE)):
+            if path.endswith(CODE) and (text := self.written.get(path)):
+                return path, text
+        return None
 
     def wrote_some(self, path: str) -> bool:
         """Whether the episode wrote a part of this file."""

@@ -27,6 +27,8 @@ class Code:
     """Those that it opens for writing, removes or replaces."""
     strings: list[str] = field(default_factory=list)
     """All short strings."""
+    texts: list[str] = field(default_factory=list)
+    """All that stands in it, in which somebody may look for paths."""
     uses: list[str] = field(default_factory=list)
     """Dotted names, import aliases resolved."""
     env: list[str] = field(default_factory=list)
@@ -34,6 +36,10 @@ class Code:
     shell: list[Started] = field(default_factory=list)
     nested: list[str] = field(default_factory=list)
     """Code of the same language that it evaluates."""
+    loads: list[str] = field(default_factory=list)
+    """Names of modules and of files that it may load."""
+    files: list[tuple[str, str]] = field(default_factory=list)
+    """Files that it writes with a text that is known: path and text."""
     tags: set[str] = field(default_factory=set)
     cwd: str = ""
     """Where it is at this point of the text, from where it begins."""
@@ -47,6 +53,7 @@ class Code:
 
     def mention(self, text: str, globs: bool) -> None:
         """Note a string of the code; with `globs` as one that may be expanded."""
+        self.texts.append(text)
         if not text or len(text) > 512 or "\n" in text:
             return
         text = text.translate(ACTIVE) if globs else text

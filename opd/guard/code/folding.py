@@ -56,6 +56,9 @@ _PATHS = {
 }
 
 
+_CONSTANTS = {"os.sep": "/", "os.curdir": ".", "os.pardir": "..", "os.path.sep": "/", "sys.executable": "python3"}
+
+
 class Folder:
     """Works out values. `aliases` are imported names, `values` the variables with a known value."""
 
@@ -100,7 +103,7 @@ class Folder:
         if isinstance(node, ast.Name):
             return self.values.get(node.id, UNKNOWABLE)
         if isinstance(node, ast.Attribute):
-            return {"os.sep": "/", "os.curdir": ".", "os.pardir": ".."}.get(self.name(node), UNKNOWABLE)
+            return _CONSTANTS.get(self.name(node), UNKNOWABLE)
         if isinstance(node, ast.List | ast.Tuple):
             items = [self.value(item) for item in node.elts]
             return UNKNOWABLE if UNKNOWABLE in items else items
@@ -161,6 +164,8 @@ class Folder:
         if called in ("chr", "bytes", "bytearray"):
             self.decoded = True
             return chr(given[0]) if called == "chr" else _bytes(given[0])
+        if called == "reversed":
+            return list(given[0])[::-1]
         if called == "os.path.join" or (called in _PATHS and len(given) > 1):
             return joined_paths(given)
         if called in _PATHS and given:

@@ -17,6 +17,23 @@ _EVALUATES = re.compile(r"\b(eval|Function|instance_eval|create_function|assert)
 _DECODES = re.compile(
     r"\b(atob|base64|base64_decode|decode64|unpack1?|pack|hex2bin|fromCharCode|rot13|str_rot13|strrev)\b"
 )
+_HIDES = re.compile(
+    r"\b(?:eval|Function)\b.{0,2000}\b(?:atob|base64|base64_decode|decode64|hex2bin|fromCharCode)\b", re.DOTALL
+)
+"""Code that evaluates what it decodes."""
+_ALL = (
+    r"(?:\bprocess\.env\b(?!\s*(?:\?\.|[.\[]))|\bENV\b(?!\s*(?:[\[{]|\.(?:fetch|key|dig|delete|has)))|%ENV"
+    r"|\$_(?:ENV|SERVER)\b(?!\s*\[)|\bgetenv\(\s*\)|\bos\.Environ\(\)|\bSystem\.getenv\(\s*\)|\bposix\.environ\b"
+    r"|\bDeno\.env\.toObject\b|\benviron\(\)|\bin\s+ENVIRON\b)"
+)
+_WHOLE = re.compile(_ALL)
+"""The whole environment, and not one variable of it."""
+_SHOWN = re.compile(
+    r"\b(?:print\w*|puts|p|pp|echo|say|log|dir|stringify|inspect|dump|var_dump|var_export|json_encode|write|writeFileSync)\b"
+    rf"[^;]{{0,200}}?(?<!\.\.\.){_ALL}|\bin\s+ENVIRON\b.{0, 2000}\bprint|\b(?:keys|each|values)\b\W{{0,3}}%ENV.{0, 2000}\b(?:print|say)\b",
+    re.DOTALL,
+)
+"""The whole environment in what shows something."""
 _WRITES = re.compile(
     r"\b(writeFile\w*|appendFile\w*|file_put_contents|unlink\w*|rename\w*|File\.write|fopen|rmSync|copyFile\w*)\b"
 )
@@ -25,11 +42,16 @@ BACKTICK_RUNS = frozenset({"perl", "ruby", "php"})
 
 def read_other(language: str, text: str) -> Code:
     """What a program in a language without a parser of ours may do: more is assumed than it would do."""
-    code = Code()
+    code = Code(texts=[text])
     literals = [unescape(a or b) for a, b in _STRING.findall(text)]
     for literal in literals:
         code.mention(literal, globs="*" in literal)
+    code.loads = literals
     code.uses = _NAME.findall(_STRING.sub("''", text))
+    if _WHOLE.search(text):
+        code.uses.append("whole environment")
+        if _SHOWN.search(text) or _WHOLE.fullmatch(text.strip()):
+            code.uses.append("shown environment")
     if language in BACKTICK_RUNS:
         code.shell += [Started(a or b or c) for a, b, c in _BACKTICKS.findall(text)]
     if _RUNS.search(text):
@@ -38,6 +60,8 @@ def read_other(language: str, text: str) -> Code:
         code.writes += code.mentions
     if _EVALUATES.search(text) and _DECODES.search(text):
         code.tags |= {"decoded", "unseen"}
+        if _HIDES.search(text):
+            code.tags.add("encoded")
     elif _DECODES.search(text):
         code.tags.add("decodes")
         if code.shell or _RUNS.search(text):

@@ -7,6 +7,7 @@ import posixpath
 import textwrap
 import traceback
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from opd.guard.code import Code, Started
@@ -34,6 +35,20 @@ _TARGETS = {
     "os.replace",
     "os.symlink",
     "os.link",
+}
+_ROUTES = {"get", "post", "put", "delete", "patch", "head", "options", "route", "add_url_rule", "websocket_connect"}
+"""Methods of web servers and their clients: a path that comes first is no file's."""
+_LOADERS = {"__import__", "importlib.import_module", "runpy.run_path", "runpy.run_module", "importlib.util.find_spec"}
+_WHOLE = {"os.environ", "os.environb", "posix.environ"}
+_SHOWS = {
+    "print",
+    "pprint.pprint",
+    "pprint.pp",
+    "json.dumps",
+    "json.dump",
+    "sys.stdout.write",
+    "builtins.print",
+    "rich.print",
 }
 _ENVIRONMENT = {"os.environ.get", "os.getenv", "os.environ.pop", "os.environ.setdefault"}
 
@@ -63,11 +78,15 @@ class _PythonReader(ast.NodeVisitor):
     def __init__(self) -> None:
         self.code = Code()
         self.fold = Folder()
+        self._named: dict[str, str] = {}
+        """Variables that hold an open file, and its path."""
 
     def visit(self, node: ast.AST) -> None:
         """Note what an expression is, then go on inside of it."""
         if isinstance(node, ast.expr):
             value = self.fold.value(node)
+            if isinstance(value, bytes) and not isinstance(node, ast.Name):
+                value = value.decode("latin-1")
             if isinstance(value, str) and not isinstance(node, ast.Name):
                 self.code.mention(value, globs="*" in value)
             if isinstance(node, ast.Attribute | ast.Name):
@@ -89,6 +108,7 @@ class _PythonReader(ast.NodeVisitor):
         """`import a.b as c`."""
         for alias in node.names:
             self.code.uses.append(alias.name)
+            self.code.loads.append(alias.name)
             self.fold.aliases[alias.asname or alias.name.partition(".")[0]] = (
                 alias.name if alias.asname else alias.name.partition(".")[0]
             )
@@ -97,21 +117,37 @@ class _PythonReader(ast.NodeVisitor):
         """`from a import b as c`."""
         for alias in node.names:
             self.fold.aliases[alias.asname or alias.name] = f"{node.module or ''}.{alias.name}"
+            self.code.loads.append(f"{node.module}.{alias.name}" if node.module else alias.name)
             self.code.uses.append(f"{node.module or ''}.{alias.name}")
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """A variable whose value is known stays known until it is set again."""
         self.generic_visit(node)
         self._set(node.targets, self.fold.value(node.value))
+        self._named |= {one.id: self._opened(node.value) for one in node.targets if isinstance(one, ast.Name)}
 
     def visit_For(self, node: ast.For) -> None:
         """A loop over known strings is gone through once for each."""
         values = self.fold.value(node.iter)
         self.visit(node.iter)
+        if self._shows_environment([node.iter]) and any(
+            isinstance(one, ast.Call) and self.fold.name(one.func) in _SHOWS for one in ast.walk(node)
+        ):
+            self.code.uses.append("shown environment")
         for value in values[:16] if isinstance(values, list) else [UNKNOWABLE]:
             self._set([node.target], value)
             for statement in [*node.body, *node.orelse]:
                 self.visit(statement)
+
+    def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> None:
+        """`[print(k, v) for k, v in os.environ.items()]`."""
+        if self._shows_environment([node]) and any(
+            isinstance(one, ast.Call) and self.fold.name(one.func) in _SHOWS for one in ast.walk(node.elt)
+        ):
+            self.code.uses.append("shown environment")
+        self.generic_visit(node)
+
+    visit_GeneratorExp = visit_ListComp
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """What a function mentions is meant where it is called."""
@@ -143,8 +179,12 @@ class _PythonReader(ast.NodeVisitor):
         """A call: of a shell, of code, of what opens, writes or removes files."""
         called = self.fold.name(node.func)
         self.code.uses.append(called)
+        if (called in _SHOWS or called.endswith(".write")) and self._shows_environment(node.args):
+            self.code.uses.append("shown environment")
         named = [word.value for word in node.keywords if word.arg == "args"]
         first = self.fold.value([*node.args, *named][0]) if node.args or named else UNKNOWABLE
+        if called in _LOADERS and isinstance(first, str):
+            self.code.loads.append(first.removesuffix(".py").replace("/", ".").strip("."))
         if called in _SHELLS or called in _PROCESSES or called.startswith(("os.exec", "os.spawn")):
             self._shell(node, first)
         elif called in ("exec", "eval", "compile", "builtins.exec", "builtins.eval"):
@@ -155,8 +195,33 @@ class _PythonReader(ast.NodeVisitor):
             self.code.changes_to(first)
         else:
             self._writes(node, called, first)
-        for child in [node.func, *node.args, *(word.value for word in node.keywords)]:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("write", "write_text"):
+            self._puts(node, first)
+        route = False
+        if called.rpartition(".")[2] in _ROUTES and isinstance(first, str) and first.startswith("/"):
+            route = True
+            self.code.texts.append(first)
+        for child in [node.func, *node.args[route:], *(word.value for word in node.keywords)]:
             self.visit(child)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        """`"NAME" in os.environ` asks for one variable."""
+        for one in [node.left, *node.comparators]:
+            if self.fold.name(one) != "os.environ":
+                self.visit(one)
+
+    def _shows_environment(self, nodes: Sequence[ast.AST]) -> bool:
+        """Whether the whole environment stands among these, and not only one variable of it."""
+        inner = [child for node in nodes for child in ast.walk(node)]
+        one = {id(node.value) for node in inner if isinstance(node, ast.Subscript)}
+        one |= {id(n.value) for n in inner if isinstance(n, ast.Attribute) and f"os.environ.{n.attr}" in _ENVIRONMENT}
+        chosen = (part for node in inner for part in getattr(node, "generators", ()) if part.ifs)
+        one |= {id(child) for part in chosen for child in ast.walk(part.iter)}
+        one |= {id(other) for node in inner if isinstance(node, ast.Compare) for other in node.comparators}
+        return any(
+            isinstance(node, ast.Attribute | ast.Name) and id(node) not in one and self.fold.name(node) in _WHOLE
+            for node in inner
+        )
 
     def _shell(self, node: ast.Call, first: Any) -> None:
         given = next((self.fold.value(word.value) for word in node.keywords if word.arg == "cwd"), "")
@@ -188,6 +253,30 @@ class _PythonReader(ast.NodeVisitor):
             receiver = self.fold.value(node.func.value)
             if isinstance(receiver, str) or method in ("write_text", "write_bytes"):
                 self._written(receiver)
+
+    def visit_With(self, node: ast.With) -> None:
+        """`with open(path, "w") as file` gives the file a name."""
+        for item in node.items:
+            if isinstance(item.optional_vars, ast.Name) and isinstance(item.context_expr, ast.Call):
+                self._named[item.optional_vars.id] = self._opened(item.context_expr)
+        self.generic_visit(node)
+
+    def _opened(self, node: ast.AST) -> str:
+        """The path that an expression opens, or the path of a file with a name; empty if it is not known."""
+        if isinstance(node, ast.Name):
+            return self._named.get(node.id, "")
+        if isinstance(node, ast.Call) and self.fold.name(node.func).rpartition(".")[2] == "open":
+            given = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+            paths = [value for one in given if isinstance(value := self.fold.value(one), str)]
+            return posixpath.join(self.code.cwd, paths[-1]) if paths else ""
+        return ""
+
+    def _puts(self, node: ast.Call, first: Any) -> None:
+        """Note the text that `open(path, "w").write(text)` or `Path(path).write_text(text)` puts into a file."""
+        assert isinstance(node.func, ast.Attribute)
+        receiver = self.fold.value(node.func.value) if node.func.attr == "write_text" else self._opened(node.func.value)
+        if isinstance(receiver, str) and receiver and isinstance(first, str):
+            self.code.files.append((posixpath.join(self.code.cwd, receiver), first))
 
     def _opens(self, node: ast.Call, called: str, first: Any) -> None:
         own = called not in ("open", "io.open", "codecs.open", "os.open")  # a method of a path

@@ -22,6 +22,7 @@ def declare(walker: Walker, run: Run) -> str | None:
         if equals and not arg.startswith("-"):
             walker.session.variables[plain(name)] = value
             walker.tag(f"sets:{plain(name)}")
+            walker.tag(f"sets:{plain(arg)}")
     return ""
 
 

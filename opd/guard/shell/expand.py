@@ -38,6 +38,11 @@ ENVIRONMENT = (
     "XDG_", "VIRTUAL_ENV", "CONDA", "PYTHON", "GO", "CARGO", "RUST", "JAVA", "NVM", "NODE", "NPM", "GITHUB_", "RUNNER_", "CI", "LD_",
 )  # fmt: skip
 """Beginnings of names that a shell has from its environment, so that they are hardly empty."""
+PROGRAMS_BY_NAME = {
+    "PYTHON": "python", "CC": "cc", "CXX": "c++", "MAKE": "make", "NODE": "node", "NPM": "npm", "CARGO": "cargo", "JAVA": "java",
+    "PERL": "perl", "RUBY": "ruby", "SHELL": "/bin/bash", "EDITOR": "vi", "PAGER": "less",
+}  # fmt: skip
+"""Variables whose names say which program they hold, if the episode did not set them."""
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _SLICE = re.compile(r"\s*(-?[0-9]{1,9})\s*(?::\s*(-?[0-9]{1,9})?\s*)?")
 """Offset and length of `${x:1:2}`; what has to be worked out is none."""
@@ -102,6 +107,8 @@ class Expander:
         return value.translate(table | {ord("*"): STAR, ord("?"): ONE})
 
     def _variable(self, part: Variable) -> str:
+        if part.index:
+            self._text(part.index, split=False)
         value = self._lookup(part.name)
         if part.operator == "indirect":
             value = None if value is None else self._lookup(value)
@@ -125,7 +132,7 @@ class Expander:
         base, bracket, index = name.partition("[")
         value = session.variables.get(base)
         if value is None:
-            return session.home if base == "HOME" else None
+            return session.home if base == "HOME" else PROGRAMS_BY_NAME.get(base)
         return item(value, bracket + index)
 
     def _operate(self, part: Variable, value: str | None) -> str:

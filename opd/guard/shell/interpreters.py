@@ -31,6 +31,9 @@ _VALUED = {"-W", "-X", "-r", "-I", "--require"}
 
 def shell(walker: Walker, run: Run) -> str | None:
     letters, operands = _shell_options(run.argv[1:])
+    for name, file in pairwise(run.argv):
+        if name in ("--rcfile", "--init-file") and (text := walker.session.script_at(file)):
+            walker.text(text)
     if "c" in letters:
         return _inline_shell(walker, run, operands)
     if operands and "s" not in letters:
@@ -123,10 +126,16 @@ def language(language: str) -> Handler:
             return None
         walker.note(run)
         if module:
+            name = next((after for before, after in pairwise(map(plain, run.argv)) if before == "-m"), "")
+            if found := walker.session.module(name):
+                walker.code(language, found[1], run)
             return None
         if operands and operands[0] != "-":
-            if written := walker.session.script(walker.session.absolute(operands[0])):
+            path = walker.session.absolute(operands[0])
+            if written := walker.session.script(path):
                 walker.code(language, written, run)
+            elif path.startswith("/dev/fd/"):
+                walker.tag("unseen")
         elif run.streams.has_stdin:
             if run.streams.stdin is None or not known(run.streams.stdin):
                 walker.tag("unseen")
@@ -189,9 +198,21 @@ def alias(walker: Walker, run: Run) -> str | None:
 
 def make(walker: Walker, run: Run) -> str | None:
     walker.note(run)
-    file = next((after for name, after in pairwise(run.argv) if name in ("-f", "--file")), "")
-    if file in ("-", "/dev/stdin") and run.streams.stdin:
-        for line in run.streams.stdin.split("\n"):
-            if line.startswith("\t"):
-                walker.text(line.strip().lstrip("@-"))
+    file = next((after for name, after in pairwise(run.argv) if name in ("-f", "--file", "--makefile")), "")
+    file = file or next(
+        (arg.partition("=")[2] or arg[2:] for arg in run.argv if arg.startswith(("--file=", "--makefile=", "-f"))), ""
+    )
+    text = run.streams.stdin if file == "-" else walker.session.script_at(file) if file else _makefile(walker)
+    if text is None and (file == "-" or (file and walker.session.absolute(file).startswith("/dev/fd/"))):
+        walker.tag("unseen")
+    for line in (text or "").split("\n"):
+        if line.startswith("\t"):
+            with suppress(Unreadable):  # make's own variables and functions
+                apart(walker.session, partial(walker.text, line.strip().lstrip("@-+").replace("$$", "$")))
     return None
+
+
+def _makefile(walker: Walker) -> str | None:
+    """The text of the file that make takes by itself, if the episode wrote it."""
+    texts = map(walker.session.script_at, ("GNUmakefile", "makefile", "Makefile"))
+    return next((text for text in texts if text is not None), None)

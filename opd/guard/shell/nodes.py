@@ -33,6 +33,8 @@ class Variable:
     """What stands between the name and the operand, such as `:-`, `##` or `/`; `length`, `indirect`, or nothing."""
     operand: tuple[Part, ...] = ()
     quoted: bool = False
+    index: tuple[Part, ...] = ()
+    """What is expanded to find the item in brackets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class Redirect:
     target: Word
     output: bool = True
     """Where something is written: whether that is the standard output, and not another one."""
+    fd: str = ""
+    """The number in front of the operator, if it is not the one that the operator has by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class Assignment:
     append: bool = False
     items: tuple[Word, ...] | None = None
     """The words of an array, in the place of a value."""
+    index: Word = ()
+    """What is expanded to find the item in brackets."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,11 @@ DECODERS = frozenset(
     ]
 )
 """Programs that turn one text into another: code that comes out of one was hidden."""
+HIDERS = frozenset({"base64", "base32", "xxd", "uudecode", "rev", "rot13"})
+"""Those of them that no honest script is kept in."""
+
+
+_SUBSTITUTE = re.compile(r"s([/|#,:!@])([\w /.:=-]+)\1([\w /.:=-]*)\1(g?)")
 
 
 def output(argv: list[str], stdin: str | None, session: Session) -> str | None:
@@ -201,6 +206,15 @@ def _seq(args: list[str], stdin: str | None, session: Session) -> str | None:
     return "".join(f"{n}\n" for n in range(low, min(int(args[-1]), low + 64) + 1))
 
 
+def _sed(args: list[str], stdin: str | None, session: Session) -> str | None:
+    """`sed s/a/b/`, of a text without regular expressions."""
+    scripts = [arg for arg in args if not arg.startswith("-")]
+    found = _SUBSTITUTE.fullmatch(scripts[0]) if len(scripts) == 1 and stdin is not None else None
+    if found is None or stdin is None:
+        return None
+    return "\n".join(line.replace(found[2], found[3], -1 if found[4] else 1) for line in stdin.split("\n"))
+
+
 def _rot13(args: list[str], stdin: str | None, session: Session) -> str | None:
     return None if stdin is None else codecs.encode(stdin, "rot13")
 
@@ -218,6 +232,7 @@ _PROGRAMS: dict[str, Callable[[list[str], str | None, Session], str | None]] = {
     "rev": _rev,
     "tr": _tr,
     "rot13": _rot13,
+    "sed": _sed,
     "pwd": _pwd,
     "basename": _basename,
     "dirname": _dirname,

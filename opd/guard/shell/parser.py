@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from opd.guard.shell.nodes import (
+    Arithmetic,
     Assignment,
     Command,
     For,
@@ -12,6 +13,7 @@ from opd.guard.shell.nodes import (
     Group,
     List,
     Literal,
+    Part,
     Pipeline,
     Redirect,
     Script,
@@ -22,10 +24,12 @@ from opd.guard.shell.nodes import (
 )
 from opd.guard.shell.reader import ENDS_WORD, Reader
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_ITEM = re.compile(r"([A-Za-z_]\w*)\[")
 _REDIRECT = re.compile(r"(\d+|\{\w+\})?(<<<|<<-|<<|<&|<>|&>>|&>|>>|>&|>\||<(?!\()|>(?!\())")
 _FUNCTION = re.compile(r"(?:function[ \t]+)?([\w.:-]+)[ \t]*\([ \t]*\)\s*|function[ \t]+([\w.:-]+)\s+(?=[{(])")
 _RESERVED = re.compile(r"(if|then|elif|else|fi|while|until|for|select|done|do|case|esac|\{|\}|!|\[\[|time|coproc)")
+_COPROC_NAME = re.compile(r"[A-Za-z_]\w*[ \t]+(?=[{(])")
 _TOKEN = re.compile(r"\s*(\|\||&&|;;|[|&;()<>]|[^\s|&;()<>]+)")
 ENDS_CASE = (";;", ";&")
 ENDS_LIST = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
@@ -115,6 +119,8 @@ class Parser(Reader):
             unsure = unsure or reserved != "time"
             self.at += len(reserved)
             self.skip_blanks()
+            if reserved == "coproc" and (name := _COPROC_NAME.match(self.text, self.at)):
+                self.at = name.end()
             if self.peek(2) == "-p":
                 self.at += 2
                 self.skip_blanks()
@@ -150,8 +156,7 @@ class Parser(Reader):
             bodies = self._bodies(reserved)
             return Group(bodies, {"if": "if", "{": "braces"}.get(reserved, "loop"), self._redirects())  # type: ignore[arg-type]
         if self.peek(2) == "((" and self.arithmetic_end(self.at) > 0:
-            self._skip_arithmetic()
-            return Group((), "braces", self._redirects())
+            return Group((self._arithmetic(),), "braces", self._redirects())
         if self.peek() == "(":
             self.at += 1
             return Group((self.script(")"),), "subshell", self._redirects())
@@ -182,19 +187,22 @@ class Parser(Reader):
         self.at += len(reserved)
         return tuple(bodies)
 
-    def _skip_arithmetic(self) -> None:
+    def _arithmetic(self) -> Script:
+        """`(( ))` as a call of `:`, for the substitutions that are in it."""
         end = self.arithmetic_end(self.at)
         if end < 0:
             raise Unreadable("(( is not closed")
+        words = self.inner(self.text[self.at + 2 : end]).expanded_text()
         self.at = end + 2
+        return _expanded((Arithmetic(words),)) if any(map(_runs, words)) else ()
 
     def _for(self, reserved: str) -> Command:
         self.at += len(reserved)
         self.skip_blanks()
         if self.peek(2) == "((":
-            self._skip_arithmetic()
+            head = self._arithmetic()
             self._separators()
-            return Group(((), *self._bodies(self._expect("do"))), "loop", self._redirects())
+            return Group((head, *self._bodies(self._expect("do"))), "loop", self._redirects())
         name = self._plain_word()
         self.skip_blanks()
         words: list[Word] = [(Variable("@", quoted=True),)]
@@ -223,8 +231,7 @@ class Parser(Reader):
     def _case(self) -> Command:
         self.at += len("case")
         self.skip_blanks()
-        subject = Simple((), ((Literal(":"),), self.word()))
-        bodies: list[Script] = [(List((Pipeline((subject,)),)),)]
+        bodies: list[Script] = [_expanded(self.word())]
         chain: Script = ()
         falls, every = False, False
         self._separators()
@@ -235,16 +242,18 @@ class Parser(Reader):
             if self._reserved() == "esac":
                 self.at += len("esac")
                 return Group(tuple(bodies if every else [*bodies, ()]), "case", self._redirects())
-            every = self._patterns() or every
-            body = self._list(frozenset({"esac"}))
+            star, patterns = self._patterns()
+            every = star or every
+            body = patterns + self._list(frozenset({"esac"}))
             chain = (*chain, *body) if falls else body
             bodies += [chain, body] if falls else [body]
             falls = self.peek(2) == ";&" or self.peek(3) == ";;&"
             while self.peek() in (";", "&"):
                 self.at += 1
 
-    def _patterns(self) -> bool:
-        """Skip the patterns of a branch; whether one of them is `*`."""
+    def _patterns(self) -> tuple[bool, Script]:
+        """The patterns of a branch: whether one of them is `*`, and what is expanded in them."""
+        expanded: Script = ()
         if self.peek() == "(":
             self.at += 1
         start = self.at
@@ -252,9 +261,10 @@ class Parser(Reader):
             if self.peek() == "|":
                 self.at += 1
             else:
-                self.word()
+                word = self.word()
+                expanded += _expanded(word) if any(map(_runs, word)) else ()
         self.at += 1
-        return "*" in map(str.strip, self.text[start : self.at - 1].split("|"))
+        return "*" in map(str.strip, self.text[start : self.at - 1].split("|")), expanded
 
     def _test(self) -> Command:
         """`[[ ... ]]` as a call of `[[`: what is compared are its operands."""
@@ -286,13 +296,16 @@ class Parser(Reader):
         self.skip_blanks()
         operator = match[2]
         if operator not in ("<<", "<<-"):
-            found.append(Redirect(operator, self.word(), match[1] in (None, "1")))
+            own = "0" if operator[0] == "<" else "1"
+            fd = "" if match[1] in (None, own) else match[1]
+            found.append(Redirect(operator, self.word(), match[1] in (None, "1"), fd))
             return True
         start = self.at
         mark = self.word()
         raw = self.text[start : self.at]
         plain = "".join(part.text for part in mark if isinstance(part, Literal))
-        self.heredocs.append((found, plain, operator == "<<-", any(c in raw for c in "'\"\\")))
+        fd = "" if match[1] in (None, "0") else match[1]
+        self.heredocs.append((found, plain, operator == "<<-", any(c in raw for c in "'\"\\"), fd))
         return True
 
     def _simple(self) -> Command:
@@ -305,17 +318,27 @@ class Parser(Reader):
                 continue
             if not self.peek() or (self.peek() in ENDS_WORD and self.peek(2) not in ("<(", ">(")):
                 break
-            match = None if words else _ASSIGNMENT.match(self.text, self.at)
-            if match:
-                assignments.append(self._assignment(match))
+            assignment = None if words else self._assignment()
+            if assignment:
+                assignments.append(assignment)
             else:
                 words.append(self.word())
         if not (assignments or words or redirects or self.heredocs):
             raise Unreadable(f"a command is missing before {self.peek(10)!r}")
         return Simple(tuple(assignments), tuple(words), redirects)
 
-    def _assignment(self, match: re.Match[str]) -> Assignment:
-        self.at = match.end()
+    def _assignment(self) -> Assignment | None:
+        """Read the assignment that stands here, if there is one."""
+        match, bracket = _ASSIGNMENT.match(self.text, self.at), ""
+        index: Word = ()
+        if match is None and (item := _ITEM.match(self.text, self.at)):
+            end = self.bracket_end(self.text, item.end() - 1)
+            match = _ASSIGNMENT.match(item[1] + self.text[end + 1 : end + 3]) if end > 0 else None
+            bracket = self.text[item.end() - 1 : end + 1]
+            index = self.inner(bracket[1:-1]).expanded_text() if match and set(bracket) & {"$", "`"} else ()
+        if match is None:
+            return None
+        self.at += len(bracket) + len(match[0])
         value: Word = ()
         items: tuple[Word, ...] | None = None
         if self.peek() == "(":
@@ -329,4 +352,18 @@ class Parser(Reader):
             items = tuple(parts)
         elif self.peek() and self.peek() not in ENDS_WORD:
             value = self.word()
-        return Assignment(match[1] + (match[2] or ""), value, bool(match[3]), items)
+        return Assignment(match[1] + bracket, value, bool(match[2]), items, index)
+
+
+def _runs(part: Part) -> bool:
+    """Whether a script runs when a part is expanded."""
+    if isinstance(part, Arithmetic):
+        return any(map(_runs, part.inner))
+    if isinstance(part, Variable):
+        return any(map(_runs, (*part.operand, *part.index)))
+    return not isinstance(part, Literal)
+
+
+def _expanded(word: Word) -> Script:
+    """A script that expands a word and does nothing else."""
+    return (List((Pipeline((Simple((), ((Literal(":"),), word)),)),)),)

@@ -18,6 +18,8 @@ from opd.guard.shell.nodes import (
 )
 
 MAX_CHARACTERS = 1 << 16
+MAX_INDEX = 1024
+"""Characters of what stands in brackets."""
 MAX_DEPTH = 24
 """Scripts inside of scripts."""
 BLANK = " \t"
@@ -52,8 +54,8 @@ class Reader:
         self.text = text
         self.at = 0
         self.depth = depth
-        self.heredocs: list[tuple[list[Redirect], str, bool, bool]] = []
-        """Heredocs whose bodies come after the next line end: where they go, end mark, tabs cut, quoted."""
+        self.heredocs: list[tuple[list[Redirect], str, bool, bool, str]] = []
+        """Heredocs whose bodies come after the next line end: where they go, end mark, tabs cut, quoted, number in front."""
 
     def script(self, closing: str) -> Script:
         """A script up to a closing operator, which is read too. The grammar is the parser's."""
@@ -94,6 +96,8 @@ class Reader:
             if char in "<>" and self.peek(2) in ("<(", ">(") and not parts:
                 self.at += 2
                 parts.append(Process(self.script(")")))
+            elif char == "(" and parts and self._extended(parts):
+                continue
             elif char in ENDS_WORD:
                 break
             else:
@@ -101,6 +105,22 @@ class Reader:
         if self.at == start:
             raise Unreadable(f"a word is missing before {self.text[self.at : self.at + 10]!r}")
         return tuple(parts) or (Literal("", True),)
+
+    def _extended(self, parts: list[Part]) -> bool:
+        """Read the rest of `@(a|b)`, as braces, or of another extended glob, as `*`, if one stands here."""
+        last, end = parts[-1], self.parenthesis_end(self.at)
+        if not isinstance(last, Literal) or last.quoted or last.text[-1:] not in tuple("@?*+!") or end < 0:
+            return False
+        body = self.text[self.at + 1 : end].replace("|", ",")
+        one = ("{" + body + "}" if "," in body else body) if last.text[-1] in "@+" else "*"
+        parts[-1] = Literal(last.text[:-1] + one)
+        self.at = end + 1
+        return True
+
+    def parenthesis_end(self, start: int) -> int:
+        """Where the parenthesis that opens at `start` is closed; -1 if it is not, or if what is in it is more than a pattern."""
+        end = self.text.find(")", start)
+        return -1 if set(self.text[start + 1 : end]) & set("( \t\n;&$`'\"") else end
 
     def _part(self, char: str, parts: list[Part]) -> None:
         if char == "'":
@@ -177,6 +197,9 @@ class Reader:
         elif self.peek(3) == "$((" and (end := self.arithmetic_end(self.at + 1)) > 0:
             parts.append(Arithmetic(self.inner(self.text[self.at + 3 : end]).expanded_text()))
             self.at = end + 2
+        elif self.peek(2) == "$[" and (end := self.bracket_end(self.text, self.at + 1)) > 0:
+            parts.append(Arithmetic(self.inner(self.text[self.at + 2 : end]).expanded_text()))
+            self.at = end + 1
         elif self.peek(2) == "$(":
             self.at += 2
             if self.depth >= MAX_DEPTH:
@@ -214,13 +237,25 @@ class Reader:
         match = _NAME.match(body)
         name = match[0] if match else body[:1]
         rest = body[len(name) :]
-        if rest.startswith("[") and "]" in rest:
-            name, rest = name + rest[: rest.index("]") + 1], rest[rest.index("]") + 1 :]
+        index: Word = ()
+        if rest.startswith("[") and (end := self.bracket_end(rest, 0)) > 0:
+            index = self.inner(rest[1:end]).expanded_text() if set(rest[1:end]) & {"$", "`"} else ()
+            name, rest = name + rest[: end + 1], rest[end + 1 :]
         operator = _OPERATOR.match(rest)
         if rest and not operator:
             raise Unreadable(f"an expansion that we do not know: ${{{body}}}")
         operand = self.inner(rest[operator.end() :]).operand() if operator else ()
-        parts.append(Variable(name, prefix or (operator[0] if operator else ""), operand, quoted))
+        parts.append(Variable(name, prefix or (operator[0] if operator else ""), operand, quoted, index))
+
+    @staticmethod
+    def bracket_end(text: str, start: int) -> int:
+        """Where the bracket that opens at `start` is closed; -1 if it is not, or so far away that it closes another one."""
+        depth = 0
+        for at in range(start, min(len(text), start + MAX_INDEX)):
+            depth += {"[": 1, "]": -1}.get(text[at], 0)
+            if depth == 0:
+                return at
+        return -1
 
     def operand(self) -> Word:
         """The whole text as one word, blanks in it included."""
@@ -262,7 +297,7 @@ class Reader:
 
     def read_heredocs(self) -> None:
         """Read the bodies of the heredocs that were announced on the line that ends here."""
-        for target, mark, tabs, quoted in self.heredocs:
+        for target, mark, tabs, quoted, fd in self.heredocs:
             lines = []
             while True:
                 if self.at >= len(self.text):
@@ -278,5 +313,5 @@ class Reader:
             self.at = min(self.at, len(self.text))
             body = "".join(lines)
             word: Word = (Literal(body, True),) if quoted else self.inner(body).expanded_text()
-            target.append(Redirect("<<", word))
+            target.append(Redirect("<<", word, fd=fd))
         self.heredocs.clear()

@@ -13,8 +13,8 @@ from functools import partial
 from opd.guard.code import Code, Started
 from opd.guard.code.other import read_other
 from opd.guard.code.python import read_python
-from opd.guard.facts import Call, Streams, code_facts, facts
-from opd.guard.session import Session
+from opd.guard.facts import PYTHONS, Call, Streams, code_facts, facts
+from opd.guard.session import STANDARD_INPUT, STDIN, Session
 from opd.guard.shell.arrays import array, assign
 from opd.guard.shell.builtins import BUILTINS, STOPS, SUCCEED
 from opd.guard.shell.compound import group, loop_over
@@ -34,7 +34,7 @@ from opd.guard.shell.nodes import (
     Word,
 )
 from opd.guard.shell.nodes import Command as Node
-from opd.guard.shell.outputs import DECODERS, output
+from opd.guard.shell.outputs import DECODERS, HIDERS, output
 from opd.guard.shell.parser import parse
 from opd.guard.shell.reader import MAX_CHARACTERS
 from opd.guard.shell.ways import Step, apart, in_turn, joined, settle, states
@@ -46,6 +46,8 @@ MAX_RECURSION = 2
 """Times that a function is gone through inside of itself."""
 MAX_WRAPPED = 32
 """Programs that are each started by the one before, such as `nohup nice timeout 5 ls`."""
+REMOVERS = ("rm", "unlink", "shred", "truncate")
+"""Programs that take nothing away where the file is the episode's own."""
 NOWHERE = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
 
 
@@ -80,12 +82,14 @@ class Walker:
         """Tags of all that is gone through at the moment, such as `decoded`."""
         self.behind: dict[str, tuple[str, ...]] = {}
         """The programs behind the path of a process substitution."""
+        self.open: dict[str, str | None] = {}
+        """Text behind a descriptor other than the standard ones, None if we do not know it."""
         self._success: bool | None = None
         """Whether the last command succeeds; None if nobody knows."""
         self._stops = False
         """Whether the last list has a command after which nothing more may run."""
         self._open: list[str] = []
-        """The functions that are gone through at the moment."""
+        """The functions and the files that are gone through at the moment."""
         self._different: set[Call] = set()
         self._nested = self._wrapped = 0
         self._work = Work()
@@ -136,7 +140,7 @@ class Walker:
             given = Streams(stdin=text, has_stdin=index > 0 or outer.has_stdin, sources=sources)
             run = partial(self._command, command, given)
             text = run() if alone else apart(self.session, run)
-            sources = tuple(dict.fromkeys([*sources, *(c.program for c in self.calls[before:] if c.program)]))
+            sources = tuple(dict.fromkeys([*sources, *_names(self.calls[before:])]))
             if index:
                 feeds = tuple(call.line() for call in self.calls[before:])
                 self.calls[last:before] = [replace(call, feeds=feeds) for call in self.calls[last:before]]
@@ -148,6 +152,7 @@ class Walker:
             return self._simple(node, given)
         if isinstance(node, Function):
             self.session.functions[node.name] = node.body
+            self.add(Call(program="function", args=(node.name,)))
             self._success = True
             return ""
         streams = self._connect(node.redirects, given)
@@ -168,12 +173,15 @@ class Walker:
         values = [(a, self._value(a)) for a in node.assignments]
         argv = [field for word in node.words for field in self._fields(word)]
         streams = self._connect(node.redirects, given)
-        inside = tuple(dict.fromkeys(c.program for c in self.calls[before:] if c.program))
-        streams.sources = (*streams.sources, *inside)
+        streams.sources = (*streams.sources, *dict.fromkeys(_names(self.calls[before:])))
         if not argv:
             self._assign(values)
             self._bare_redirects(streams)
             self._success = None if len(self.calls) > before else True
+            if any(
+                "/" in value and " " in value for _, value in values
+            ):  # a command that the shell starts by itself, say
+                self.add(Call(program="", tags=self._tags(values)))
             if self.session.read_variables:  # what it asks of the environment is soon a variable of its own
                 self.add(Call(program="", env=tuple(dict.fromkeys(self.session.read_variables))))
             return streams.stdin if any(r.operator == "<" for r in node.redirects) else ""
@@ -199,13 +207,16 @@ class Walker:
 
     def _value(self, assignment: Assignment) -> str:
         """The value that is assigned; items of an array with a mark between them."""
+        if assignment.index:
+            self._expander.value(assignment.index)
         if assignment.items is None:
             return self._expander.value(assignment.value)
         return array(field for word in assignment.items for field in self._fields(word))
 
     def _tags(self, values: list[tuple[Assignment, str]]) -> frozenset[str]:
         """Tags that come from variables set for one call, such as `LD_PRELOAD=...`."""
-        return self.tags | {f"sets:{one.name.partition('[')[0]}" for one, _ in values}
+        names = [(one.name.partition("[")[0], plain(value)) for one, value in values]
+        return self.tags | {tag for name, value in names for tag in (f"sets:{name}", f"sets:{name}={value}")}
 
     def _fields(self, word: Word) -> list[str]:
         if len(word) == 1 and isinstance(word[0], Process):
@@ -226,19 +237,29 @@ class Walker:
         for redirect in redirects:
             operator = redirect.operator
             if operator in ("<<", "<<<"):
-                text = self._expander.value(redirect.target)
-                streams.stdin, streams.has_stdin = text + "\n" * (operator == "<<<"), True
+                text = self._expander.value(redirect.target) + "\n" * (operator == "<<<")
+                self._fed(streams, redirect.fd, text)
                 continue
             targets = self._fields(redirect.target)
             paths = [path for field in targets for path in self.session.paths(field, operator in ("<", "<>", "<&"))]
+            if operator == "<&" and targets and plain(targets[0]).rstrip("-") in self.open:
+                self._fed(streams, redirect.fd, self.open[plain(targets[0]).rstrip("-")])
             if not targets or (operator in ("<&", ">&") and plain(targets[0]).rstrip("-").isdigit()):
                 continue
             if operator in ("<", "<>", "<&"):
                 streams.reads += paths
-                streams.stdin, streams.has_stdin = self.session.script(paths[0]), True
+                self._fed(streams, redirect.fd, self.session.script(paths[0]))
             if operator not in ("<", "<&"):
                 self._opened(redirect, streams, [path for path in paths if path not in NOWHERE])
         return streams
+
+    def _fed(self, streams: Streams, fd: str, text: str | None) -> None:
+        """Note a text, None if it is not known, on the standard input or on the descriptor of this number or name."""
+        if not fd:
+            streams.stdin, streams.has_stdin = text, True
+            return
+        self.open[fd.strip("{}")] = text
+        self.session.written[f"/dev/fd/{fd}"] = text
 
     def _opened(self, redirect: Redirect, streams: Streams, paths: list[str]) -> None:
         """Note files that are opened for writing."""
@@ -270,6 +291,8 @@ class Walker:
         """Note a call. Raises: Unreadable if there are too many."""
         own = self.session.written
         reads = tuple(path for path in call.reads if path not in own)
+        if call.program in REMOVERS:
+            call = replace(call, writes=tuple(path for path in call.writes if path not in own))
         if reads != call.reads or not self.tags <= call.tags:
             call = replace(call, reads=reads, tags=call.tags | self.tags)
         self._different.add(call)
@@ -300,6 +323,8 @@ class Walker:
 
     def _program(self, run: Run) -> str | None:
         name = plain(run.argv[0]).rpartition("/")[2] if known(run.argv[0]) else ""
+        if run.streams.has_stdin and not STDIN.isdisjoint(map(plain, run.argv[1:])):
+            self.session.written[STANDARD_INPUT] = run.streams.stdin
         special = self._special.get(name)
         if special is not None:
             own = name in BUILTINS and run.argv[0] == name
@@ -351,8 +376,9 @@ class Walker:
         return self.with_arguments(run.argv[1:], partial(self.text, text, run.streams))
 
     def hidden(self, sources: tuple[str, ...]) -> frozenset[str]:
-        """The tag of code that came out of these programs, if one of them decodes."""
-        return frozenset({"decoded"}) if set(sources) & DECODERS else frozenset()
+        """The tags of code that came out of these programs, if one of them decodes."""
+        hidden = frozenset({"decoded"}) if set(sources) & DECODERS else frozenset[str]()
+        return hidden | {"encoded"} if set(sources) & HIDERS else hidden
 
     def code(self, language: str, text: str, run: Run) -> None:
         """Note what inline code would do, and go through the commands and the code that it would run. Raises: Unreadable."""
@@ -371,10 +397,21 @@ class Walker:
     def _read_code(self, language: str, found: Code, run: Run) -> None:
         self.add(code_facts(language, found, self.session, run.streams, run.tags))
         self.tags = self.tags | ({"decoded"} if "decodes" in found.tags else set())
+        for path, text in found.files:
+            self.session.appends(self.session.absolute(path, copies=False), text)
         for nested in found.nested:
             self.code(language, nested, run)
+        for path, text in filter(None, map(self._loads(language), found.loads)):
+            if path not in self._open:
+                self._open.append(path)
+                self.code(language, text, run)
+                self._open.remove(path)
         for started in found.shell:
             apart(self.session, partial(self._started, language, started))
+
+    def _loads(self, language: str) -> Callable[[str], tuple[str, str] | None]:
+        """What finds a file of the episode's own by the name by which code of a language loads it."""
+        return self.session.module if language in PYTHONS else self.session.required
 
     def _started(self, language: str, started: Started) -> None:
         """Go through a command that code starts."""
@@ -387,3 +424,9 @@ class Walker:
         except Unreadable:
             if language == "python":
                 raise  # elsewhere any string of the code is tried as a command, and most are none
+
+
+def _names(calls: list[Call]) -> list[str]:
+    """The programs of calls, as sources of another one; a `find` that goes through the system is `find outward`, too."""
+    named = [call for call in calls if call.program]
+    return [*(c.program for c in named), *(f"{c.program} outward" for c in named if "outward" in c.tags)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
-from opd.guard.shell.fields import plain
+from opd.guard.shell.fields import known, plain
 from opd.guard.shell.walk import Run, Walker
 
 
@@ -44,6 +45,11 @@ WRAPPERS = {
     "time": takes("-f -o --format --output"),
     "stdbuf": takes("-i -o -e --input --output --error"),
     "setsid": takes(),
+    **dict.fromkeys(
+        ("fakeroot", "unbuffer", "xvfb-run", "linux64", "systemd-run", "rlwrap", "valgrind", "catchsegv", "prlimit"),
+        takes(),
+    ),
+    **dict.fromkeys(("setarch", "chrt"), takes(operands=1)),
     "command": takes(),
     "builtin": takes(),
     "exec": takes("-a"),
@@ -134,7 +140,7 @@ def inner_command(argv: list[str], wrapper: Wrapper) -> Inner:
                 values[name] = "".join(argv[index + 1 : index + 2]) if joined is None else joined
             index += 2 if name and joined is None else 1
         elif wrapper.assignments and re.match(r"[A-Za-z_]\w*=", arg):
-            tags.add(f"sets:{arg.partition('=')[0]}")
+            tags |= {f"sets:{arg.partition('=')[0]}", f"sets:{arg}"}
             index += 1
         elif operands:
             operands -= 1
@@ -181,10 +187,33 @@ def runner(walker: Walker, run: Run) -> str | None:
 
 def docker(walker: Walker, run: Run) -> str | None:
     """`docker exec CONTAINER command` and `docker run IMAGE command`."""
-    walker.note(run)
     place = next((i for i, arg in enumerate(run.argv) if plain(arg) in ("exec", "run")), 0)
-    if place:
-        inner = inner_command(run.argv[place + 1 :], _DOCKER).argv
-        if inner:
-            walker.program(run.but(inner))
+    inner = inner_command(run.argv[place + 1 :], _DOCKER).argv if place else []
+    outer = run.argv[: len(run.argv) - len(inner)]
+    mounts = _mounts(outer)
+    walker.note(run.but([mounts[arg][0] if arg in mounts else arg for arg in outer]))
+    if inner:
+        links = walker.session.links
+        walker.session.links = links | {target: walker.session.absolute(source) for source, target in mounts.values()}
+        walker.program(run.but(inner))
+        walker.session.links = links
     return None
+
+
+def _mounts(argv: list[str]) -> dict[str, tuple[str, str]]:
+    """Arguments that mount a directory of this machine in a container: where it is here, and where there."""
+    found = {}
+    for before, arg in pairwise(argv):
+        name, _, joined = arg.partition("=")
+        value = joined if name in ("--volume", "--mount") else arg if before in ("-v", "--volume", "--mount") else ""
+        parts = dict(one.partition("=")[::2] for one in value.split(","))
+        source, target = (
+            parts.get("src", parts.get("source", "")),
+            parts.get("dst", parts.get("target", parts.get("destination", ""))),
+        )
+        if value and not target:
+            source, _, rest = value.partition(":")
+            target = rest.partition(":")[0]
+        if source and target.startswith("/") and (source.startswith(("/", ".", "~")) or not known(source)):
+            found[arg] = (source, target.rstrip("/") or "/")
+    return found

@@ -259,7 +259,7 @@ def test_a_new_shell_for_each_call() -> None:
         ({"code": "print(1 + 1)"}, "python", True),
         ({"command": ["cat", "/tests/a"]}, "exec", False),
         ({"command": ["ls", "src"]}, "exec", True),
-        ({"expression": "cat /tests/a"}, "calculator", True),
+        ({"expression": "cat /tests/a"}, "calculator", False),
         ({"keystrokes": "cat /tests/a\n", "duration": 0.1}, "terminal", False),
         ({"commands": ["ls", "cat /tests/a"]}, "terminal", False),
         ({"commands": ["ls src", "pytest -q"]}, "terminal", True),

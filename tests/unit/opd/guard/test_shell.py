@@ -35,7 +35,7 @@ def words(text: str, session: Session | None = None) -> list[str]:
 
 
 def lines(text: str) -> list[str]:
-    return [call.line() for call in walked(text)]
+    return [call.line() for call in walked(text) if call.program != "function"]
 
 
 def reads(text: str, session: Session | None = None) -> set[str]:

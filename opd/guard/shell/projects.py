@@ -1,0 +1,108 @@
+"""Programs that run what stands in files of the project: modules, scripts of a package, aliases of git, patches."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+
+from opd.guard.facts import Call, Streams
+from opd.guard.shell.fields import plain
+from opd.guard.shell.nodes import Unreadable
+from opd.guard.shell.walk import Run, Walker
+from opd.guard.shell.ways import apart
+
+_FILE = re.compile(r"^(?:\+\+\+ (?:b/)?|\*\*\* (?:Update|Add|Delete) File: )([^\t\n]+)", re.MULTILINE)
+_ALIAS = re.compile(r"^\s*(?:alias\.)?([\w-]+)\s*=\s*(.+)$", re.MULTILINE)
+_COMMANDS = (
+    "core.pager",
+    "core.editor",
+    "core.fsmonitor",
+    "core.sshcommand",
+    "diff.external",
+    "sequence.editor",
+    "pager.",
+)
+"""Keys of git whose values are commands, in lower case."""
+_LIFECYCLE = {"test", "start", "install", "ci", "build", "stop", "restart", "pack", "publish"}
+"""Scripts of a package that have a command of their own."""
+
+
+def git(walker: Walker, run: Run) -> str | None:
+    """`git`, with the aliases that the episode gave it, and with what it is configured to run."""
+    walker.note(run)
+    call = walker.calls[-1]
+    for index, arg in enumerate(map(plain, run.argv[:-1])):
+        if arg == "-c":
+            _configured(walker, *plain(run.argv[index + 1]).partition("=")[::2])
+    if call.git == "config" and len(call.args) > 1:
+        _configured(walker, call.args[-2], call.args[-1])
+    elif call.git in ("apply", "am"):
+        changes(walker, run, list(call.args))
+    elif text := _aliases(walker).get(call.git):
+        place = next(index for index, arg in enumerate(run.argv) if plain(arg) == call.git)
+        rest = " ".join(map(plain, run.argv[place + 1 :]))
+        walker.text(f"{text[1:]} {rest}" if text.startswith("!") else f"git {text} {rest}", run.streams)
+    return None
+
+
+def _configured(walker: Walker, key: str, value: str) -> None:
+    """Keep an alias, and go through a command that git will run by itself."""
+    if key.lower().startswith("alias."):
+        walker.session.appends(f"{walker.session.home}/.gitconfig", f"{key[6:]} = {value}\n")
+    elif key.lower().startswith(_COMMANDS) or key.lower().endswith(
+        (".textconv", ".clean", ".smudge", ".process", ".cmd")
+    ):
+        with suppress(Unreadable):
+            apart(walker.session, partial(walker.text, value))
+
+
+def _aliases(walker: Walker) -> dict[str, str]:
+    """The aliases of git in files that the episode wrote."""
+    found: dict[str, str] = {}
+    for path in (f"{walker.session.home}/.gitconfig", ".git/config"):
+        found |= {name: value.strip('"') for name, value in _ALIAS.findall(walker.session.script_at(path) or "")}
+    return found
+
+
+def patch(walker: Walker, run: Run) -> str | None:
+    walker.note(run)
+    changes(walker, run, [plain(arg) for arg in run.argv[1:] if not arg.startswith("-")])
+    return None
+
+
+def changes(walker: Walker, run: Run, files: list[str]) -> None:
+    """Note what a patch changes, a call for each file, as far as its text is known."""
+    texts = [walker.session.script_at(file) for file in files] or [run.streams.stdin]
+    for call in (call for text in texts if text for call in patched(walker, text)):
+        walker.add(call)
+
+
+def patched(walker: Walker, text: str) -> Iterator[Call]:
+    """The calls of a patch: its lines that begin with `+` or `-` are the arguments."""
+    heads = list(_FILE.finditer(text))
+    for head, end in zip(heads, [*(one.start() for one in heads[1:]), len(text)], strict=True):
+        path = head[1].strip() if head[1].strip() != "/dev/null" else ""
+        lines = tuple(line for line in text[head.end() : end].split("\n") if line[:1] in ("+", "-"))
+        added = "\n".join(line[1:] for line in lines if line[0] == "+")
+        writes = tuple(walker.session.paths(path, copies=False)) if path else ()
+        yield Call(program="patch", args=lines, argv=(path,), writes=writes, text=added)
+
+
+def npm(walker: Walker, run: Run) -> str | None:
+    """`npm run NAME` runs what package.json says under that name, where the episode wrote it."""
+    walker.note(run)
+    names = [plain(arg) for arg in run.argv[1:] if not arg.startswith("-")]
+    if names[:2] == ["pkg", "set"] or not names:
+        return None
+    name = names[1] if names[0] in ("run", "run-script") and len(names) > 1 else names[0]
+    if name == names[0] and names[0] not in _LIFECYCLE and plain(run.argv[0]) == "npm":
+        return None
+    with suppress(ValueError, AttributeError):
+        scripts = json.loads(walker.session.script_at("package.json") or "{}").get("scripts", {})
+        for text in (scripts.get(f"{when}{name}") for when in ("pre", "", "post")):
+            if isinstance(text, str):
+                apart(walker.session, partial(walker.text, text, Streams()))
+    return None
