@@ -8,8 +8,9 @@ trained on the file, `answer` and `metadata` only by the verifier. A row of any 
 """
 
 from opd.prompts.balance import Balance
+from opd.prompts.conversation import Messages
 from opd.prompts.encode import encode_prompt, render_prompt
-from opd.prompts.line import Messages, PromptLine
+from opd.prompts.line import PromptLine
 from opd.prompts.mix import BalancedPrompts, MixedPrompts, split_samples
 from opd.prompts.rows import Rows, open_rows, read_prompt_lines
 from opd.prompts.sources import Source, find_source, is_here, is_hub_name

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
 from typing import Any
 
 from opd.errors import PromptError
 from opd.interfaces import Tokenizer
-from opd.prompts.line import Messages
+from opd.prompts.conversation import Messages
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 """Roles whose messages a chat template may leave out on purpose."""
@@ -39,14 +39,19 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_prompts(
-    tokenizer: Tokenizer, prompts: Sequence[str | Messages], day: date | None = None
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Messages],
+    day: date | None = None,
+    variables: Sequence[Mapping[str, Any]] = (),
 ) -> list[Sequence[int]]:
-    """Token ids of many prompts at once. A prompt without a visible sign, or of special tokens only, gets no ids.
+    """Token ids of many prompts at once. A prompt without a visible sign, or of special tokens only, gets no ids. `variables`: what
+    the chat template is given beside the messages of each prompt.
 
     Raises: what `render_prompt` raises, and ValueError if the chat template leaves the question out, because then all
     prompts would be the same.
     """
-    asking = {index: _question(tokenizer, p, day) for index, p in enumerate(prompts) if not _is_blank(p)}
+    given = variables or [{}] * len(prompts)
+    asking = {index: _question(tokenizer, p, day, given[index]) for index, p in enumerate(prompts) if not _is_blank(p)}
     special = set(tokenizer.all_special_ids)
     found: list[Sequence[int]] = [()] * len(prompts)
     for index, ids in zip(asking, _encode(tokenizer, list(asking.values())), strict=True):
@@ -80,8 +85,8 @@ def _is_blank(prompt: str | Messages) -> bool:
     return not "".join(texts).strip()
 
 
-def _question(tokenizer: Tokenizer, prompt: str | Messages, day: date | None) -> str:
-    text = render_prompt(tokenizer, prompt, day)
+def _question(tokenizer: Tokenizer, prompt: str | Messages, day: date | None, variables: Mapping[str, Any]) -> str:
+    text = render_prompt(tokenizer, prompt, day, **variables)
     if not isinstance(prompt, str):
         lost = [message["role"] for message in prompt if message["content"].strip() not in text]
         if len(lost) == len(prompt) or not set(lost) <= ROLES:

@@ -11,7 +11,7 @@ from typing import Any
 
 from opd.config.prompts import Column, PromptsConfig
 from opd.errors import ConfigError, PromptError
-from opd.prompts.line import BrokenRow
+from opd.prompts.broken import BrokenRow
 from opd.prompts.readers import Place, source_rows
 from opd.prompts.sources import Source, find_source, library
 

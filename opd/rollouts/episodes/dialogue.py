@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
+from opd.prompts.conversation import Messages
 from opd.prompts.encode import encode_text
-from opd.prompts.line import Messages
 from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import checked_calls, plain_calls
