@@ -22,7 +22,7 @@ from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.rows import EpisodeRow
 from experts.spec import TrainSettings
 from opd.errors import ModelError, PromptError
-from opd.prompts import PromptLine, encode_prompt
+from opd.prompts import PromptLine, encode_prompt, render_prompt
 from opd.prompts.encode import refused_row
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.schedule import LearningRate
@@ -41,16 +41,22 @@ class Example(TypedDict):
     labels: list[int]
 
 
-def encode_line(tokenizer: PreTrainedTokenizerBase, line: PromptLine, ends: Sequence[int] = ()) -> Example:
+def encode_line(
+    tokenizer: PreTrainedTokenizerBase,
+    line: PromptLine,
+    ends: Sequence[int] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> Example:
     """Tokenise the prompt exactly as a merge does, then the completion up to and including the end token. `ends` are the model's
-    end tokens, beside the tokenizer's own.
+    end tokens, beside the tokenizer's own; `variables` the chat template's, unless the row has its own.
 
     Raises: PromptError if there is no completion of the prompt's kind, or the chat template refuses the messages or does not
     continue the prompt.
     """
     try:
-        prompt = list(encode_prompt(tokenizer, line.prompt))
-        completion = tokenizer.encode(_completion_text(tokenizer, line), add_special_tokens=False)
+        given = {**(variables or {}), **line.variables}
+        prompt = list(encode_prompt(tokenizer, line.prompt, **given))
+        completion = tokenizer.encode(_completion_text(tokenizer, line, given), add_special_tokens=False)
     except PromptError:
         raise
     except (TemplateError, ValueError, TypeError) as error:
@@ -243,7 +249,7 @@ def _until_end(ids: list[int], eos: int, ends: Sequence[int]) -> list[int]:
     return [*ids, eos] if last is None else ids[: last + 1]
 
 
-def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> str:
+def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine, variables: Mapping[str, Any]) -> str:
     """The completion as text."""
     if isinstance(line.prompt, str) and isinstance(line.completion, str):
         return line.completion
@@ -254,10 +260,9 @@ def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine) -> st
             wanted="a completion of the same kind as the prompt: text, or chat messages",
             fix="add or correct the column `completion`",
         )
-    prompt = str(tokenizer.apply_chat_template(line.prompt, add_generation_prompt=True, tokenize=False))
-    whole = str(
-        tokenizer.apply_chat_template([*line.prompt, *line.completion], add_generation_prompt=False, tokenize=False)
-    )
+    prompt = render_prompt(tokenizer, line.prompt, **variables)
+    said = [*line.prompt, *line.completion]
+    whole = str(tokenizer.apply_chat_template(said, add_generation_prompt=False, tokenize=False, **variables))
     if not whole.startswith(prompt):
         raise PromptError.at(
             "chat template",

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from opd.config.agents import AgentConfig
 from opd.config.context import ContextConfig
 from opd.config.drift import CurriculumConfig, TeacherTurnsConfig, TurnWeightsConfig
-from opd.config.prompts import Prompts
+from opd.config.prompts import ChatTemplateKwargs, Prompts
 from opd.config.strict import Name, Strict, flag_or_mapping, text_or_more
 from opd.config.sub_agents import SubAgentConfig, ToolName
 from opd.config.verifiers import VerifierConfig
@@ -44,6 +44,9 @@ class StudentConfig(Strict):
     template_date: date | None = None
     """The day, as 2026-11-20, that a chat template which asks for today's date is given in every prompt of training and
     exams; default: the day on which the run begins, which is recorded here. Other templates leave it unused."""
+    chat_template_kwargs: ChatTemplateKwargs = {}
+    """Variables for the chat template, such as `{enable_thinking: false}`, as vLLM and TRL take them: in every prompt of training and
+    exams, and in episodes. A row's column of the same name goes before them."""
     tool_call_parser: Literal[
         "auto",
         "hermes",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.strict import Name, Strict
@@ -19,6 +19,15 @@ RENDERING = {
     *("tokenizer_kwargs", "tools", "truncation"),
 }
 """What decides how a chat template is rendered, or reaches it in another way: no variables of the template's own."""
+
+
+def _refuse_rendering(variables: dict[str, Any]) -> dict[str, Any]:
+    if odd := RENDERING.intersection(variables):
+        raise PydanticCustomError("variables", "variables of the chat template's own", {"found": f"`{min(odd)}`"})
+    return variables
+
+
+ChatTemplateKwargs = Annotated[dict[str, JsonValue], AfterValidator(_refuse_rendering)]
 
 
 def _scalar_kind(value: Any) -> str:

@@ -12,6 +12,7 @@ from opd.prompts.conversation import Messages
 from opd.prompts.encode import encode_prompt, render_prompt
 from opd.prompts.line import PromptLine
 from opd.prompts.mix import BalancedPrompts, MixedPrompts, split_samples
+from opd.prompts.notices import notices_about
 from opd.prompts.rows import Rows, open_rows, read_prompt_lines
 from opd.prompts.sources import Source, find_source, is_here, is_hub_name
 from opd.prompts.table import PromptTable, is_held_out, load_prompts
@@ -31,6 +32,7 @@ __all__ = [
     "is_here",
     "is_hub_name",
     "load_prompts",
+    "notices_about",
     "open_rows",
     "read_prompt_lines",
     "render_prompt",

@@ -14,9 +14,11 @@ ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 """Roles whose messages a chat template may leave out on purpose."""
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None) -> tuple[int, ...]:
-    """Token ids of a prompt. `day` is the date for a chat template that asks for one; None: today."""
-    (ids,) = _encode(tokenizer, [render_prompt(tokenizer, prompt, day)])
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None, **variables: Any
+) -> tuple[int, ...]:
+    """Token ids of a prompt. `day` is the date for a chat template that asks for one; None: today. `variables` are the template's."""
+    (ids,) = _encode(tokenizer, [render_prompt(tokenizer, prompt, day, **variables)])
     return tuple(ids)
 
 

@@ -227,7 +227,7 @@ def _refuse_large_row(table: Any, shown: str, before: int) -> None:
             raise place.refusal(BrokenRow(f"a row of {size:,} bytes", "split or delete this row"))
 
 
-def _refuse_large_groups(file: Path, shown: str, columns: Sequence[str]) -> None:
+def refuse_large_groups(file: Path, shown: str, columns: Sequence[str]) -> None:
     """Refuse a Parquet file with rows that are too large on average, from its footer: nothing is unpacked. Raises: PromptError."""
     from pyarrow import parquet
 
@@ -247,7 +247,7 @@ def _parquet(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
     from pyarrow import parquet
 
     columns = _wanted(shown, parquet.read_schema(file).names, config)
-    _refuse_large_groups(file, shown, columns)
+    refuse_large_groups(file, shown, columns)
     stream = library().load_dataset(
         "parquet",
         data_files=glob.escape(str(file.absolute())),

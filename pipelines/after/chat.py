@@ -49,6 +49,7 @@ class Chat:
                 wanted="a chat template, which has a place for it",
                 fix="leave it out, or write the text at the beginning of your lines",
             )
+        self._variables = found.config.student.chat_template_kwargs if found.config else {}
         self._options, self._context = options, found.info.context
         self._model = _load(found, options)
         self._turns: list[dict[str, str]] = []
@@ -102,7 +103,7 @@ class Chat:
             return encode_prompt(self._tokenizer, line)
         system = [_turn("system", self._options.system)] if self._options.system else []
         try:
-            return encode_prompt(self._tokenizer, [*system, *map(dict, turns), _turn("user", line)])
+            return encode_prompt(self._tokenizer, [*system, *map(dict, turns), _turn("user", line)], **self._variables)
         except (TemplateError, ValueError, TypeError) as error:
             raise PromptError.at(
                 "chat template",
