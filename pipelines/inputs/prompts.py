@@ -101,6 +101,18 @@ def read_prompts(
     return prompts
 
 
+def refuse_unread_variables(config: PipelineConfig, tokenizer: Any) -> None:
+    """Raises: ConfigError for a variable that the student's chat template does not read, such as a misspelt one."""
+    for name in config.student.chat_template_kwargs:
+        if name not in str(tokenizer.chat_template or ""):
+            raise ConfigError.at(
+                f"student.chat_template_kwargs.{name}",
+                found=f"a variable that the chat template of {config.student.model} does not read",
+                wanted="variables of this template" if tokenizer.chat_template else "a student with a chat template",
+                fix="correct the name, or leave it out",
+            )
+
+
 def prompts_of(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:
     """The domain's own prompts, or the prompts that its expert was registered with. Raises: ConfigError."""
     source = domain.prompts or registered

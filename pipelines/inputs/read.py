@@ -44,7 +44,15 @@ from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.max_memory import refuse_no_room
 from pipelines.inputs.own_engine import refuse_unfit, refuse_unplaced
-from pipelines.inputs.prompts import load_exams, load_training, prompts_of, refuse_leaks, room_warnings, shown
+from pipelines.inputs.prompts import (
+    load_exams,
+    load_training,
+    prompts_of,
+    refuse_leaks,
+    refuse_unread_variables,
+    room_warnings,
+    shown,
+)
 from pipelines.inputs.rewards import refuse_unrewardable
 from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
 from pipelines.inputs.slow_types import slow_types
@@ -168,6 +176,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     lora = size_of_lora(config, teaching.student)
     refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
     tokenizer = load_tokenizer(config.student.model)
+    refuse_unread_variables(config, tokenizer)
     config = dated(config, tokenizer)
     sources = {d: prompts_of(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
     notices = slow_types(config)
@@ -232,10 +241,25 @@ def inspect_student(config: PipelineConfig, hash_weights: bool = True) -> ModelI
 
 
 def load_tokenizer(model_dir: Path) -> Any:
-    """The tokenizer of a model directory; no code from the directory is run."""
+    """The tokenizer of a model directory; no code from the directory is run, and no hub is asked. Raises: ModelError."""
+    if not model_dir.is_dir():
+        raise ModelError.at(
+            model_dir,
+            found="a file" if model_dir.is_file() else "no such directory",
+            wanted="the directory of a model, with its tokenizer",
+            fix="correct the path; where the model has moved, give its new place: --set student.model=DIR",
+        )
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError.at(
+            model_dir,
+            found=f"no tokenizer that can be read: {str(error).splitlines()[0]}",
+            wanted="tokenizer.json, and the files beside it that the tokenizer was saved with",
+            fix="copy them from the original model",
+        ) from None
 
 
 def _experts(config: PipelineConfig) -> dict[str, Expert]:

@@ -19,7 +19,7 @@ from opd.errors import ConfigError
 from opd.near import did_you_mean
 from opd.prompts import PromptTable, render_prompt
 from pipelines.inputs.at_once import refuse_wrong_prompts
-from pipelines.inputs.prompts import prompts_of, read_prompts, registered_prompts, shown
+from pipelines.inputs.prompts import prompts_of, read_prompts, refuse_unread_variables, registered_prompts, shown
 from pipelines.inputs.read import load_tokenizer
 from pipelines.inputs.template_date import dated
 
@@ -50,6 +50,7 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
         )
     refuse_wrong_prompts(config, domain)
     tokenizer = load_tokenizer(config.student.model)
+    refuse_unread_variables(config, tokenizer)
     config = dated(config, tokenizer)
     for name in [domain] if domain else config.domains:
         settings = config.domains[name]
