@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import NUMPY_SEEDS, Name, Strict
+from opd.config.strict import NUMPY_SEEDS, Name, Strict, UserPath
 from opd.settings import apply_overrides, load_yaml, no_such_yaml, validate
 
 BASE = "base"
@@ -69,11 +69,11 @@ class FromScratch(Strict):
 class BaseSpec(Strict):
     """The model that the experts start from: exactly one of `model` and `from_scratch`."""
 
-    model: Path | None = None
+    model: UserPath | None = None
     """Hugging Face directory, safetensors only."""
     from_scratch: FromScratch | None = None
     """A new model, written to OUTPUT_DIR/base."""
-    data: tuple[Path, ...] = ()
+    data: tuple[UserPath, ...] = ()
     """Prompt files with completions or episodes that the base is first trained on, mixed, and written to OUTPUT_DIR/base. Without
     them `model` is the base as it is, and a new model stays random."""
     train: TrainSettings | None = None
@@ -105,7 +105,7 @@ class LoraSettings(Strict):
 
 class ExpertSpec(Strict):
     domain: Name
-    data: Path
+    data: UserPath
     """Prompt file whose completions, or the turns of whose episodes, the expert learns."""
     train: TrainSettings
     """Settings for this expert; those that are left out are as in the spec's `train`."""
@@ -114,11 +114,11 @@ class ExpertSpec(Strict):
 class FromBase(Strict):
     """What every method needs: one base, and where its experts go."""
 
-    output_dir: Path
+    output_dir: UserPath
     """Directory for one subdirectory per expert, and `base` for a base that is made or trained first."""
     seed: int = Field(0, ge=0)
     base: BaseSpec
-    registry: Path | None = None
+    registry: UserPath | None = None
     """Registry to which each finished expert is added; without it no expert is registered."""
 
     @property

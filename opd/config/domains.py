@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import date
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -14,7 +13,7 @@ from opd.config.agents import AgentConfig
 from opd.config.context import ContextConfig
 from opd.config.drift import CurriculumConfig, TeacherTurnsConfig, TurnWeightsConfig
 from opd.config.prompts import ChatTemplateKwargs, Prompts
-from opd.config.strict import Name, Strict, flag_or_mapping, text_or_more
+from opd.config.strict import Name, Strict, UserPath, flag_or_mapping, text_or_more
 from opd.config.sub_agents import SubAgentConfig, ToolName
 from opd.config.verifiers import VerifierConfig
 
@@ -37,7 +36,7 @@ class StudentLora(Strict):
 
 
 class StudentConfig(Strict):
-    model: Path
+    model: UserPath
     """Hugging Face directory of the model that learns: config, tokenizer, safetensors."""
     lora: StudentLora | None = None
     """Train adapters and leave the model's own weights as they are; default: train every weight."""
@@ -64,9 +63,9 @@ class StudentConfig(Strict):
 
 
 class ExpertConfig(Strict):
-    model: Path
+    model: UserPath
     """Hugging Face directory of the expert, or PEFT directory of a LoRA adapter; safetensors only."""
-    base: Path | None = None
+    base: UserPath | None = None
     """Base model of a LoRA adapter, as a Hugging Face directory; default: the directory that the adapter names."""
     domain: Name
     """The domain whose responses this expert scores."""

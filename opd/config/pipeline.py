@@ -27,7 +27,7 @@ from opd.config.sections import (
     SyncConfig,
     TrainerConfig,
 )
-from opd.config.strict import Name, Strict
+from opd.config.strict import Name, Strict, UserPath
 from opd.config.teachers import NoTeachers, OpenAITeachers, TeachersConfig, TransformersTeachers, changed_teachers
 from opd.settings import apply_overrides, load_yaml, moved, validate
 
@@ -41,7 +41,7 @@ class RoundConfig(Strict):
 
     seed: int | None = Field(None, ge=0)
     """Default: the pipeline's seed in the first round, one more in each further round."""
-    registry: Path | None = None
+    registry: UserPath | None = None
     experts: ExpertsConfig | None = None
     """All experts of the round; they take the place of the pipeline's."""
     domains: dict[Name, DomainConfig] | None = Field(None, min_length=1)
@@ -63,7 +63,7 @@ class PipelineConfig(Strict):
     """Decides the order of prompts and every sampled token."""
     student: StudentConfig
     """Who learns."""
-    registry: Path | None = None
+    registry: UserPath | None = None
     """Root of the expert registry for `experts: {use: ...}`; default: OPD_REGISTRY, else ./registry."""
     experts: ExpertsConfig
     """Either `{use: [names]}` from the registry or `{name: {model, domain}}` (and `base`, for a LoRA adapter); `{}` with

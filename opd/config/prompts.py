@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import Name, Strict
+from opd.config.strict import Name, Strict, UserPath
 
 Column = Literal["prompt", "completion", "answer", "metadata", "system", "tools", "chat_template_kwargs"]
 
@@ -61,7 +61,7 @@ class FilterConfig(Strict):
 
 
 class PromptsConfig(Strict):
-    path: Path
+    path: UserPath
     """A file (`.parquet`, `.csv`, anything else is JSONL), a directory that `save_to_disk` of the library `datasets` wrote,
     or a directory of data files. If no such path exists, `owner/name` is a data set of the Hugging Face hub."""
     name: str | None = None
@@ -113,7 +113,7 @@ def _prompts_kind(value: Any) -> str:
 
 
 Prompts = Annotated[
-    Annotated[Path, Tag("~text")] | Annotated[PromptsConfig, Tag("~more")],
+    Annotated[UserPath, Tag("~text")] | Annotated[PromptsConfig, Tag("~more")],
     Discriminator(_prompts_kind),
 ]
 """A path alone is a file or directory of this machine; only the mapping may name the hub."""

@@ -20,6 +20,7 @@ from experts.suites.letters import build_tokenizer
 from experts.train import train_experts
 from opd.errors import ConfigError, ModelError, OpdError, PromptError, RegistryError
 from opd.prompts import PromptLine
+from opd.prompts.line import read_row
 from opd.settings import validate
 
 SHAPE = {"tokenizer": "letters", "hidden_size": 32, "layers": 1, "heads": 1, "intermediate_size": 64}
@@ -175,6 +176,24 @@ def test_chat_rows_go_through_the_template_and_end_at_the_end_token():
     example = encode_line(tokenizer, row)
     assert tokenizer.decode(example["input_ids"]) == "u:rev ab<eos> a:ba<eos>"
     assert tokenizer.decode([label for label in example["labels"] if label != -100]) == "ba<eos>"
+
+
+def test_an_expert_learns_after_the_tools_and_variables_of_its_row():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    ).replace("{{ m['content'] }}", "{{ m['content'] | upper if fast else m['content'] }}")
+    row = {
+        "prompt": [{"role": "user", "content": "rev ab="}],
+        "completion": [{"role": "assistant", "content": "ba"}],
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+    }
+    assert tokenizer.decode(encode_line(tokenizer, read_row(row))["input_ids"]) == "add rev ab=ba<eos>"
+    row["chat_template_kwargs"] = {"fast": False}
+    given = {"fast": True}
+    assert tokenizer.decode(encode_line(tokenizer, read_row(row), (), given)["input_ids"]) == "add rev ab=ba<eos>"
+    del row["chat_template_kwargs"]
+    assert tokenizer.decode(encode_line(tokenizer, read_row(row), (), given)["input_ids"]) == "add REV AB=BA<eos>"
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused():
