@@ -3,6 +3,7 @@
     inspect_model ─┬─ weight_tensors   names, shapes, dtypes, sizes      first bytes of each weight file
                    ├─ _read_config     architecture, sizes, custom code  config.json
                    ├─ token_map        id → token                        tokenizer.json
+                   ├─ _named_tokens    tokens that it has to have        tokenizer_config.json, or older files beside it
                    └─ weight_hashes    BLAKE3 of each weight file
 
 Every refusal is a ModelError that names the file, and the field where there is one.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ EMBEDDINGS = (
 )
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 QUANTISED = ("I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+TOKENIZER_CONFIG, NAMED, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_ADDED = "added_tokens_decoder"
+_MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+"""Keys with any number of tokens."""
+_SAVE_TOKENIZER = "AutoTokenizer.from_pretrained(dir).save_pretrained(dir) writes it"
 _TORCH_DTYPE = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -124,15 +130,20 @@ def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = 
     """Read and check a model directory. This is cheap, except for the hashes, which read every weight file once.
 
     Raises: ModelError if the directory is missing, is an adapter, needs custom code, has no safetensors weights or
-    no tokenizer.json, if a shard is missing, truncated or quantised, if a field has the wrong type, or if a tied head is not.
+    no tokenizer.json, if a shard is missing, truncated or quantised, if a token is not in tokenizer.json, if a field has the
+    wrong type, or if a tied head is not.
     """
     tensors = weight_tensors(path)
     config = _read_config(path)
-    tokenizer = _read_tokenizer_config(path)
+    files = _read_tokenizer_files(path)
+    tokenizer = validated(
+        _TokenizerConfig, files.get(TOKENIZER_CONFIG, {}) | files.get(NAMED, {}), path / TOKENIZER_CONFIG
+    )
     generation = read_optional(_SpecialIds, path / "generation_config.json")
     tokens = token_map(path)
     _refuse_holes(path, tokens)
-    ids = _special_ids(path, tokenizer, tokens)
+    _refuse_unlisted(path, files, tokens)
+    ids = _special_ids(tokenizer, tokens)
     tied = _is_tied(config, tensors)
     both = _embedding_and_head(tensors)
     if tied and all(both):  # most tied models store no head, and need no second look at their shards
@@ -169,7 +180,7 @@ def token_map(path: Path) -> dict[int, str]:
             file,
             found="no such file",
             wanted="the fast tokenizer in one JSON file",
-            fix="AutoTokenizer.from_pretrained(dir).save_pretrained(dir) writes it",
+            fix=_SAVE_TOKENIZER,
         )
     tokenizer = read_as(_Tokenizer, file)
     vocab = tokenizer.model.vocab
@@ -184,6 +195,21 @@ def token_map(path: Path) -> dict[int, str]:
             f"{file}: model.vocab", found="no tokens", wanted="at least one", fix="save the tokenizer again"
         )
     return dict(sorted(tokens.items()))
+
+
+def refuse_other_tokens(path: Path, tokenizer: Any) -> None:
+    """Refuse the directory if transformers made a tokenizer of it with other tokens or ids than tokenizer.json has: the classes of
+    some families have tokens of their own. Raises: ModelError."""
+    tokens = token_map(path)
+    other = next(((token, i) for token, i in tokenizer.get_vocab().items() if tokens.get(i) != token), None)
+    if other is not None:
+        raise ModelError.at(
+            path / "tokenizer.json",
+            found=f"{type(tokenizer).__name__} of transformers reads the directory with {other[0]!r} as id {other[1]}, which here "
+            + (f"is {tokens[other[1]]!r}" if other[1] in tokens else "does not exist"),
+            wanted="every token in tokenizer.json, where each has its id",
+            fix=_SAVE_TOKENIZER,
+        )
 
 
 def _read_config(path: Path) -> _Config:
@@ -209,13 +235,51 @@ def _read_config(path: Path) -> _Config:
     return validated(_Config, {**text, **config} if isinstance(text, dict) else config, file)
 
 
-def _read_tokenizer_config(path: Path) -> _TokenizerConfig:
-    file = path / "tokenizer_config.json"
-    if not file.is_file():
-        return _TokenizerConfig()
-    data = read_json(file)
-    refuse_custom_code(file, data)
-    return validated(_TokenizerConfig, data, file)
+def _read_tokenizer_files(path: Path) -> dict[str, dict[str, Any]]:
+    """File -> content, of the files beside tokenizer.json that transformers reads: two of them only where
+    tokenizer_config.json has no list of added tokens. Raises: ModelError."""
+    files = {TOKENIZER_CONFIG: read_json(path / TOKENIZER_CONFIG)} if (path / TOKENIZER_CONFIG).is_file() else {}
+    for file, data in files.items():
+        refuse_custom_code(path / file, data)
+    older = () if _ADDED in files.get(TOKENIZER_CONFIG, {}) else (NAMED, ADDED)
+    return files | {name: read_json(path / name) for name in older if (path / name).is_file()}
+
+
+def _refuse_unlisted(path: Path, files: Mapping[str, Mapping[str, Any]], tokens: Mapping[int, str]) -> None:
+    """Refuse tokens that tokenizer.json lacks and another file names: transformers adds them when it loads the tokenizer, with
+    ids that stand nowhere. Raises: ModelError."""
+    known = set(tokens.values())
+    missing = [(where, token) for where, token in _named_tokens(files) if token not in known]
+    if missing:
+        where, token = missing[0]
+        count = len({token for _, token in missing}) - 1
+        raise ModelError.at(
+            path / where,
+            found=f"{token!r}{f' and {count} more' if count else ''}, which tokenizer.json lacks",
+            wanted="every token in tokenizer.json, where each has its id",
+            fix=_SAVE_TOKENIZER,
+        )
+
+
+def _named_tokens(files: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """File and field, and the token that it names."""
+    for file, data in files.items():
+        for field, value in data.items():
+            if file == ADDED:  # token -> id
+                yield f"{file}: {field}", field
+            elif field.endswith("_token") or field in (_ADDED, *_MORE_SPECIAL):
+                yield from ((f"{file}: {field}", token) for token in _texts(value))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The tokens of a field: text, a mapping with `content`, or several of these."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict) and "content" in value:
+        yield from _texts(value["content"])
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
 
 
 def _dtype(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -286,21 +350,13 @@ def _embedding_and_head(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
     return embedding, next((name for name in tensors if name.endswith("lm_head.weight")), "")
 
 
-def _special_ids(path: Path, tokenizer: _TokenizerConfig, tokens: Mapping[int, str]) -> dict[str, int | None]:
-    """The tokenizer's own special tokens as ids. Raises: ModelError for one that is not in the vocabulary."""
+def _special_ids(tokenizer: _TokenizerConfig, tokens: Mapping[int, str]) -> dict[str, int | None]:
+    """The tokenizer's own special tokens as ids."""
     ids = {token: i for i, token in tokens.items()}
     found: dict[str, int | None] = {}
     for field in ("eos_token", "pad_token", "bos_token"):
         token = getattr(tokenizer, field)
-        text = token.content if isinstance(token, _AddedToken) else token
-        if text is not None and text not in ids:
-            raise ModelError.at(
-                f"{path / 'tokenizer_config.json'}: {field}",
-                found=repr(text),
-                wanted="a token of tokenizer.json",
-                fix="save the tokenizer again with save_pretrained",
-            )
-        found[field] = None if text is None else ids[text]
+        found[field] = None if token is None else ids[token.content if isinstance(token, _AddedToken) else token]
     return found
 
 

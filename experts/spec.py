@@ -118,6 +118,9 @@ class FromBase(Strict):
     """Directory for one subdirectory per expert, and `base` for a base that is made or trained first."""
     seed: int = Field(0, ge=0)
     base: BaseSpec
+    add_special_tokens: bool = True
+    """Put in front of a prompt of plain text what the base's tokenizer puts there, such as a begin token; a chat template writes its
+    own. Pipelines have the key `student.add_special_tokens`, which should say the same."""
     registry: UserPath | None = None
     """Registry to which each finished expert is added; without it no expert is registered."""
 

@@ -24,7 +24,8 @@ from experts.spec import BASE, BaseSpec, ExpertsSpec, FromBase, FromScratch, Tra
 from opd.errors import ConfigError, ModelError, PromptError, RegistryError
 from opd.files import atomic_write_text, replace_dir
 from opd.processor import slow_bf16
-from opd.prompts import PromptLine, find_source, read_prompt_lines
+from opd.prompts import PromptLine, find_source, load_tokenizer, read_prompt_lines
+from opd.prompts.encode import ids_in_front
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 RESULT = "result"
 """Key of a record that tells what came out, and decides nothing."""
+IN_FRONT = "ids_in_front"
+"""Key of a record with what stands in front of plain prompts; left out where that is nothing."""
 Progress = Callable[[str], None]
 TrainingRecord = dict[str, Any]
 
@@ -180,7 +183,8 @@ def _check_rows(spec: ExpertsSpec, jobs: Sequence[TrainingJob]) -> None:
     if todo:
         from experts.sft import encode_lines
 
-        tokenizer, ends = _reader_of(spec.base)
+        tokenizer, ends = _reader_of(spec)
+        _refuse_other_beginnings(jobs, ids_in_front(tokenizer))
         for name, lines, train in todo:
             try:
                 encode_lines(tokenizer, lines, train.max_length, ends)
@@ -188,21 +192,37 @@ def _check_rows(spec: ExpertsSpec, jobs: Sequence[TrainingJob]) -> None:
                 raise type(error)(f"{name}: {error}") from None
 
 
-def _reader_of(base: BaseSpec) -> tuple[PreTrainedTokenizerBase, Sequence[int]]:
-    """The tokenizer of the base and its experts, and the ids that end a response."""
-    from transformers import AutoTokenizer
+def _refuse_other_beginnings(jobs: Sequence[TrainingJob], front: list[int]) -> None:
+    """Refuse to train beside experts whose plain prompts began otherwise: those of an earlier release, or of another
+    `add_special_tokens`. Raises: ConfigError."""
+    for job in jobs:
+        plain = any(isinstance(line.prompt, str) for line in job.lines)
+        found = (training_record(job.directory) or {}).get(IN_FRONT, []) if job.finished and plain else front
+        if found != front:
+            raise ConfigError.at(
+                f"{job.directory / RECORD}: {IN_FRONT}",
+                found=f"{found} in front of the prompts that `{job.name}` learned",
+                wanted=f"{front}, as the tokenizer of the base puts them there",
+                fix=f"set add_special_tokens: {str(bool(found)).lower()} to go on as it began, or remove the directory to train "
+                "it again",
+            )
 
+
+def _reader_of(spec: FromBase) -> tuple[PreTrainedTokenizerBase, Sequence[int]]:
+    """The tokenizer that encodes the rows of the base and its experts, and the ids that end a response."""
     from experts.suites.letters import build_tokenizer
 
+    base = spec.base
     if base.model is None:
         return build_tokenizer(), ()
-    return AutoTokenizer.from_pretrained(base.model), inspect_model(base.model, hash_weights=False).eos_token_ids
+    tokenizer = load_tokenizer(base.model, spec.add_special_tokens)
+    return tokenizer, inspect_model(base.model, hash_weights=False).eos_token_ids
 
 
 def made_by(directory: Path) -> TrainingRecord | None:
     """What made a model, as far as it decides the weights; None where nothing says so."""
     record = training_record(directory)
-    return None if record is None else {key: value for key, value in record.items() if key != RESULT}
+    return None if record is None else {key: value for key, value in record.items() if key not in (RESULT, IN_FRONT)}
 
 
 def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
@@ -217,9 +237,12 @@ def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
 
     set_seed(spec.training_seed)
     model, tokenizer, stored = _start_of(spec.base)
+    front: list[int] = []
     if job.train:
-        _fit(model, tokenizer, job, job.train, spec.training_seed, progress)
-    _save(model.to(stored), tokenizer, job)
+        reader, _ = _reader_of(spec)
+        front = ids_in_front(reader)
+        _fit(model, reader, job, job.train, spec.training_seed, progress)
+    _save(model.to(stored), tokenizer, job, front)
 
 
 def _start_of(base: BaseSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
@@ -248,12 +271,11 @@ def _without_numbers(base: BaseSpec) -> PreTrainedModel:
 def _given(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
     """A model as it is trained, in float32, its tokenizer, and the type in which it is stored."""
     import torch
-    from transformers import AutoTokenizer
 
     from opd.model_weights import load_causal_lm
 
     stored = getattr(torch, inspect_model(directory, hash_weights=False).dtype)
-    return load_causal_lm(directory, torch.float32), AutoTokenizer.from_pretrained(directory), stored
+    return load_causal_lm(directory, torch.float32), load_tokenizer(directory), stored
 
 
 def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Progress) -> None:
@@ -265,11 +287,12 @@ def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Prog
     assert job.train is not None
     set_seed(spec.training_seed)
     model, tokenizer, stored = _given(base)
+    reader = load_tokenizer(base, spec.add_special_tokens)
     if spec.method == "lora":
-        model = _fit_adapter(spec, model, tokenizer, job, progress)
+        model = _fit_adapter(spec, model, reader, job, progress)
     else:
-        _fit(model, tokenizer, job, job.train, spec.training_seed, progress)
-    _save(model.to(stored), tokenizer, job)
+        _fit(model, reader, job, job.train, spec.training_seed, progress)
+    _save(model.to(stored), tokenizer, job, ids_in_front(reader))
 
 
 def _fit_adapter(
@@ -347,20 +370,20 @@ def staging(job: TrainingJob) -> Path:
     return job.directory.with_name(f".{job.name}.tmp")
 
 
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: TrainingJob) -> None:
-    """Write the whole Hugging Face directory beside its place, then rename it."""
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: TrainingJob, front: list[int]) -> None:
+    """Write the whole Hugging Face directory beside its place, then rename it. `front` stood before its plain prompts."""
     directory = staging(job)
     shutil.rmtree(directory, ignore_errors=True)  # left by a run that was interrupted
     directory.mkdir(parents=True)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    publish(directory, job)
+    publish(directory, job, {IN_FRONT: front} if front else {})
 
 
-def publish(directory: Path, job: TrainingJob, result: Mapping[str, Any] | None = None) -> None:
-    """Add the record to a finished model's files and put them in their place. `result` is stored beside what decides the
-    weights, to be read by people."""
-    record = job.record if result is None else {**job.record, RESULT: result}
+def publish(directory: Path, job: TrainingJob, more: Mapping[str, Any]) -> None:
+    """Add the record to a finished model's files and put them in their place. `more` is stored beside what the spec says: `RESULT`,
+    to be read by people, or `IN_FRONT`."""
+    record = {**job.record, **more}
     atomic_write_text(directory / RECORD, json.dumps(record, indent=2) + "\n")
     replace_dir(directory, job.directory)
 

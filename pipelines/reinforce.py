@@ -15,7 +15,7 @@ from typing import Any
 from experts.registry import Registry
 from experts.rl.recipe import pipeline_data
 from experts.rl.spec import ReinforceSpec
-from experts.train import TrainingJob, base_of, check_unclaimed, made_by, make_base, publish, register, staging
+from experts.train import RESULT, TrainingJob, base_of, check_unclaimed, made_by, make_base, publish, register, staging
 from opd.config import PipelineConfig
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.prompts import find_source
@@ -134,7 +134,7 @@ def _make(expert: _Expert, tell: Tell, around: Surroundings) -> None:
         work.carry_out(around)
     result = _result(paths)
     link_files(paths.model, staging(expert.job))
-    publish(staging(expert.job), expert.job, result)
+    publish(staging(expert.job), expert.job, {RESULT: result})
     for domain, (before, after) in result["success"].items():
         tell(f"{name}: {before:.2f} → {after:.2f} on {domain}, report {paths.page}")
 

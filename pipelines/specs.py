@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig, overlaps, sync_tolerance
 from opd.config.reward import CriticBaseline
-from opd.config.sections import RolloutConfig, TrainerConfig
+from opd.config.sections import TrainerConfig
 from opd.config.strict import NUMPY_SEEDS, TORCH_SEEDS
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec, WarmUp
@@ -64,7 +64,7 @@ def rollout_spec(
     rollout = config.rollout
     episodes = episode_options(config, training.judged)
     return RolloutSpec(
-        engine=_engine_options(rollout, model_dir, vocab_size, acts=bool(episodes)),
+        engine=_engine_options(config, model_dir, vocab_size, acts=bool(episodes)),
         stop_token_ids=tuple(stop_token_ids),
         untrained=training.untrained,
         episodes=episodes,
@@ -83,8 +83,9 @@ def rollout_spec(
     )
 
 
-def _engine_options(rollout: RolloutConfig, model_dir: Path, vocab_size: int, *, acts: bool) -> EngineOptions:
+def _engine_options(config: PipelineConfig, model_dir: Path, vocab_size: int, *, acts: bool) -> EngineOptions:
     """`acts`: it plays episodes, whose turns begin alike."""
+    rollout = config.rollout
     return EngineOptions(
         model_dir=model_dir,
         dtype=rollout.dtype,
@@ -97,6 +98,7 @@ def _engine_options(rollout: RolloutConfig, model_dir: Path, vocab_size: int, *,
         tensor_parallel_size=rollout.tensor_parallel_size,
         kv_cache_dtype=rollout.kv_cache_dtype,
         engine_args=rollout.engine_args,
+        add_special_tokens=config.student.puts_in_front,
     )
 
 

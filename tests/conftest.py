@@ -65,6 +65,17 @@ def build_tokenizer(permute_vocab: bool = False, eos: str = "<eos>") -> PreTrain
     )
 
 
+def put_in_front(tokenizer: Any, token: str = "<bos>", behind: str = "") -> Any:
+    """Have the tokenizer put a token in front of every text, as those of Gemma and Llama do, and one `behind`. Returns it."""
+    from tokenizers import processors
+
+    added = [(one, tokenizer.convert_tokens_to_ids(one)) for one in (token, behind) if one]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=" ".join([token, "$A", behind]).strip(), special_tokens=added
+    )
+    return tokenizer
+
+
 def build_model_dir(
     path: Path,
     *,

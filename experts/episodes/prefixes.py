@@ -21,7 +21,7 @@ from experts.episodes.rows import learned, read_episodes
 from opd.config.prompts import as_prompts_config
 from opd.errors import PromptError
 from opd.prompts import find_source
-from opd.prompts.encode import encode_text
+from opd.prompts.encode import encode_prompt
 from opd.prompts.readers import source_rows
 
 TURN = "turn"
@@ -52,7 +52,7 @@ def read_prefixes(episodes: Path, tokenizer: Any, ends: Sequence[int] = ()) -> P
         known = data.get("metadata") or {}
         for number, (ids, turn) in enumerate(zip(encoder.prefixes(row), row.turns, strict=True)):
             text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            if encode_text(tokenizer, text) != ids:
+            if list(encode_prompt(tokenizer, text)) != ids:
                 left_out += 1
                 continue
             answer = turn["content"] if learned(turn) else ""

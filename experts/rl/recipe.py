@@ -46,7 +46,7 @@ def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
     return {
         "name": f"{name}-{spec.method}",
         "seed": spec.seed,
-        "student": {"model": spec.base_dir},
+        "student": {"model": spec.base_dir, **({} if spec.add_special_tokens else {"add_special_tokens": False})},
         "domains": {expert.domain: _domain(expert, guarded)},
         **({"guard": spec.guard} if guarded else {}),
         **(_beside_base(spec.base_dir, expert.domain, reward, kl) if kl else _reward_alone(reward)),

@@ -7,8 +7,10 @@ Paths in a pipeline are relative to the directory that `opd` was started in.
 from opd.config.partial import most_samples
 from opd.config.pipeline import (
     PipelineConfig,
+    as_begun,
     extrapolation,
     load_pipeline,
+    load_run_pipeline,
     max_staleness,
     overlaps,
     rounds_of,
@@ -18,8 +20,10 @@ from opd.config.pipeline import (
 
 __all__ = [
     "PipelineConfig",
+    "as_begun",
     "extrapolation",
     "load_pipeline",
+    "load_run_pipeline",
     "max_staleness",
     "most_samples",
     "overlaps",

@@ -46,6 +46,9 @@ class StudentConfig(Strict):
     chat_template_kwargs: ChatTemplateKwargs = {}
     """Variables for the chat template, such as `{enable_thinking: false}`, as vLLM and TRL take them: in every prompt of training and
     exams, and in episodes. A row's column of the same name goes before them."""
+    add_special_tokens: bool | None = None
+    """Put in front of a prompt of plain text what the student's tokenizer puts there, such as the begin token of Gemma and Llama; a
+    chat template writes its own. Default: true, but a run that an earlier release began without goes on without."""
     tool_call_parser: Literal[
         "auto",
         "hermes",
@@ -60,6 +63,11 @@ class StudentConfig(Strict):
     ] = "auto"
     """How the student writes calls of tools in episodes, by the names of vLLM's `--tool-call-parser`; see docs/agents.md. `auto`: as
     its chat template writes them; `hermes` where that knows no tools."""
+
+    @property
+    def puts_in_front(self) -> bool:
+        """Whether a prompt of plain text begins as the tokenizer has it."""
+        return self.add_special_tokens is not False
 
 
 class ExpertConfig(Strict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from opd.config.guard import GuardConfig, refuse_useless_guard
 from opd.config.monitors import MonitorsConfig
 from opd.config.objectives import AnyObjective, default_objective
 from opd.config.partial import cuts_of, partial_rollout_problem
+from opd.config.prompts import OF_CHATS
 from opd.config.sections import (
     CheckpointConfig,
     ClusterConfig,
@@ -389,6 +391,47 @@ def sync_tolerance(config: PipelineConfig) -> float:
         return config.sync.tolerance
     exact = config.trainer.dtype == config.rollout.dtype == "float32"
     return TOLERANCE["float32" if exact else "bfloat16"]
+
+
+def as_begun(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pipeline that a run recorded, with what an earlier release did where it had no key for it."""
+    student = recorded.get("student")
+    if not isinstance(student, Mapping):  # a damaged file, which is refused where it is checked
+        return dict(recorded)
+    begun = {**recorded, "student": {"add_special_tokens": False, **student}}
+    return begun if "chat_template_kwargs" in student else _without_columns_of_chats(begun)
+
+
+def _without_columns_of_chats(pipeline: dict[str, Any]) -> dict[str, Any]:
+    """The pipeline of a run that passed over system messages, tools and variables in columns of their own."""
+    changed = dict(pipeline)
+    if isinstance(domains := pipeline.get("domains"), Mapping):
+        changed["domains"] = {name: _domain_without(domain) for name, domain in domains.items()}
+    if isinstance(rounds := pipeline.get("rounds"), list):
+        changed["rounds"] = [_without_columns_of_chats(one) if isinstance(one, dict) else one for one in rounds]
+    return changed
+
+
+def _domain_without(domain: Any) -> Any:
+    if not isinstance(domain, Mapping):
+        return domain
+    found = {**domain, "prompts": _prompts_without(domain.get("prompts"))}
+    exam = domain.get("eval")
+    return found | (
+        {"eval": {**exam, "prompts": _prompts_without(exam.get("prompts"))}} if isinstance(exam, Mapping) else {}
+    )
+
+
+def _prompts_without(prompts: Any) -> Any:
+    if not isinstance(prompts, str | Mapping):
+        return prompts
+    given: Mapping[str, Any] = {"path": prompts} if isinstance(prompts, str) else prompts
+    return {**given, "columns": {**dict.fromkeys(OF_CHATS), **(given.get("columns") or {})}}
+
+
+def load_run_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineConfig:
+    """Read, override and check the pipeline that a run recorded. Raises: ConfigError."""
+    return validate(PipelineConfig, apply_overrides(as_begun(load_yaml(path)), overrides or []), path)
 
 
 def load_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineConfig:

@@ -13,6 +13,8 @@ from opd.config.strict import Name, Strict, UserPath
 
 Column = Literal["prompt", "completion", "answer", "metadata", "system", "tools", "chat_template_kwargs"]
 
+OF_CHATS: tuple[Column, ...] = ("system", "tools", "chat_template_kwargs")
+"""Columns that only a chat template reads, so that a prompt of plain text has no use for them."""
 RENDERING = {
     *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages"),
     *("padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "strftime_now", "tokenize"),
@@ -76,7 +78,7 @@ class PromptsConfig(Strict):
     chat: bool = False
     """Read the column `prompt` as a chat, for models with a chat template: a text is what the user says, and of a conversation that
     ends with the assistant's turn, that turn is the `completion`, and the `answer` where the row has none. Default: a text is
-    tokenised as it stands, and a conversation goes on after its last turn."""
+    tokenised as it stands, after the tokenizer's begin token, and a conversation goes on after its last turn."""
     filter: FilterConfig | None = None
     """Keep only rows with this value in this column."""
     shuffle_seed: int | None = Field(None, ge=0)

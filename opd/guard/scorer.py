@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.model_weights import load_causal_lm
-from opd.prompts.encode import encode_text, render_prompt
+from opd.prompts.encode import encode_prompt, encode_text
 from opd.rollouts.episodes.chat import harmless, special_texts
 
 
@@ -31,9 +31,8 @@ class ModelScorer:
         """With a chat template the question is a message of the user, and the verdict begins the model's turn. A call cannot
         forge one: special tokens in it are broken up."""
         prompt = harmless(prompt, self._special)
-        if self._tokenizer.chat_template is None:
-            return encode_text(self._tokenizer, prompt)
-        return encode_text(self._tokenizer, render_prompt(self._tokenizer, [{"role": "user", "content": prompt}]))
+        said = prompt if self._tokenizer.chat_template is None else [{"role": "user", "content": prompt}]
+        return list(encode_prompt(self._tokenizer, said))
 
     def _logprob(self, asked: list[int], verdict: list[int]) -> float:
         import torch

@@ -9,7 +9,7 @@ trained on the file, `answer` and `metadata` only by the verifier. A row of any 
 
 from opd.prompts.balance import Balance
 from opd.prompts.conversation import Messages
-from opd.prompts.encode import encode_prompt, render_prompt
+from opd.prompts.encode import encode_prompt, load_tokenizer, render_prompt
 from opd.prompts.line import PromptLine
 from opd.prompts.mix import BalancedPrompts, MixedPrompts, split_samples
 from opd.prompts.notices import notices_about
@@ -32,6 +32,7 @@ __all__ = [
     "is_here",
     "is_hub_name",
     "load_prompts",
+    "load_tokenizer",
     "notices_about",
     "open_rows",
     "read_prompt_lines",

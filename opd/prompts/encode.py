@@ -1,17 +1,75 @@
-"""From a prompt to the token ids that the engine reads: text as it is, chat messages through the model's own template."""
+"""From a prompt to the token ids that the engine reads: text after what the tokenizer puts in front of it, such as a begin token;
+chat messages through the model's own template, which writes its own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
+from pathlib import Path
 from typing import Any
 
-from opd.errors import PromptError
+from opd.errors import ConfigError, ModelError, PromptError
 from opd.interfaces import Tokenizer
 from opd.prompts.conversation import Messages
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 """Roles whose messages a chat template may leave out on purpose."""
+_LETTER = "a"
+
+
+def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
+    """The tokenizer of a model directory; no code from the directory is run, and no hub is asked. `add_special_tokens` as for
+    `put_nothing_in_front`.
+
+    Raises: ModelError for a directory without a tokenizer, and what `put_nothing_in_front` raises.
+    """
+    if not model_dir.is_dir():
+        raise ModelError.at(
+            model_dir,
+            found="a file" if model_dir.is_file() else "no such directory",
+            wanted="the directory of a model, with its tokenizer",
+            fix="correct the path; where the model has moved, give its new place: --set student.model=DIR",
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError.at(
+            model_dir,
+            found=f"no tokenizer that can be read: {str(error).splitlines()[0]}",
+            wanted="tokenizer.json, and the files beside it that the tokenizer was saved with",
+            fix="copy them from the original model",
+        ) from None
+    if not add_special_tokens:
+        put_nothing_in_front(tokenizer)
+    return tokenizer
+
+
+def put_nothing_in_front(tokenizer: Any) -> None:
+    """Have the tokenizer add nothing to a text, whatever its files say. It is not to be saved then: its files would say so, too.
+
+    Raises: ConfigError for a tokenizer that is written in Python and adds something.
+    """
+    if hasattr(tokenizer, "backend_tokenizer"):
+        tokenizer.backend_tokenizer.post_processor = None
+    if ids_in_front(tokenizer):
+        raise ConfigError.at(
+            "add_special_tokens",
+            found=f"false, and a {type(tokenizer).__name__}, which cannot be told so",
+            wanted="a tokenizer of the library `tokenizers`",
+            fix="leave the key out: then prompts begin as the tokenizer has it",
+        )
+
+
+def ids_in_front(tokenizer: Tokenizer) -> list[int]:
+    """Return what the tokenizer puts in front of a text, such as a begin token. What it puts behind is left out: there the model
+    writes on. Raises: ValueError for a tokenizer whose special tokens change the others."""
+    plain, whole = (_encode(tokenizer, [_LETTER], add_special_tokens=add)[0] for add in (False, True))
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start]
+    raise ValueError(f"a tokenizer that reads {_LETTER!r} as {plain} alone and as {whole} with its special tokens")
 
 
 def encode_prompt(
@@ -19,11 +77,11 @@ def encode_prompt(
 ) -> tuple[int, ...]:
     """Token ids of a prompt. `day` is the date for a chat template that asks for one; None: today. `variables` are the template's."""
     (ids,) = _encode(tokenizer, [render_prompt(tokenizer, prompt, day, **variables)])
-    return tuple(ids)
+    return tuple(_begun(ids, ids_in_front(tokenizer)) if isinstance(prompt, str) else ids)
 
 
 def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None, **variables: Any) -> str:
-    """The text that is tokenised; `variables` are the chat template's.
+    """The text that is tokenised, without what the tokenizer puts in front of plain text; `variables` are the chat template's.
 
     Raises: jinja2's TemplateError, ValueError or TypeError if the template refuses it.
     """
@@ -36,7 +94,7 @@ def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text as it is, special tokens in it included."""
+    """Token ids of a text that goes on, or that a chat template wrote: special tokens in it included, and none added."""
     return list(_encode(tokenizer, [text])[0])
 
 
@@ -54,11 +112,11 @@ def encode_prompts(
     """
     given = variables or [{}] * len(prompts)
     asking = {index: _question(tokenizer, p, day, given[index]) for index, p in enumerate(prompts) if not _is_blank(p)}
-    special = set(tokenizer.all_special_ids)
+    special, front = set(tokenizer.all_special_ids), ids_in_front(tokenizer)
     found: list[Sequence[int]] = [()] * len(prompts)
     for index, ids in zip(asking, _encode(tokenizer, list(asking.values())), strict=True):
         if any(token not in special for token in ids):
-            found[index] = ids
+            found[index] = _begun(ids, front) if isinstance(prompts[index], str) else ids
     return found
 
 
@@ -73,11 +131,16 @@ def refused_row(where: str, whose: str, error: Exception) -> PromptError:
     )
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+def _begun(ids: list[int], front: list[int]) -> list[int]:
+    """The ids of a text, with those in front of it unless the text spells them out."""
+    return ids if ids[: len(front)] == front else front + ids
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
     if not texts:
         return []
     found: list[list[int]] = tokenizer(
-        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
+        texts, add_special_tokens=add_special_tokens, return_attention_mask=False, return_token_type_ids=False
     )["input_ids"]
     return found
 

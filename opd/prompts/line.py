@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from opd.config.prompts import Column
+from opd.config.prompts import OF_CHATS, Column
 from opd.prompts.broken import BrokenRow
 from opd.prompts.conversation import (
     Messages,
@@ -29,8 +29,6 @@ COLUMNS: tuple[Column, ...] = get_args(Column)
 _COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps makes a new one for each row
 SPOKEN: tuple[Column, ...] = ("prompt", "completion")
 """Columns that may be chat messages."""
-OF_CHATS: tuple[Column, ...] = ("system", "tools", "chat_template_kwargs")
-"""Columns that only a chat template reads, so that a prompt of plain text has no use for them."""
 MAX_LINE_BYTES = 8 << 20
 """A longer row cannot be a prompt: the longest contexts of today are a few MB of text."""
 FORM = f'`prompt`, text or messages like {{"role": "user", "content": "2+2="}}, at most {MAX_LINE_BYTES >> 20} MiB'

@@ -22,6 +22,7 @@ from opd.buckets import Bucket
 from opd.errors import RunError
 from opd.guard.build import shared_guard
 from opd.imports import import_lightly
+from opd.prompts import load_tokenizer
 from opd.rollouts.early import Part, in_groups, sampled
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
@@ -60,6 +61,8 @@ class EngineOptions:
     """Type of the key-value cache, as vLLM names it; auto: that of the engine."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM; what is set in `start_engine` comes before them."""
+    add_special_tokens: bool = True
+    """Whether episodes in plain text begin as the tokenizer has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,9 +285,7 @@ class VLLMWorker:
     @cached_property
     def _dialogues(self) -> Dialogues:
         """With the student's tokenizer, which episodes need and nothing else here."""
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self._options.model_dir, trust_remote_code=False)
+        tokenizer = load_tokenizer(self._options.model_dir, self._options.add_special_tokens)
         return Dialogues(tokenizer, self._stop)
 
     def _sleep(self) -> None:

@@ -39,7 +39,7 @@ class Chat:
     def __init__(self, found: Found, options: ChatOptions) -> None:
         """Load the model. Raises: ConfigError for a system message without a chat template, before any weight is read."""
         import_lightly(TRANSFORMERS)
-        self._tokenizer = load_tokenizer(found.path)
+        self._tokenizer = load_tokenizer(found.path, found.config is None or found.config.student.puts_in_front)
         self.templated = bool(self._tokenizer.chat_template) and not options.plain
         if options.system and not self.templated:
             raise ConfigError.at(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experts.model_dir import ModelInfo, inspect_model
-from opd.config import PipelineConfig, load_pipeline
+from opd.config import PipelineConfig, load_run_pipeline
 from opd.errors import RunDirError
 from opd.report import read_run
 from opd.run_dir import RunPaths
@@ -46,5 +46,5 @@ def find_model(given: Path, tell: Callable[[str], None]) -> Found:
         )
     if not read_run(given).finished:
         tell(f"warning: {given} is not finished: {paths.model} is the model of an earlier end")
-    config = load_pipeline(paths.pipeline)
+    config = load_run_pipeline(paths.pipeline)
     return Found(path=paths.model, info=inspect_model(paths.model, hash_weights=False), config=config)

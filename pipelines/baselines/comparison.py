@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from opd.config import PipelineConfig, load_pipeline
+from opd.config import PipelineConfig, load_run_pipeline
 from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.scores import Evaluation
@@ -30,7 +29,7 @@ from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan, refuse_roun
 from pipelines.baselines.run import check_methods, compute
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.inputs.read import Inputs, read_inputs, refuse_without_experts
-from pipelines.inputs.template_date import on_day
+from pipelines.inputs.template_date import as_recorded, on_day
 from pipelines.merging import run as merging
 from pipelines.merging.changes import TEMPLATE_DATE, refused_keys
 from pipelines.merging.manifest import resolved
@@ -118,9 +117,11 @@ def compare(
     """
     refuse_rounds(config)
     refuse_without_experts(config, "`opd compare`")
-    paths, inputs = ComparisonPaths(root), read_inputs(config)
+    paths = ComparisonPaths(root)
+    config = _as_begun(config, paths)
+    inputs = read_inputs(config)
     check_methods(config, inputs, methods)  # before hours of the first merge
-    config = on_day(config, _day(paths) or inputs.template_date)
+    config = on_day(config, config.student.template_date or inputs.template_date)
     merges = [(config.model_copy(update={"seed": seed}), paths.seed(seed)) for seed in seeds]
     for seeded, its in merges:
         _refuse_another_merge(seeded, inputs, its)
@@ -145,10 +146,11 @@ def compare(
     return rows
 
 
-def _day(paths: ComparisonPaths) -> date | None:
-    """The template's day of the seeds that exist: all seeds of a comparison use the same date."""
-    known = [load_pipeline(one.pipeline) for one in paths.seeds() if one.pipeline.exists()]
-    return known[0].student.template_date if known else None
+def _as_begun(config: PipelineConfig, paths: ComparisonPaths) -> PipelineConfig:
+    """The pipeline with day and begin of prompts as in the first seed that exists: all seeds of a comparison have the same tokens."""
+    known = (load_run_pipeline(one.pipeline) for one in paths.seeds() if one.pipeline.exists())
+    first = next(known, config)
+    return on_day(as_recorded(config, first), first.student.template_date)
 
 
 def _one_seed(
@@ -178,7 +180,7 @@ def _refuse_another_merge(config: PipelineConfig, inputs: Inputs, paths: RunPath
     """Refuse to put results of two pipelines into one table. A resume checks whether files have changed."""
     if not paths.root.exists():
         return
-    stored = load_pipeline(paths.pipeline)
+    stored = load_run_pipeline(paths.pipeline)
     now = validate(PipelineConfig, resolved(config, inputs), paths.pipeline)  # with absolute paths, as a run has them
     changed = [name for name in WHOLE_SECTIONS if getattr(stored, name) != getattr(now, name)]
     decisive = refused_keys(stored.model_dump(mode="json"), now.model_dump(mode="json"))

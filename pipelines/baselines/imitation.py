@@ -32,7 +32,7 @@ from opd.types import Prompt, Rollout, WeightedTeacher
 from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.episodes import FileEpisode, read_file_episodes
 from pipelines.inputs.prompts import prompts_of
-from pipelines.inputs.read import Inputs
+from pipelines.inputs.read import Inputs, load_tokenizer
 from pipelines.specs import imitation_spec, lora_options
 
 PILOT_SAMPLES = 1000
@@ -273,7 +273,9 @@ def _fit(
     if lora is not None:
         fold(model)
     model.to(getattr(torch, config.trainer.dtype)).save_pretrained(staging)
-    inputs.tokenizer.save_pretrained(staging)
+    load_tokenizer(config.student.model).save_pretrained(
+        staging
+    )  # the one of `inputs` may have been told to add nothing
     replace_dir(staging, out)
 
 

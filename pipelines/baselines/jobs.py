@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.config import PipelineConfig, load_pipeline
+from opd.config import PipelineConfig, load_run_pipeline
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunDirError
 from opd.metrics import MetricsFile
@@ -221,7 +221,7 @@ def open_run(root: Path, overrides: list[str] | None = None) -> PipelineConfig:
             wanted="the run directory of a merge, or a pipeline",
             fix="check the path, or give the pipeline; its steps and samples then say how much is trained",
         )
-    merged, config = load_pipeline(paths.pipeline), load_pipeline(paths.pipeline, overrides)
+    merged, config = load_run_pipeline(paths.pipeline), load_run_pipeline(paths.pipeline, overrides)
     if config.trainer.steps != merged.trainer.steps:
         raise ConfigError.at(
             "--set trainer.steps",

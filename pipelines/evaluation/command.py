@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from opd.config import PipelineConfig, load_pipeline
+from opd.config import PipelineConfig, load_pipeline, load_run_pipeline
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunError
 from opd.evaluation import harness
@@ -66,8 +66,10 @@ def evaluate(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
 def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
     """Evaluate models on a pipeline's exams and public tasks, and on the tasks of the options; without a pipeline on these alone."""
     dirs = [RunPaths(path).model if RunPaths(path).is_run else path for path in options.models]
-    file = find(options.pipeline) if options.pipeline is not None else _pipeline_of(dirs[0])
-    config = None if file is None else with_all_domains(load_pipeline(file, options.overrides))
+    file, load = (
+        (find(options.pipeline), load_pipeline) if options.pipeline else (_pipeline_of(dirs[0]), load_run_pipeline)
+    )
+    config = None if file is None else with_all_domains(load(file, options.overrides))
     if config is None and not options.tasks:
         raise ConfigError.at(
             "--pipeline",
@@ -102,7 +104,11 @@ def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
 def _matrix(options: EvaluateOptions, where: str, tell: Tell) -> EvaluateOutput:
     """Evaluate every model on every domain of a pipeline or of a run directory; the latter gets the file."""
     paths = RunPaths(Path(where)) if RunPaths(Path(where)).is_run else None
-    config = load_pipeline(find(where) if paths is None else paths.pipeline, options.overrides)
+    config = (
+        load_pipeline(find(where), options.overrides)
+        if paths is None
+        else load_run_pipeline(paths.pipeline, options.overrides)
+    )
     other = [] if paths is None else _other_keys(config, paths)
     if other:
         tell(f"evaluation/matrix.json is not written: {', '.join(other)} differ from the run's")
@@ -120,7 +126,7 @@ def _matrix(options: EvaluateOptions, where: str, tell: Tell) -> EvaluateOutput:
 
 def _other_keys(config: PipelineConfig, paths: RunPaths) -> list[str]:
     """Keys in which the pipeline's exams differ from the run's."""
-    own = load_pipeline(paths.pipeline)
+    own = load_run_pipeline(paths.pipeline)
     return refused_keys(own.model_dump(mode="json"), config.model_dump(mode="json"))
 
 

@@ -73,7 +73,7 @@ def check_models(
     subjects = []
     for path, (info, adapter) in inspected.items():
         _refuse_shorter_context(path, info, config.rollout.max_model_len)
-        tokenizer = load_tokenizer(Path(info.path))
+        tokenizer = load_tokenizer(Path(info.path), config.student.puts_in_front)
         config = dated(config, tokenizer)
         notices: list[str] = []
         exams = load_exams(config, tokenizer, names, notices.append)

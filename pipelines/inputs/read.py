@@ -15,7 +15,7 @@ from experts.adapter import AdapterInfo, inspect_expert
 from experts.bound_files import model_digest
 from experts.checks import check_fits
 from experts.finite import check_finite
-from experts.model_dir import ModelInfo, inspect_model
+from experts.model_dir import ModelInfo, inspect_model, refuse_other_tokens
 from experts.registry import Manifest, Registry, default_root
 from experts.weight_files import Hashes, weight_tensors
 from opd.config import PipelineConfig
@@ -28,7 +28,7 @@ from opd.evaluation.harness import check_tasks
 from opd.imports import TRANSFORMERS, import_lightly
 from opd.lora import ADAPTER_WEIGHTS, LoraSize
 from opd.named import is_place
-from opd.prompts import PromptTable
+from opd.prompts import PromptTable, encode
 from opd.sinks import refuse_missing
 from opd.types import Probe, Teacher, WeightedTeacher
 from pipelines.inputs.architectures import (
@@ -175,7 +175,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     refuse_untrainable(config, teaching.student)
     lora = size_of_lora(config, teaching.student)
     refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
-    tokenizer = load_tokenizer(config.student.model)
+    tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
     refuse_unread_variables(config, tokenizer)
     config = dated(config, tokenizer)
     sources = {d: prompts_of(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
@@ -240,26 +240,12 @@ def inspect_student(config: PipelineConfig, hash_weights: bool = True) -> ModelI
     return student
 
 
-def load_tokenizer(model_dir: Path) -> Any:
-    """The tokenizer of a model directory; no code from the directory is run, and no hub is asked. Raises: ModelError."""
-    if not model_dir.is_dir():
-        raise ModelError.at(
-            model_dir,
-            found="a file" if model_dir.is_file() else "no such directory",
-            wanted="the directory of a model, with its tokenizer",
-            fix="correct the path; where the model has moved, give its new place: --set student.model=DIR",
-        )
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelError.at(
-            model_dir,
-            found=f"no tokenizer that can be read: {str(error).splitlines()[0]}",
-            wanted="tokenizer.json, and the files beside it that the tokenizer was saved with",
-            fix="copy them from the original model",
-        ) from None
+def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
+    """The tokenizer of a model directory, as `opd.prompts.load_tokenizer` loads it. Raises: ModelError if its ids are not those of
+    tokenizer.json."""
+    tokenizer = encode.load_tokenizer(model_dir, add_special_tokens)
+    refuse_other_tokens(model_dir, tokenizer)
+    return tokenizer
 
 
 def _experts(config: PipelineConfig) -> dict[str, Expert]:

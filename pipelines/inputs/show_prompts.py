@@ -49,7 +49,7 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
             fix=did_you_mean(domain, config.domains, "choose one of them"),
         )
     refuse_wrong_prompts(config, domain)
-    tokenizer = load_tokenizer(config.student.model)
+    tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
     refuse_unread_variables(config, tokenizer)
     config = dated(config, tokenizer)
     for name in [domain] if domain else config.domains:

@@ -60,7 +60,7 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
     refuse_existing(root)
     recorded = read_manifest(origin.paths)
     before = validate(PipelineConfig, recorded["config"], origin.paths.manifest)
-    config = as_recorded(config, recorded["config"], origin.paths.manifest)
+    config = as_recorded(config, before)
     _refuse_other_shape(config, before, origin)
     inputs = read_inputs(config)
     refuse_too_large(config, inputs)

@@ -17,7 +17,7 @@ from experts.bound_files import CONFIG_FILES, STUDENT_FILES, file_hashes
 from experts.model_dir import ModelInfo
 from experts.registry import default_root
 from opd import __version__
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, as_begun
 from opd.config.domains import RegisteredExperts
 from opd.config.guard import GuardConfig, LocalJudge, guard_of
 from opd.config.prompts import PromptsConfig
@@ -69,7 +69,7 @@ def finish_inputs(paths: RunPaths) -> None:
 def own_pipeline(paths: RunPaths, recorded: Mapping[str, Any]) -> Path:
     """The file with the own pipeline of the run whose manifest is `recorded`."""
     ready = paths.next_pipeline
-    is_next = ready.exists() and yaml.safe_load(ready.read_text(encoding="utf-8")) == recorded["config"]
+    is_next = ready.exists() and as_begun(yaml.safe_load(ready.read_text(encoding="utf-8"))) == recorded["config"]
     return ready if is_next else paths.pipeline
 
 
@@ -78,7 +78,8 @@ def read_manifest(paths: RunPaths) -> dict[str, Any]:
     try:
         recorded: dict[str, Any] = json.loads(paths.manifest.read_text(encoding="utf-8"))
         number = recorded["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        recorded["config"] = as_begun(recorded["config"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunDirError.at(
             paths.manifest, found=f"{type(error).__name__}: {error}", wanted="the manifest of a run",
             fix="put it back, or start a new run",
@@ -141,6 +142,7 @@ def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
 def with_absolute_paths(config: PipelineConfig) -> dict[str, Any]:
     """The pipeline with absolute paths and every default that does not follow from a file."""
     data = config.model_dump()
+    data["student"]["add_special_tokens"] = config.student.puts_in_front
     if isinstance(config.experts, RegisteredExperts):
         data["registry"] = config.registry or default_root()
     tasks = config.evaluate.lm_eval.tasks

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from opd import checkpoints
-from opd.config import PipelineConfig, load_pipeline, rounds_of
+from opd.config import PipelineConfig, as_begun, load_pipeline, rounds_of
 from opd.config.pipeline import RoundConfig
 from opd.errors import RunDirError
 from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED
@@ -26,6 +26,7 @@ from opd.files import atomic_write_text, replace_dir, sweep
 from opd.metrics import steps_and_tokens
 from opd.report import build_report, read_run, write_report
 from opd.run_dir import EXAMS, RunPaths
+from opd.settings import validate
 from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
 from pipelines.evaluation.models import evaluate_models
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
@@ -97,7 +98,7 @@ def reopen(
         return merging.reopen(root, config, overrides, wanted)
     recorded = _read_plan(paths.rounds)
     config = config or load_pipeline(paths.pipeline, overrides)
-    config = as_recorded(config, recorded[0]["config"], paths.rounds)
+    config = as_recorded(config, validate(PipelineConfig, recorded[0]["config"], paths.rounds))
     configs = rounds_of(config)
     if len(configs) != len(recorded):
         raise RunDirError.at(
@@ -193,8 +194,7 @@ def _read_plan(file: Path) -> list[Facts]:
             wanted=f"format {FORMAT}",
             fix="resume with the release of opd-merge that began the run",
         )
-    plan: list[Facts] = rounds
-    return plan
+    return [{**facts, "config": as_begun(facts["config"])} for facts in rounds]
 
 
 def _num_finished(configs: Sequence[PipelineConfig], root: Path) -> int:

@@ -30,6 +30,7 @@ from opd.live.interfaces import Display
 from opd.metrics import MetricsFile
 from opd.report import build_report, write_report
 from opd.run_dir import RunPaths
+from opd.settings import validate
 from opd.sinks import open_sinks
 from pipelines.build import build, num_workers
 from pipelines.evaluation.lm_eval import lm_eval_merge
@@ -200,7 +201,7 @@ def extend(root: Path, longer: Longer, overrides: list[str] | None = None) -> Ru
 
 def _reopened(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConfig, wanted: str) -> Run:
     """The run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
-    config = as_recorded(config, recorded["config"], paths.manifest)
+    config = as_recorded(config, validate(PipelineConfig, recorded["config"], paths.manifest))
     inputs = read_inputs(config)
     refuse_too_large(config, inputs)
     crowded = refuse_crowded_gpus(config, inputs)

@@ -219,6 +219,9 @@ def other_tokenizer(b: Bench) -> None:
     file.write_text(sound)
     edit(file, added_tokens=[*added, {**added[0], "id": 75, "content": "<extra>"}])
     b.refused("expert `up`", "<extra>")
+    file.write_text(sound)
+    edit(b.root / "up" / "tokenizer_config.json", added_tokens_decoder={"75": {"content": "<tool>"}})
+    b.refused("up/tokenizer_config.json", "'<tool>', which tokenizer.json lacks", "save_pretrained")
 
 
 def permuted_ids(b: Bench) -> None:
@@ -1013,11 +1016,11 @@ class Case:
 
 
 CASES = (
-    Case(1, "Teacher's tokenizer differs: other bytes, other or more added tokens", "Refused. The id → token maps are compared, not their sizes; the message names tokens. Merges are not compared: prompts are tokenised once, by the student's tokenizer, and only ids travel.", other_tokenizer),
+    Case(1, "Teacher's tokenizer differs: other bytes, other or more added tokens", "Refused. The id → token maps are compared, not their sizes; the message names tokens. So is a tokenizer.json that lacks a token which another of the tokenizer's files names. Merges are not compared: prompts are tokenised once, by the student's tokenizer, and only ids travel.", other_tokenizer),
     Case(2, "Same vocabulary size, permuted ids", "Refused, with the first id that differs.", permuted_ids),
     Case(3, "Output heads padded to other sizes", "Allowed, without a warning: rows beyond the tokenizer's ids are cut off before the softmax, so the scores are those of the unpadded model. An `openai` server cannot cut and is refused.", padded_head),
     Case(4, "Student's vocabulary is shorter than the teacher's", "Refused; the missing tokens are listed.", short_student),
-    Case(5, "End, padding or begin token differs", "Another end token is refused with both ids. Padding and begin tokens may differ: what is padded is masked, and nothing is put in front; the end token is only ever what the student sampled.", other_special_tokens),
+    Case(5, "End, padding or begin token differs", "Another end token is refused with both ids. Padding and begin tokens may differ: what is padded is masked, and prompts begin as the student's tokenizer has it; the end token is only ever what the student sampled.", other_special_tokens),
     Case(6, "Student without a chat template", "Refused if a prompt is chat messages, with that prompt's id; text needs no template.", no_chat_template),
     Case(7, "Teacher was trained with another chat template", "Warning; `opd check` shows the difference. The ids that the student wrote are scored in any case.", other_chat_template),
     Case(8, "Expert named twice; two names for the same weights", "A name that comes twice is refused, in a pipeline and in the registry. Equal weights are a warning in both.", same_name_or_weights),

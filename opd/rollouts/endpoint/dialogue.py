@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
-from opd.prompts.encode import encode_text
+from opd.prompts.encode import encode_prompt, encode_text
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import ChatAppender, call_id, harmless, special_texts, without_tool_role
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
@@ -96,15 +96,18 @@ class PlainMessages:
         self._special = special_texts(tokenizer)
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        return self._encoded(messages, encode_prompt)
+
+    def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        return self._encoded(messages, encode_text)
+
+    def _encoded(self, messages: Sequence[Message], encode: Callable[[TurnTokenizer, str], Sequence[int]]) -> list[int]:
         calls = ((f"{call.name} {json.dumps(call.arguments, default=dict)}" for call in m.calls) for m in messages)
         texts = "".join(m.text + "".join(made) for m, made in zip(messages, calls, strict=True))
         try:
-            return encode_text(self._tokenizer, harmless(texts, self._special)) if texts else []
+            return list(encode(self._tokenizer, harmless(texts, self._special))) if texts else []
         except (ValueError, TypeError) as error:  # a lone surrogate is no text
             raise Unreadable(str(error)) from None
-
-    def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        return self.whole(messages, tools)
 
     def text(self, turn: Sequence[int]) -> str:
         return self._tokenizer.decode(turn, skip_special_tokens=True)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from opd.environments.records import Tool, ToolCall
 from opd.prompts.conversation import Messages
-from opd.prompts.encode import encode_text
+from opd.prompts.encode import encode_prompt, encode_text
 from opd.rollouts.episodes.chat import ChatAppender, harmless, special_texts
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import checked_calls, plain_calls
@@ -59,7 +59,7 @@ class PlainDialogue:
         assert isinstance(prompt, str)
         if not isinstance(observation, str):
             raise BadObservation("messages after a prompt that is text")
-        return encode_text(self._tokenizer, prompt + self._safe(observation, note))
+        return list(encode_prompt(self._tokenizer, prompt + self._safe(observation, note)))
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -380,11 +380,74 @@ BAD: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         change("tokenizer_config.json", eos_token="</s>"),
         ["tokenizer_config.json: eos_token", "'</s>'"],
     ),
+    "an added token of tokenizer_config.json": (
+        change("tokenizer_config.json", added_tokens_decoder={"76": {"content": "<tool>", "special": True}}),
+        ["tokenizer_config.json: added_tokens_decoder", "'<tool>', which tokenizer.json lacks", "save_pretrained(dir)"],
+    ),
+    "an added token at another token's id": (
+        change(
+            "tokenizer_config.json", added_tokens_decoder={"10": {"content": "<tool>"}, "11": {"content": "<think>"}}
+        ),
+        ["tokenizer_config.json: added_tokens_decoder", "'<tool>' and 1 more, which tokenizer.json lacks"],
+    ),
+    "a token of added_tokens.json": (
+        overwrite("added_tokens.json", '{"<tool>": 76}'),
+        ["added_tokens.json: <tool>", "'<tool>', which tokenizer.json lacks"],
+    ),
+    "a token of special_tokens_map.json": (
+        overwrite("special_tokens_map.json", '{"additional_special_tokens": [{"content": "<tool>"}]}'),
+        ["special_tokens_map.json: additional_special_tokens", "'<tool>', which tokenizer.json lacks"],
+    ),
+    "a special token without a role": (
+        change("tokenizer_config.json", extra_special_tokens=["<eos>", "<tool>"]),
+        ["tokenizer_config.json: extra_special_tokens", "'<tool>', which tokenizer.json lacks"],
+    ),
+    "a special token of a family's own": (
+        change("tokenizer_config.json", image_token="<image>"),
+        ["tokenizer_config.json: image_token", "'<image>', which tokenizer.json lacks"],
+    ),
     "more tokens than rows": (
         change("tokenizer.json", added_tokens=[{"id": 76, "content": "<extra>"}]),
         ["tokenizer.json", "'<extra>' with id 76", "below 76"],
     ),
 }
+
+
+ELSEWHERE: dict[str, Callable[[Path], object]] = {
+    "added_tokens_decoder": change("tokenizer_config.json", added_tokens_decoder={"90": {"content": "<tool>"}}),
+    "added_tokens.json": overwrite("added_tokens.json", '{"<tool>": 76}'),
+    "special_tokens_map.json": overwrite("special_tokens_map.json", '{"mask_token": "<tool>"}'),
+    "extra_special_tokens": change("tokenizer_config.json", extra_special_tokens={"tool_token": "<tool>"}),
+}
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_a_tokenizer_that_was_saved_again_has_the_tokens_that_transformers_found(where: str, model: Path) -> None:
+    """The advice of the refusal works, and what is read then is what transformers reads."""
+    from transformers import AutoTokenizer
+
+    ELSEWHERE[where](model)
+    with pytest.raises(ModelError, match=r"which tokenizer\.json lacks"):
+        inspect_model(model)
+    AutoTokenizer.from_pretrained(model).save_pretrained(model)
+    with pytest.raises(ModelError, match="'<tool>' with id 76\n  wanted: ids below 76, the rows of the embedding"):
+        inspect_model(model)
+    vocab = AutoTokenizer.from_pretrained(model).get_vocab()
+    assert vocab["<tool>"] == 76 and token_map(model) == {i: token for token, i in vocab.items()}
+
+
+def test_older_files_are_read_as_transformers_reads_them(model: Path) -> None:
+    """They come before tokenizer_config.json, unless that lists the added tokens."""
+    from transformers import AutoTokenizer
+
+    (model / "special_tokens_map.json").write_text('{"eos_token": "<unk>", "pad_token": {"content": "<bos>"}}')
+    info, tokenizer = inspect_model(model), AutoTokenizer.from_pretrained(model)
+    assert (info.eos_token_ids[-1], tokenizer.eos_token_id, tokenizer.pad_token_id) == (3, 3, 1)
+    listed = {"0": {"content": "<pad>", "special": True}}
+    edit(model / "tokenizer_config.json", added_tokens_decoder=listed)
+    (model / "added_tokens.json").write_text('{"<tool>": 76}')
+    info, tokenizer = inspect_model(model), AutoTokenizer.from_pretrained(model)
+    assert (info.eos_token_ids, tokenizer.eos_token_id, len(tokenizer)) == ((2,), 2, 76)
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -262,7 +262,7 @@ def test_an_expert_that_an_older_release_registered_is_judged_by_what_it_recorde
         ("generation_config.json", {"eos_token_id": [2, 3]}, "eos_token_ids"),
         (
             "tokenizer.json",
-            {"added_tokens": [{"id": 2, "content": "<end>"}, {"id": 3, "content": "<eos>"}]},
+            {"added_tokens": [{"id": 2, "content": "<unk>"}, {"id": 3, "content": "<eos>"}]},
             "vocab_hash",
         ),
         ("config.json", {"max_position_embeddings": 64}, "context"),

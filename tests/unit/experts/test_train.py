@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from experts import sft
 from experts.model_dir import inspect_model
 from experts.registry import Registry
 from experts.sft import collate, encode_line, encode_lines, fine_tune
@@ -22,6 +24,7 @@ from opd.errors import ConfigError, ModelError, OpdError, PromptError, RegistryE
 from opd.prompts import PromptLine
 from opd.prompts.line import read_row
 from opd.settings import validate
+from tests.conftest import put_in_front
 
 SHAPE = {"tokenizer": "letters", "hidden_size": 32, "layers": 1, "heads": 1, "intermediate_size": 64}
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 64}
@@ -271,6 +274,43 @@ def test_a_given_base_can_learn_a_few_texts_first(raw: dict[str, Any], data: dic
     assert len(record["data"]) == 1
     _, again = run(raw)
     assert again[0] == "base: finished before, kept"
+
+
+@pytest.fixture
+def beginning(raw: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The spec with a given base whose tokenizer puts a begin token in front."""
+    run(raw | {"output_dir": str(tmp_path / "first"), "registry": None, "train": TRAIN | {"max_steps": 1}})
+    put_in_front(build_tokenizer()).save_pretrained(tmp_path / "first" / "base")
+    return raw | {"base": {"model": str(tmp_path / "first" / "base")}, "train": TRAIN | {"max_steps": 2}}
+
+
+@pytest.mark.parametrize("add", [True, False])
+def test_plain_rows_begin_as_the_tokenizer_has_it_unless_the_spec_says_otherwise(
+    add: bool, beginning: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+    monkeypatch.setattr(
+        sft, "fine_tune", lambda model, examples, *_, **__: seen.extend(e["input_ids"] for e in examples)
+    )
+    (directory, _), _ = run(beginning | {"add_special_tokens": add})
+    assert {ids[0] == 1 for ids in seen} == {add}
+    assert json.loads((directory / "training.json").read_text()).get("ids_in_front") == ([1] if add else None)
+    saved = AutoTokenizer.from_pretrained(directory)
+    assert saved("ab")["input_ids"][0] == 1, "the expert's tokenizer is its base's"
+
+
+def test_experts_of_one_spec_do_not_begin_differently(beginning: dict[str, Any]) -> None:
+    """An earlier release put no begin token in front, and recorded nothing of it."""
+    directories, _ = run(beginning)
+    record = directories[0] / "training.json"
+    record.write_text(json.dumps({k: v for k, v in json.loads(record.read_text()).items() if k != "ids_in_front"}))
+    run(beginning)  # all is finished
+    shutil.rmtree(directories[1])
+    with pytest.raises(ConfigError, match=r"training.json: ids_in_front\n  found:  \[\] .*`mask`") as refusal:
+        run(beginning)
+    assert "add_special_tokens: false" in str(refusal.value)
+    _, lines = run(beginning | {"add_special_tokens": False})
+    assert "mask: finished before, kept" in lines and losses(lines, "shift")
 
 
 @pytest.mark.parametrize(

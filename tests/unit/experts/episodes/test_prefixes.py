@@ -15,6 +15,7 @@ from opd.environments import ENVIRONMENTS, find
 from opd.errors import PromptError
 from opd.prompts import load_prompts
 from tests.chatml import CHATML, bpe_tokenizer, chat_tokenizer
+from tests.conftest import put_in_front
 from tests.spoken import spoken
 
 GAMES = ["maze", "hanoi", "mastermind", "number", "sorting", "lights", "calculator"]
@@ -26,10 +27,14 @@ def episodes(path: Path, name: str, form: str, count: int = 6) -> list[dict[str,
     return rows
 
 
-@pytest.mark.parametrize("form", ["characters", "chat"])
+@pytest.mark.parametrize(("form", "begin"), [("characters", ""), ("characters", "<bos>"), ("chat", "")])
 @pytest.mark.parametrize("name", GAMES)
-def test_a_prompt_has_the_tokens_that_a_rollout_has_before_the_turn(name: str, form: str, tmp_path: Path) -> None:
+def test_a_prompt_has_the_tokens_that_a_rollout_has_before_the_turn(
+    name: str, form: str, begin: str, tmp_path: Path
+) -> None:
     tokenizer = build_tokenizer() if form == "characters" else chat_tokenizer(CHATML)
+    if begin:
+        put_in_front(tokenizer, begin)
     rows = episodes(tmp_path / "episodes.jsonl", name, form)
     found = read_prefixes(tmp_path / "episodes.jsonl", tokenizer)
     output = tmp_path / "prefixes.jsonl"
@@ -44,6 +49,7 @@ def test_a_prompt_has_the_tokens_that_a_rollout_has_before_the_turn(name: str, f
             if span.origin == "policy":
                 prompt = prompts.pop(0)
                 assert prompt.token_ids == tuple(whole[:at])
+                assert tokenizer.decode(prompt.token_ids).startswith(begin)
                 assert prompt.metadata == {**row["metadata"], "turn": turn}
                 assert prompt.answer == (said[turn]["content"] if said[turn]["weight"] else "")
                 turn += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import pytest
 from opd.guard.judge import CachedJudge, EndpointJudge, LogProbJudge
 from opd.guard.records import JudgeFailed, Opinion, Question
 from opd.guard.scorer import ModelScorer
+from tests.conftest import put_in_front
 from tests.listener import Listener
 
 QUESTION = Question(
@@ -263,6 +265,17 @@ def test_a_model_of_ones_own_says_how_likely_both_verdicts_are(tiny_model_dir: P
         logp = lm.float()(torch.tensor([asked + said])).logits[0].log_softmax(-1).detach()
         wanted = sum(float(logp[len(asked) + i - 1, token]) for i, token in enumerate(said))
         assert logprob == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_model_without_a_template_reads_the_question_after_its_begin_token(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    (model / "chat_template.jinja").unlink()
+    put_in_front(AutoTokenizer.from_pretrained(model)).save_pretrained(model)
+    assert ModelScorer(model)._tokens("a<bos>") == AutoTokenizer.from_pretrained(model)("a< bos>")["input_ids"]
 
 
 def test_a_call_cannot_forge_the_end_of_the_question(tiny_model_dir: Path) -> None:

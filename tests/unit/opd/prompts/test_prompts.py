@@ -12,10 +12,20 @@ from typing import Any
 import pytest
 
 from opd.config.prompts import PromptsConfig
-from opd.errors import PromptError
-from opd.prompts import MixedPrompts, encode_prompt, load_prompts, open_rows, read_prompt_lines, split_samples
+from opd.errors import ConfigError, PromptError
+from opd.prompts import (
+    MixedPrompts,
+    encode_prompt,
+    load_prompts,
+    load_tokenizer,
+    open_rows,
+    read_prompt_lines,
+    split_samples,
+)
+from opd.prompts.encode import encode_text, ids_in_front, put_nothing_in_front
 from opd.prompts.line import as_chat, read_row
 from opd.types import Prompt
+from tests.conftest import build_tokenizer, put_in_front
 
 
 def write(tmp_path: Path, content: str | bytes) -> Path:
@@ -119,6 +129,53 @@ def test_prompts_are_tokenised_as_written(tiny_tokenizer: Any, tmp_path: Path) -
     # The tests' chat template writes the contents and then `=`.
     assert text.token_ids == chat.token_ids == tuple(tiny_tokenizer.convert_tokens_to_ids(list("rev ab=")))
     assert encode_prompt(tiny_tokenizer, "") == ()
+
+
+# What the tokenizer puts in front
+
+
+def letters_of(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.convert_tokens_to_ids(list(text)))
+
+
+@pytest.mark.parametrize("behind", ["", "<eos>"])
+def test_plain_text_begins_as_the_tokenizer_has_it(behind: str, tmp_path: Path) -> None:
+    """An end token behind the text is left out: the student writes on there."""
+    tokenizer = put_in_front(build_tokenizer(), behind=behind)
+    want = (1, *letters_of(tokenizer, "ab="))
+    if not behind:
+        assert want == tuple(tokenizer("ab=")["input_ids"]), "as transformers has it"
+    path = write(tmp_path, '{"prompt": "ab="}\n{"prompt": "<bos>ab="}\n{"prompt": "<bos>"}\n{"prompt": ""}\n')
+    assert [prompt.token_ids for prompt in load_prompts(path, "d", tokenizer)] == [want, want, (), ()]
+    assert encode_prompt(tokenizer, "ab=") == encode_prompt(tokenizer, "<bos>ab=") == want
+    assert encode_text(tokenizer, "ab=") == list(want[1:]), "what goes on has no begin"
+
+
+@pytest.mark.parametrize("begin", ["", "{{ bos_token }}"])
+def test_a_chat_has_the_begin_that_its_template_writes(begin: str, tmp_path: Path) -> None:
+    tokenizer = put_in_front(build_tokenizer())
+    tokenizer.chat_template = begin + tokenizer.chat_template
+    messages = [{"role": "user", "content": "ab"}]
+    want = (*([1] if begin else []), *letters_of(tokenizer, "ab="))
+    (prompt,) = load_prompts(write(tmp_path, json.dumps({"prompt": messages})), "d", tokenizer)
+    assert prompt.token_ids == encode_prompt(tokenizer, messages) == want
+    assert list(want) == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+
+def test_a_tokenizer_can_be_told_to_put_nothing_in_front(tmp_path: Path) -> None:
+    put_in_front(build_tokenizer()).save_pretrained(tmp_path)
+    first, second = load_tokenizer(tmp_path), load_tokenizer(tmp_path, add_special_tokens=False)
+    assert (ids_in_front(first), ids_in_front(second)) == ([1], [])
+    path = write(tmp_path, '{"prompt": "ab="}\n')
+    found = [next(iter(load_prompts(path, "d", tokenizer))).token_ids for tokenizer in (first, second, first)]
+    assert found == [(1, *letters_of(first, "ab=")), letters_of(first, "ab="), found[0]], "one cache for both"
+
+
+def test_a_tokenizer_written_in_python_cannot_be_told_so(tmp_path: Path) -> None:
+    from transformers import CanineTokenizer
+
+    with pytest.raises(ConfigError, match="add_special_tokens\n  found:  false, and a CanineTokenizer"):
+        put_nothing_in_front(CanineTokenizer())
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('roles must alternate') }}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cli import app
 from opd.errors import ConfigError, ModelError, PromptError
 from pipelines.after.chat import Chat, ChatOptions, talk
 from pipelines.after.models import find_model
+from tests.conftest import put_in_front
 
 NEW = 6
 
@@ -35,7 +37,7 @@ def test_an_architecture_that_writes_no_text_is_refused(kind: str, make_model_di
 def greedy(path: Path, text: str) -> str:
     """The reference: transformers' own greedy continuation of a text."""
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
@@ -51,6 +53,14 @@ def test_a_dialogue_goes_through_the_template_and_a_plain_line_does_not(tiny_mod
     assert talker.answer("cd", shown.append) == greedy(tiny_model_dir, "cd=")
     plain = chat(tiny_model_dir, plain=True)
     assert [plain.answer("ab", shown.append) for _ in range(2)] == [greedy(tiny_model_dir, "ab")] * 2
+
+
+def test_a_plain_line_begins_as_the_tokenizer_has_it(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    put_in_front(AutoTokenizer.from_pretrained(model)).save_pretrained(model)
+    shown = chat(model, plain=True).answer("ab", lambda text: None)
+    assert shown == greedy(model, "ab") != greedy(tiny_model_dir, "ab")
+    assert chat(model).answer("ab", lambda text: None) == greedy(tiny_model_dir, "ab="), "its template writes none"
 
 
 def test_the_oldest_turns_are_forgotten_when_the_context_is_full(tiny_model_dir: Path) -> None:

@@ -72,7 +72,9 @@ class FakeRuns:
     def start(self, config: PipelineConfig, root: Path) -> None:
         self.merges.append(f"start {root.name} seed {config.seed}")
         (root / "evaluation").mkdir(parents=True)
-        (root / "pipeline.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+        recorded = config.model_dump(mode="json")
+        recorded["student"]["add_special_tokens"] = config.student.puts_in_front  # as a run records it
+        (root / "pipeline.yaml").write_text(json.dumps(recorded))
         (root / "metrics.jsonl").write_text('{"step": 1, "response_tokens": 100}\n')
         Evaluation(model="before", scores=scores(reverse=0.1, upper=0.5)).save(root / "evaluation" / "before.json")
         Evaluation(model="expert", scores=scores(reverse=0.9, upper=0.5)).save(root / "evaluation" / "expert.json")
@@ -234,6 +236,19 @@ def test_a_setting_that_decides_a_number_is_not_changed_half_way(
         world.data[section] = change
     with pytest.raises(RunDirError, match=rf"seed-0\n  found:  a merge with other settings: {section}\n"):
         compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+
+
+def test_seeds_go_on_with_the_beginning_that_the_first_one_has(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
+    """A comparison that an earlier release began has no begin token in front of its prompts."""
+    config = load_pipeline(world.write())
+    compare(config, tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+    file = tmp_path / "compared" / "seed-0" / "pipeline.yaml"
+    recorded = json.loads(file.read_text())
+    del recorded["student"]["add_special_tokens"]
+    file.write_text(json.dumps(recorded))
+    compare(config, tmp_path / "compared", [0, 1], ["opd"], [1.0], lambda line: None)
+    begun = load_pipeline(tmp_path / "compared" / "seed-1" / "pipeline.yaml")
+    assert runs.merges[1:] == ["start seed-1 seed 1"] and begun.student.add_special_tokens is False
 
 
 def test_a_task_file_of_the_harness_is_the_same_by_another_path(world: Any, runs: FakeRuns, tmp_path: Path) -> None:

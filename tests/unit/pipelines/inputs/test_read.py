@@ -77,6 +77,16 @@ def test_exams_of_the_named_domains_only(world: Any) -> None:
     assert list(load_exams(pipeline, load_tokenizer(pipeline.student.model), ["upper"])) == ["upper"]
 
 
+def test_a_tokenizer_whose_class_adds_tokens_is_refused(world: Any) -> None:
+    """transformers' class for Gemma has a mask token whether or not tokenizer.json has it."""
+    edit(world.root / "base" / "tokenizer_config.json", tokenizer_class="GemmaTokenizer")
+    wanted = (
+        r"tokenizer\.json\n  found:  GemmaTokenizer of transformers .* '<mask>' as id 76, which here does not exist"
+    )
+    with pytest.raises(ModelError, match=wanted):
+        read_inputs(config(world))
+
+
 # Experts from the registry
 
 

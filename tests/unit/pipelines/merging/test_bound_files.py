@@ -1,4 +1,4 @@
-"""What a run is bound to beside weights and prompts: each file that changes a token or a number, and the day of the prompts."""
+"""What a run is bound to beside weights and prompts: each file that changes a token or a number, and day and begin of the prompts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import yaml
 from typer.testing import CliRunner
 
 import cli
-from opd.config import load_pipeline
+from opd.config import load_pipeline, load_run_pipeline
 from opd.errors import RunDirError, RunError
 from pipelines.inputs import template_date
 from pipelines.inputs.read import read_inputs
 from pipelines.merging import rounds
 from pipelines.merging import run as merging
+from pipelines.specs import rollout_spec
+from tests.conftest import build_tokenizer, put_in_front
 
 STUDENT_FILES = [
     "config.json",
@@ -254,3 +256,95 @@ def test_the_day_may_be_said(world: Any, calendar: type[Calendar]) -> None:
     world.data["student"]["template_date"] = "yesterday"
     result = CliRunner().invoke(cli.app, ["merge", str(world.write())])
     assert result.exit_code == 2 and "student.template_date" in result.stderr
+
+
+# What stands in front of plain prompts
+
+
+@pytest.fixture
+def beginning(world: Any) -> Any:
+    """The world with a tokenizer that puts a begin token in front."""
+    for name in ("base", "rev", "up"):
+        put_in_front(build_tokenizer()).save_pretrained(world.root / name)
+    return world
+
+
+def as_an_older_release_wrote_it(root: Path) -> None:
+    """Take the keys that it did not have out of all files of a run."""
+    for file in root.rglob("pipeline.yaml"):
+        data = yaml.safe_load(file.read_text())
+        del data["student"]["add_special_tokens"], data["student"]["chat_template_kwargs"]
+        file.write_text(yaml.safe_dump(data))
+    for file in (*root.rglob("manifest.json"), *root.glob("rounds.json")):
+        data = json.loads(file.read_text())
+        for one in data.get("rounds", [data]):
+            del one["config"]["student"]["add_special_tokens"], one["config"]["student"]["chat_template_kwargs"]
+        file.write_text(json.dumps(data))
+
+
+@pytest.mark.usefixtures("stopped")
+def test_a_new_run_begins_prompts_as_the_tokenizer_does_and_says_so(beginning: Any) -> None:
+    root = begin(beginning)
+    assert yaml.safe_load((root / "pipeline.yaml").read_text())["student"]["add_special_tokens"] is True
+    found = read_inputs(load_run_pipeline(root / "pipeline.yaml"))
+    assert {ids[:1] for ids in tokens(found)} == {(1,)}
+    assert found.tokenizer.decode(found.prompts["upper"][0].token_ids) == "<bos>upp aaa="
+
+
+@pytest.mark.usefixtures("stopped")
+def test_an_older_run_goes_on_without_a_begin_token(beginning: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = begin(beginning)
+    as_an_older_release_wrote_it(root)
+    runs: list[Any] = []
+    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, notices, _: runs.append((run, notices)) or {})
+    merging.resume(root)
+    merging.resume(root, load_pipeline(beginning.write()))  # a file that does not say it
+    for run, notices in runs:
+        assert {ids[:1] for ids in tokens(run.inputs)} == {(24,), (21,)} and notices == [], "as that release read them"
+        assert not rollout_spec(run.config, Path("m"), 76, [2]).engine.add_special_tokens, "nor do episodes"
+    with pytest.raises(RunDirError, match=r"student.add_special_tokens +False +True"):
+        merging.resume(root, overrides=["student.add_special_tokens=true"])
+    evaluated = load_run_pipeline(root / "pipeline.yaml", ["evaluate.samples=1"])
+    assert not evaluated.student.puts_in_front, "nor does `opd evaluate` of the run"
+
+
+@pytest.mark.usefixtures("stopped")
+def test_older_rounds_go_on_without_a_begin_token(beginning: Any) -> None:
+    beginning.data["rounds"] = 2
+    root = begin(beginning)
+    as_an_older_release_wrote_it(root)
+    for config in (None, load_pipeline(beginning.write())):
+        work = rounds.reopen(root, config, None, "latest", print)
+        assert isinstance(work, rounds.Rounds)
+        assert [one.student.add_special_tokens for one in work.configs] == [False, False]
+        with pytest.raises(RunError, match="it would start now"):
+            work.carry_out()
+        begun = yaml.safe_load((root / "round-1" / "pipeline.yaml").read_text())
+        assert begun["student"].get("add_special_tokens", False) is False
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("prompts", ["upper.jsonl", {"path": "upper.jsonl", "columns": {"answer": "solution"}}], ids=str)
+def test_an_older_run_goes_on_without_columns_that_it_passed_over(
+    prompts: Any, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    row = {"prompt": [{"role": "user", "content": "upp abc"}], "system": "be brief", "tools": [tool], "solution": "x"}
+    (world.root / "upper.jsonl").write_text(json.dumps(row) + "\n")
+    world.data["domains"]["upper"]["prompts"] = prompts
+    root = begin(world)
+    assert read_inputs(load_run_pipeline(root / "pipeline.yaml")).prompts["upper"][0].text[0]["role"] == "system"
+    as_an_older_release_wrote_it(root)
+    runs: list[Any] = []
+    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, notices, _: runs.append((run, notices)) or {})
+    merging.resume(root)
+    merging.resume(root, load_pipeline(world.write()))
+    for run, notices in runs:
+        assert run.inputs.prompts["upper"][0].text == row["prompt"] and notices == []
+        assert any("columns that are not read: system, tools" in told for told in run.inputs.warnings)
+
+
+def test_a_pipeline_may_say_otherwise(beginning: Any) -> None:
+    beginning.data["student"]["add_special_tokens"] = False
+    found = read_inputs(load_pipeline(beginning.write()))
+    assert found.tokenizer.decode(found.prompts["upper"][0].token_ids) == "upp aaa="
