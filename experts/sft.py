@@ -66,9 +66,13 @@ def encode_line(
 
 
 def encode_lines(
-    tokenizer: PreTrainedTokenizerBase, lines: Sequence[TrainingRow], max_length: int, ends: Sequence[int] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    lines: Sequence[TrainingRow],
+    max_length: int,
+    ends: Sequence[int] = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> list[Example]:
-    """Every line that fits in `max_length` tokens; `ends` as for `encode_line`. Raises: PromptError if none does; ModelError if the
+    """Every line that fits in `max_length` tokens; `ends` and `variables` as for `encode_line`. Raises: PromptError if none does; ModelError if the
     chat template cannot append the turns of an episode, or there is no end token to learn."""
     if tokenizer.eos_token_id is None:
         raise ModelError.at(
@@ -77,11 +81,11 @@ def encode_lines(
             wanted="the token that ends a response: every row is trained to end with it",
             fix="name it in the base's tokenizer_config.json",
         )
-    encoder = EpisodeEncoder(tokenizer, ends=ends)
+    encoder = EpisodeEncoder(tokenizer, ends=ends, variables=variables)
 
     def encoded(line: TrainingRow) -> Example:
         if isinstance(line, PromptLine):
-            return encode_line(tokenizer, line, ends)
+            return encode_line(tokenizer, line, ends, variables)
         ids, learned = encoder.encode(line)
         return {"input_ids": ids, "labels": [i if learn else IGNORED for i, learn in zip(ids, learned, strict=True)]}
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
+from opd.config.prompts import ChatTemplateKwargs
 from opd.config.strict import NUMPY_SEEDS, Name, Strict, UserPath
 from opd.settings import apply_overrides, load_yaml, no_such_yaml, validate
 
@@ -121,6 +122,9 @@ class FromBase(Strict):
     add_special_tokens: bool = True
     """Put in front of a prompt of plain text what the base's tokenizer puts there, such as a begin token; a chat template writes its
     own. Pipelines have the key `student.add_special_tokens`, which should say the same."""
+    chat_template_kwargs: ChatTemplateKwargs = Field(default_factory=dict)
+    """Variables for the base's chat template, such as `{enable_thinking: false}`, unless a row has its own. Pipelines have the key
+    `student.chat_template_kwargs`, which should say the same."""
     registry: UserPath | None = None
     """Registry to which each finished expert is added; without it no expert is registered."""
 

@@ -107,6 +107,7 @@ def base_of(spec: FromBase) -> TrainingJob:
         return TrainingJob(name=BASE, directory=spec.base.given, lines=(), train=None, record=origin, given=True)
     lines, hashes = _read(spec.base.data)
     how = spec.base.model_dump(mode="json", include={"from_scratch", "train"})
+    how |= {"chat_template_kwargs": spec.chat_template_kwargs} if spec.chat_template_kwargs else {}
     record = {**origin, "seed": spec.seed, "data": hashes, **how}
     return TrainingJob(name=BASE, directory=spec.base_dir, lines=lines, train=spec.base.train, record=record)
 
@@ -124,6 +125,8 @@ def _expert_jobs(spec: ExpertsSpec, base: TrainingRecord) -> list[TrainingJob]:
         }
         if spec.method == "lora":
             record["lora"] = spec.lora.model_dump(mode="json")
+        if spec.chat_template_kwargs:
+            record["chat_template_kwargs"] = spec.chat_template_kwargs
         jobs.append(
             TrainingJob(name=name, directory=spec.output_dir / name, lines=lines, train=expert.train, record=record)
         )
@@ -187,7 +190,7 @@ def _check_rows(spec: ExpertsSpec, jobs: Sequence[TrainingJob]) -> None:
         _refuse_other_beginnings(jobs, ids_in_front(tokenizer))
         for name, lines, train in todo:
             try:
-                encode_lines(tokenizer, lines, train.max_length, ends)
+                encode_lines(tokenizer, lines, train.max_length, ends, spec.chat_template_kwargs)
             except (PromptError, ModelError) as error:
                 raise type(error)(f"{name}: {error}") from None
 
@@ -241,7 +244,7 @@ def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
     if job.train:
         reader, _ = _reader_of(spec)
         front = ids_in_front(reader)
-        _fit(model, reader, job, job.train, spec.training_seed, progress)
+        _fit(spec, model, reader, job, job.train, progress)
     _save(model.to(stored), tokenizer, job, front)
 
 
@@ -291,7 +294,7 @@ def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Prog
     if spec.method == "lora":
         model = _fit_adapter(spec, model, reader, job, progress)
     else:
-        _fit(model, reader, job, job.train, spec.training_seed, progress)
+        _fit(spec, model, reader, job, job.train, progress)
     _save(model.to(stored), tokenizer, job, ids_in_front(reader))
 
 
@@ -301,22 +304,22 @@ def _fit_adapter(
     """Train LoRA adapters on `model`; returns it with the adapters merged into its weights."""
     assert job.train is not None
     whole = adapted(model, spec.lora)
-    _fit(whole, tokenizer, job, job.train, spec.training_seed, progress)
+    _fit(spec, whole, tokenizer, job, job.train, progress)
     merged: PreTrainedModel = whole.merge_and_unload()
     return merged
 
 
 def _fit(
+    spec: FromBase,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     job: TrainingJob,
     train: TrainSettings,
-    seed: int,
     progress: Progress,
 ) -> None:
     from experts.sft import encode_lines, fine_tune
 
-    examples = encode_lines(tokenizer, job.lines, train.max_length, _ends(model))
+    examples = encode_lines(tokenizer, job.lines, train.max_length, _ends(model), spec.chat_template_kwargs)
     if len(examples) < len(job.lines):
         progress(
             f"{job.name}: left out {len(job.lines) - len(examples)} of {len(job.lines)} rows, longer than max_length {train.max_length}"
@@ -326,7 +329,7 @@ def _fit(
     def report(step: int, loss: float) -> None:
         progress(f"{job.name}: step {step}/{train.max_steps}  loss {loss:.3f}  {time.monotonic() - start:.0f} s")
 
-    fine_tune(model, examples, train, seed=seed, scratch=staging(job), report=report)
+    fine_tune(model, examples, train, seed=spec.training_seed, scratch=staging(job), report=report)
 
 
 def _ends(model: Any) -> list[int]:

@@ -46,7 +46,11 @@ def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
     return {
         "name": f"{name}-{spec.method}",
         "seed": spec.seed,
-        "student": {"model": spec.base_dir, **({} if spec.add_special_tokens else {"add_special_tokens": False})},
+        "student": {
+            "model": spec.base_dir,
+            **({} if spec.add_special_tokens else {"add_special_tokens": False}),
+            **({"chat_template_kwargs": spec.chat_template_kwargs} if spec.chat_template_kwargs else {}),
+        },
         "domains": {expert.domain: _domain(expert, guarded)},
         **({"guard": spec.guard} if guarded else {}),
         **(_beside_base(spec.base_dir, expert.domain, reward, kl) if kl else _reward_alone(reward)),

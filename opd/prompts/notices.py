@@ -57,5 +57,6 @@ def _is_lost(trait: int, line: PromptLine, tokenizer: Any, day: date | None, var
     text = render_prompt(tokenizer, line.prompt, day, **variables)
     if trait == TOOLS:
         return not any(tool["function"]["name"] in text for tool in line.tools)
+    assert not isinstance(line.prompt, str), "a text has no traits"
     told = [message["content"].strip() for message in line.prompt if message["role"] in SYSTEM_ROLES]
     return not all(part in text for part in told)

@@ -49,7 +49,7 @@ class Chat:
                 wanted="a chat template, which has a place for it",
                 fix="leave it out, or write the text at the beginning of your lines",
             )
-        self._variables = found.config.student.chat_template_kwargs if found.config else {}
+        self._variables: dict[str, Any] = found.config.student.chat_template_kwargs if found.config else {}
         self._options, self._context = options, found.info.context
         self._model = _load(found, options)
         self._turns: list[dict[str, str]] = []

@@ -78,7 +78,8 @@ def read_manifest(paths: RunPaths) -> dict[str, Any]:
     try:
         recorded: dict[str, Any] = json.loads(paths.manifest.read_text(encoding="utf-8"))
         number = recorded["format"]
-        recorded["config"] = as_begun(recorded["config"])
+        if number in (MANIFEST_FORMAT, *OLDER_FORMATS):
+            recorded["config"] = as_begun(recorded["config"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunDirError.at(
             paths.manifest, found=f"{type(error).__name__}: {error}", wanted="the manifest of a run",

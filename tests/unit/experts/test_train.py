@@ -197,6 +197,8 @@ def test_an_expert_learns_after_the_tools_and_variables_of_its_row():
     assert tokenizer.decode(encode_line(tokenizer, read_row(row), (), given)["input_ids"]) == "add rev ab=ba<eos>"
     del row["chat_template_kwargs"]
     assert tokenizer.decode(encode_line(tokenizer, read_row(row), (), given)["input_ids"]) == "add REV AB=BA<eos>"
+    (example,) = encode_lines(tokenizer, [read_row(row)], 32, (), given)
+    assert tokenizer.decode(example["input_ids"]) == "add REV AB=BA<eos>"
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused():

@@ -324,7 +324,9 @@ def test_older_rounds_go_on_without_a_begin_token(beginning: Any) -> None:
 
 
 @pytest.mark.usefixtures("stopped")
-@pytest.mark.parametrize("prompts", ["upper.jsonl", {"path": "upper.jsonl", "columns": {"answer": "solution"}}], ids=str)
+@pytest.mark.parametrize(
+    "prompts", ["upper.jsonl", {"path": "upper.jsonl", "columns": {"answer": "solution"}}], ids=str
+)
 def test_an_older_run_goes_on_without_columns_that_it_passed_over(
     prompts: Any, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
