@@ -77,7 +77,9 @@ class PromptLine(BaseModel):
     @classmethod
     def from_json(cls, line: bytes) -> PromptLine:
         """Inverse of `as_json`."""
-        return cls.model_construct(**json.loads(line.decode("utf-8", "surrogatepass")))
+        columns = json.loads(line.decode("utf-8", "surrogatepass"))
+        # Given, because pydantic takes far longer to look up a default than to take a value.
+        return cls.model_construct(**{"tools": [], "chat_template_kwargs": {}, **columns})
 
 
 def _unwritable(columns: Mapping[str, Any]) -> str:
@@ -132,10 +134,9 @@ def _read_columns(data: Mapping[str, Any], names: Mapping[Column, str | None]) -
     return row
 
 
-def unread_columns(data: Mapping[str, Any], columns: Mapping[Column, str | None], *, chat: bool) -> list[str]:
-    """The columns of a row that nothing reads. `chat`: its prompt is a conversation."""
-    used = {columns.get(ours, ours) for ours in COLUMNS if chat or ours not in OF_CHATS}
-    return [name for name, value in data.items() if name not in used and value not in (None, "", [], {})]
+def columns_in_use(columns: Mapping[Column, str | None], *, chat: bool) -> set[str | None]:
+    """The data set's names of the columns that are read. `chat`: of a row whose prompt is a conversation."""
+    return {columns.get(ours, ours) for ours in COLUMNS if chat or ours not in OF_CHATS}
 
 
 def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:

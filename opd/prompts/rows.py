@@ -18,7 +18,7 @@ from opd.errors import PromptError
 from opd.files import blake3_json
 from opd.prompts.arrow import IN_MEMORY_BYTES, Batches, in_batches, stored
 from opd.prompts.broken import BrokenRow
-from opd.prompts.line import MAX_LINE_BYTES, PromptLine, as_chat, read_row, unread_columns
+from opd.prompts.line import MAX_LINE_BYTES, PromptLine, as_chat, columns_in_use, read_row
 from opd.prompts.mix import shuffled
 from opd.prompts.readers import Place, column_names, refuse_missing_columns, source_rows
 from opd.prompts.sources import Source, find_source, is_hub_name
@@ -112,7 +112,8 @@ def open_rows(prompts: Path | PromptsConfig) -> Rows:
 def _unread(source: Source, config: PromptsConfig, batches: Batches) -> tuple[str, ...]:
     """Columns of the source that nothing reads. Raises: OSError."""
     of_filter = {config.filter.column} if config.filter else set()
-    of_table = unread_columns(dict.fromkeys(column_names(source), True), config.columns, chat=True)
+    used = columns_in_use(config.columns, chat=True)
+    of_table = [name for name in column_names(source) if name not in used]
     found = dict.fromkeys([*of_table, *batches.listed("unread")])
     return tuple(name for name in found if name not in of_filter)
 
@@ -156,21 +157,20 @@ def _checked(source: Source, config: PromptsConfig) -> Iterator[Stored]:
     """Each row as it is kept. Raises: PromptError."""
     seen: set[str] = set()
     unread: set[str] = set()
+    named, answers = config.named_columns.values(), config.columns.get("answer", "answer")
+    of_text, of_chat = (columns_in_use(config.columns, chat=chat) for chat in (False, True))
     total = read = 0
     for number, (place, row) in enumerate(source_rows(source, config)):
         total = number + 1
         if row is None:
             continue
         line = _line(place, row, config)
-        seen.update(name for name in config.named_columns.values() if name in row)
+        seen.update(name for name in named if name in row)
         read += 1
-        new = [
-            name
-            for name in unread_columns(row, config.columns, chat=not isinstance(line.prompt, str))
-            if name not in unread
-        ]
+        used = of_text if isinstance(line.prompt, str) else of_chat
+        new = [name for name in row if name not in used and name not in unread and row[name] not in (None, "", [], {})]
         unread.update(new)
-        answered = bool(line.answer) and row.get(config.columns.get("answer", "answer")) in (None, "")
+        answered = bool(line.answer) and row.get(answers) in (None, "")
         yield number, _encoded(place, line), new, answered
         if config.shuffle_seed is None and read == config.limit:
             break
