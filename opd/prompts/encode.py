@@ -28,7 +28,7 @@ def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
             model_dir,
             found="a file" if model_dir.is_file() else "no such directory",
             wanted="the directory of a model, with its tokenizer",
-            fix="correct the path; where the model has moved, give its new place: --set student.model=DIR",
+            fix="correct the path; if the model has moved, put it back, or a link to it: ln -s NEW OLD",
         )
     from transformers import AutoTokenizer
 
