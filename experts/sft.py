@@ -25,7 +25,7 @@ from experts.spec import TrainSettings
 from opd.errors import ModelError, PromptError
 from opd.prompts import PromptLine, encode_prompt, render_prompt
 from opd.prompts.encode import refused_row, render_messages
-from opd.prompts.harmless import harmless_inside, special_texts
+from opd.prompts.harmless import harmless_inside, harmless_variables, special_texts
 from opd.rollouts.episodes.tool_formats import AUTO, forbidden_in_turns
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.schedule import LearningRate
@@ -45,17 +45,23 @@ class Example(TypedDict):
 
 
 def encode_line(
-    tokenizer: PreTrainedTokenizerBase, line: PromptLine, ends: Sequence[int] = (), day: date | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    line: PromptLine,
+    ends: Sequence[int] = (),
+    day: date | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> Example:
     """Tokenise the prompt exactly as a merge does, then the completion up to and including the end token. `ends` are the model's
-    end tokens, beside the tokenizer's own; `day` is the date for a chat template that asks for one, None: today.
+    end tokens, beside the tokenizer's own; `day` is the date for a chat template that asks for one, None: today; `variables` are the
+    template's, unless the row has its own.
 
     Raises: PromptError if there is no completion of the prompt's kind, or the chat template refuses the messages or does not
     continue the prompt.
     """
     try:
-        prompt = list(encode_prompt(tokenizer, line.prompt, day))
-        completion = tokenizer.encode(_completion_text(tokenizer, line, day), add_special_tokens=False)
+        given = {**(variables or {}), **line.variables}
+        prompt = list(encode_prompt(tokenizer, line.prompt, day, **given))
+        completion = tokenizer.encode(_completion_text(tokenizer, line, day, given), add_special_tokens=False)
     except PromptError:
         raise
     except (TemplateError, ValueError, TypeError) as error:
@@ -71,10 +77,11 @@ def encode_lines(
     ends: Sequence[int] = (),
     day: date | None = None,
     parser: str = AUTO,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[Example]:
-    """Every line that fits in `max_length` tokens; `ends` and `day` as for `encode_line`, `parser` is the name of the format of tool
-    calls. Raises: PromptError if none does; ModelError if the chat template cannot append the turns of an episode, or there is no
-    end token to learn."""
+    """Every line that fits in `max_length` tokens; `ends`, `day` and `variables` as for `encode_line`, `parser` is the name of the
+    format of tool calls. Raises: PromptError if none does; ModelError if the chat template cannot append the turns of an episode, or
+    there is no end token to learn."""
     if tokenizer.eos_token_id is None:
         raise ModelError.at(
             "tokenizer_config.json: eos_token",
@@ -82,11 +89,11 @@ def encode_lines(
             wanted="the token that ends a response: every row is trained to end with it",
             fix="name it in the base's tokenizer_config.json",
         )
-    encoder = EpisodeEncoder(tokenizer, day, parser, ends)
+    encoder = EpisodeEncoder(tokenizer, day, parser, ends, variables)
 
     def encoded(line: TrainingRow) -> Example:
         if isinstance(line, PromptLine):
-            return encode_line(tokenizer, line, ends, day)
+            return encode_line(tokenizer, line, ends, day, variables)
         ids, learned = encoder.encode(line)
         return {"input_ids": ids, "labels": [i if learn else IGNORED for i, learn in zip(ids, learned, strict=True)]}
 
@@ -254,7 +261,9 @@ def _until_end(ids: list[int], eos: int, ends: Sequence[int]) -> list[int]:
     return [*ids, eos] if last is None else ids[: last + 1]
 
 
-def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine, day: date | None) -> str:
+def _completion_text(
+    tokenizer: PreTrainedTokenizerBase, line: PromptLine, day: date | None, variables: Mapping[str, Any]
+) -> str:
     """The completion as text."""
     if isinstance(line.prompt, str) and isinstance(line.completion, str):
         return line.completion
@@ -265,11 +274,13 @@ def _completion_text(tokenizer: PreTrainedTokenizerBase, line: PromptLine, day: 
             wanted="a completion of the same kind as the prompt: text, or chat messages",
             fix="add or correct the column `completion`",
         )
-    prompt = render_prompt(tokenizer, line.prompt, day)
+    prompt = render_prompt(tokenizer, line.prompt, day, **variables)
     specials = special_texts(tokenizer)
     messages = [harmless_inside(message, specials) for message in line.prompt]
     messages += [harmless_inside(message, forbidden_in_turns(specials)) for message in line.completion]
-    whole = render_messages(tokenizer, messages, day, add_generation_prompt=False)
+    whole = render_messages(
+        tokenizer, messages, day, **harmless_variables(variables, specials), add_generation_prompt=False
+    )
     if not whole.startswith(prompt):
         raise PromptError.at(
             "chat template",

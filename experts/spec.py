@@ -14,7 +14,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import NUMPY_SEEDS, Name, Strict
+from opd.config.prompts import ChatTemplateKwargs
+from opd.config.strict import NUMPY_SEEDS, Name, Strict, UserPath
 from opd.settings import apply_overrides, load_yaml, no_such_yaml, validate
 from opd.types import ToolCallParser
 
@@ -71,11 +72,11 @@ class FromScratch(Strict):
 class BaseSpec(Strict):
     """The model that the experts start from: exactly one of `model` and `from_scratch`."""
 
-    model: Path | None = None
+    model: UserPath | None = None
     """Hugging Face directory, safetensors only."""
     from_scratch: FromScratch | None = None
     """A new model, written to OUTPUT_DIR/base."""
-    data: tuple[Path, ...] = ()
+    data: tuple[UserPath, ...] = ()
     """Prompt files with completions or episodes that the base is first trained on, mixed, and written to OUTPUT_DIR/base. Without
     them `model` is the base as it is, and a new model stays random."""
     train: TrainSettings | None = None
@@ -118,7 +119,7 @@ class LoraSettings(Strict):
 
 class ExpertSpec(Strict):
     domain: Name
-    data: Path
+    data: UserPath
     """Prompt file whose completions, or the turns of whose episodes, the expert learns."""
     train: TrainSettings
     """Settings for this expert; those that are left out are as in the spec's `train`."""
@@ -127,14 +128,17 @@ class ExpertSpec(Strict):
 class FromBase(Strict):
     """What every method needs: one base, and where its experts go."""
 
-    output_dir: Path
+    output_dir: UserPath
     """Directory for one subdirectory per expert, and `base` for a base that is made or trained first."""
     seed: int = Field(0, ge=0)
     base: BaseSpec
     add_special_tokens: bool = True
     """Put in front of a prompt of plain text what the base's tokenizer puts there, such as a begin token; a chat template writes its
     own. Pipelines have the key `student.add_special_tokens`, which should say the same."""
-    registry: Path | None = None
+    chat_template_kwargs: ChatTemplateKwargs = Field(default_factory=dict)
+    """Variables for the base's chat template, such as `{enable_thinking: false}`, unless a row has its own. Pipelines have the key
+    `student.chat_template_kwargs`, which should say the same."""
+    registry: UserPath | None = None
     """Registry to which each finished expert is added; without it no expert is registered."""
 
     @property

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from experts.sft import Example, TrainingRow
+
 RESULT = "result"
 """Key of a record that tells what came out, and decides nothing."""
 IN_FRONT = "ids_in_front"
@@ -109,6 +111,7 @@ def base_of(spec: FromBase) -> TrainingJob:
         return TrainingJob(name=BASE, directory=spec.base.given, lines=(), train=None, record=origin, given=True)
     lines, hashes = _read(spec.base.data)
     how = spec.base.model_dump(mode="json", include={"from_scratch", "train"})
+    how |= {"chat_template_kwargs": spec.chat_template_kwargs} if spec.chat_template_kwargs else {}
     record = {**origin, "seed": spec.seed, "data": hashes, **how}
     return TrainingJob(name=BASE, directory=spec.base_dir, lines=lines, train=spec.base.train, record=record)
 
@@ -126,6 +129,8 @@ def _expert_jobs(spec: ExpertsSpec, base: TrainingRecord) -> list[TrainingJob]:
         }
         if spec.method == "lora":
             record["lora"] = spec.lora.model_dump(mode="json")
+        if spec.chat_template_kwargs:
+            record["chat_template_kwargs"] = spec.chat_template_kwargs
         jobs.append(
             TrainingJob(name=name, directory=spec.output_dir / name, lines=lines, train=expert.train, record=record)
         )
@@ -183,15 +188,11 @@ def _check_rows(spec: ExpertsSpec, jobs: Sequence[TrainingJob]) -> None:
     any model is trained. Raises: PromptError, ModelError."""
     todo = [(job.name, job.lines, job.train) for job in jobs if job.train and not job.finished]
     if todo:
-        from experts.sft import encode_lines
-
         tokenizer, ends = _reader_of(spec)
         _refuse_other_beginnings(jobs, ids_in_front(tokenizer))
         for name, lines, train in todo:
             try:
-                encode_lines(
-                    tokenizer, lines, train.max_length, ends, spec.base.template_date, spec.base.tool_call_parser
-                )
+                _encode_rows(spec, tokenizer, lines, train.max_length, ends)
             except (PromptError, ModelError) as error:
                 raise type(error)(f"{name}: {error}") from None
 
@@ -311,6 +312,22 @@ def _fit_adapter(
     return merged
 
 
+def _encode_rows(
+    spec: FromBase,
+    tokenizer: PreTrainedTokenizerBase,
+    lines: Sequence[TrainingRow],
+    max_length: int,
+    ends: Sequence[int],
+) -> list[Example]:
+    """Tokenise rows as the spec says. Raises: PromptError; ModelError."""
+    from experts.sft import encode_lines
+
+    base = spec.base
+    return encode_lines(
+        tokenizer, lines, max_length, ends, base.template_date, base.tool_call_parser, spec.chat_template_kwargs
+    )
+
+
 def _fit(
     spec: FromBase,
     model: Any,
@@ -319,10 +336,9 @@ def _fit(
     train: TrainSettings,
     progress: Progress,
 ) -> None:
-    from experts.sft import encode_lines, fine_tune
+    from experts.sft import fine_tune
 
-    day, parser = spec.base.template_date, spec.base.tool_call_parser
-    examples = encode_lines(tokenizer, job.lines, train.max_length, _ends(model), day, parser)
+    examples = _encode_rows(spec, tokenizer, job.lines, train.max_length, _ends(model))
     if len(examples) < len(job.lines):
         progress(
             f"{job.name}: left out {len(job.lines) - len(examples)} of {len(job.lines)} rows, longer than max_length {train.max_length}"

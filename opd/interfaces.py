@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     from opd.early import Early
     from opd.losses.objective import Slope, StudentChunk
     from opd.losses.rule import LogitRule
-    from opd.prompts.line import Messages
+    from opd.prompts.conversation import Messages
     from opd.reward.records import RewardStep
     from opd.rollouts.partial import Cuts
     from opd.stream.heads import HeadFile, HeadSource

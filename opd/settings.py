@@ -41,6 +41,15 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             seen.add(key)
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Raises: ConstructorError for a value that its tag does not allow, where PyYAML raises whatever Python does."""
+        try:
+            return super().construct_object(node, deep)
+        except (KeyError, IndexError, AttributeError, ValueError, OverflowError) as error:
+            why = f": {error}" if isinstance(error, ValueError) else ""
+            problem = f"{node.value!r:.60} is no {node.tag.rpartition(':')[2]}{why}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Put the keys of `<<` in, under those beside it. PyYAML's own keeps the wrong value of a key that a merged mapping had
         replaced itself."""
@@ -119,7 +128,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
             wanted="a YAML file",
             fix="check the path; it is relative to the current directory",
         ) from None
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, too much, or a date like 2024-99-99
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or too much
         place, found = _yaml_problem(error)
         raise ConfigError.at(
             f"{path}{place}",

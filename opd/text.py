@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 
@@ -36,6 +37,11 @@ def readable(text: str) -> str:
 def or_dash(value: float | None, form: str) -> str:
     """A number in this format; `-` where there is none."""
     return "-" if value is None else format(value, form)
+
+
+def with_home(path: str) -> str:
+    """The path with the home directory in place of `~`, as a shell has it; `~` of nobody stays."""
+    return os.path.expanduser(path)  # noqa: PTH111 (that of pathlib raises for nobody's home)
 
 
 def as_typed(path: object) -> str:

@@ -58,7 +58,7 @@ class Prompt:
     """Key into the pipeline's `domains`; decides which expert scores the response."""
     token_ids: tuple[int, ...]
     """[P] exactly what the rollout engine reads; never decoded and tokenised again."""
-    text: str | list[dict[str, str]] = ""
+    text: str | list[dict[str, Any]] = ""
     """The prompt as its file has it, text or messages: an environment's tools and first observation are rendered with it."""
     answer: str = ""
     """What the verifier compares with; empty where no evaluation is wanted."""

@@ -8,9 +8,9 @@ The same two dialogues that a rollout has, `opd.rollouts.episodes.dialogue`, mak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -31,7 +31,7 @@ class EpisodeEncoder:
     """Turns episodes into tokens with one tokenizer. Its chat template is proven once, when the first chat comes.
 
     `day` is the date for a chat template that asks for one; None: today. `parser` is the name of the format of tool calls. `ends`
-    are the model's end tokens, for a template that ends turns with another one than the tokenizer's own.
+    are the model's end tokens, for a template that ends turns with another one than the tokenizer's own; `variables` are the template's.
     """
 
     def __init__(
@@ -40,10 +40,12 @@ class EpisodeEncoder:
         day: date | None = None,
         parser: str = AUTO,
         ends: Sequence[int] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._day = day
         self._parser = parser
+        self._variables = variables
         self._end: int = tokenizer.eos_token_id
         self._stops = sorted({self._end, *ends})
         self._appender: ChatAppender | None = None
@@ -111,7 +113,7 @@ class EpisodeEncoder:
         if isinstance(row.prompt, str):
             return PlainDialogue(self._tokenizer, row.tools, self._stops)
         if self._appender is None:
-            self._appender = ChatAppender(self._tokenizer, self._stops, self._day, self._parser)
+            self._appender = ChatAppender(self._tokenizer, self._stops, self._day, self._parser, self._variables)
         return ChatDialogue(self._appender, row.tools)
 
 

@@ -21,7 +21,8 @@ from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.environments.records import Tool
 from opd.errors import PromptError
 from opd.prompts import Messages, find_source
-from opd.prompts.line import BrokenRow, read_row
+from opd.prompts.broken import BrokenRow
+from opd.prompts.line import read_row
 from opd.prompts.readers import Place, source_rows
 
 Turn = Mapping[str, Any]

@@ -50,6 +50,7 @@ def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
             "model": spec.base_dir,
             **spec.base.reading,
             **({} if spec.add_special_tokens else {"add_special_tokens": False}),
+            **({"chat_template_kwargs": spec.chat_template_kwargs} if spec.chat_template_kwargs else {}),
         },
         "domains": {expert.domain: _domain(expert, guarded)},
         **({"guard": spec.guard} if guarded else {}),

@@ -18,7 +18,7 @@ from opd.config.agents import AgentConfig
 from opd.config.domains import DomainEvalConfig, EnvironmentConfig
 from opd.config.guard import GuardConfig
 from opd.config.prompts import Prompts
-from opd.config.strict import Name, Strict
+from opd.config.strict import Name, Strict, UserPath
 from opd.errors import ConfigError
 from opd.near import did_you_mean
 from opd.settings import apply_overrides, load_yaml, validate
@@ -71,7 +71,7 @@ class ReinforcedExpert(Sections):
 class ReinforceSpec(FromBase, Sections):
     """One base and the experts that learn from rewards, one after the other."""
 
-    runs: Path = Path("runs")
+    runs: UserPath = Path("runs")
     """Directory of the run directories, one an expert: NAME-METHOD."""
     method: Method
     """`ppo`: one response a prompt and a critic; `grpo` and `rloo`: several responses a prompt, compared with each other."""

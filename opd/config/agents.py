@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import Strict
+from opd.config.strict import PathOrName, Strict
 from opd.config.verifiers import VerifierConfig
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -16,7 +16,7 @@ OURS = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_AP
 
 
 class AgentConfig(Strict):
-    command: list[Annotated[str, Field(min_length=1)]] = Field(..., min_length=1)
+    command: list[Annotated[PathOrName, Field(min_length=1)]] = Field(..., min_length=1)
     """The program and its arguments. `python` is the one that runs `opd`; an argument that names a file of the current
     directory is made absolute, because the program runs in a temporary directory."""
     env: dict[Variable, str] = {}

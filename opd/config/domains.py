@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import date
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -13,8 +12,8 @@ from pydantic_core import PydanticCustomError
 from opd.config.agents import AgentConfig
 from opd.config.context import ContextConfig
 from opd.config.drift import CurriculumConfig, TeacherTurnsConfig, TurnWeightsConfig
-from opd.config.prompts import Prompts
-from opd.config.strict import Name, Strict, flag_or_mapping, text_or_more
+from opd.config.prompts import ChatTemplateKwargs, Prompts
+from opd.config.strict import Name, Strict, UserPath, flag_or_mapping, text_or_more
 from opd.config.sub_agents import SubAgentConfig, ToolName
 from opd.config.verifiers import VerifierConfig
 from opd.types import ToolCallParser
@@ -38,13 +37,16 @@ class StudentLora(Strict):
 
 
 class StudentConfig(Strict):
-    model: Path
+    model: UserPath
     """Hugging Face directory of the model that learns: config, tokenizer, safetensors."""
     lora: StudentLora | None = None
     """Train adapters and leave the model's own weights as they are; default: train every weight."""
     template_date: date | None = None
     """The day, as 2026-11-20, that a chat template which asks for today's date is given in every prompt of training and
     exams; default: the day on which the run begins, which is recorded here. Other templates leave it unused."""
+    chat_template_kwargs: ChatTemplateKwargs = {}
+    """Variables for the chat template, such as `{enable_thinking: false}`, as vLLM and TRL take them: in every prompt of training and
+    exams, and in episodes. A row's column of the same name goes before them."""
     add_special_tokens: bool | None = None
     """Put in front of a prompt of plain text what the student's tokenizer puts there, such as the begin token of Gemma and Llama; a
     chat template writes its own. Default: true, but a run that an earlier release began without goes on without."""
@@ -59,9 +61,9 @@ class StudentConfig(Strict):
 
 
 class ExpertConfig(Strict):
-    model: Path
+    model: UserPath
     """Hugging Face directory of the expert, or PEFT directory of a LoRA adapter; safetensors only."""
-    base: Path | None = None
+    base: UserPath | None = None
     """Base model of a LoRA adapter, as a Hugging Face directory; default: the directory that the adapter names."""
     domain: Name
     """The domain whose responses this expert scores."""

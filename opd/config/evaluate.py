@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import Strict
+from opd.config.strict import PathOrName, Strict
 
 
 class LMEvalConfig(Strict):
-    tasks: list[Annotated[str, Field(min_length=1)]] = []
+    tasks: list[Annotated[PathOrName, Field(min_length=1)]] = []
     """Names of the harness, such as `gsm8k`, or YAML files of your own tasks."""
     model: Literal["hf", "vllm"] = "hf"
     """Which of the harness's adapters runs the model."""

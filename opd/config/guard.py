@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -11,7 +10,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError,
 from pydantic_core import PydanticCustomError
 
 from opd.config.kinds import kind_of
-from opd.config.strict import Strict
+from opd.config.strict import PathOrName, Strict, UserPath
 from opd.named import is_place
 from opd.settings import moved
 
@@ -62,7 +61,7 @@ class LocalJudge(Strict):
     """A model in the rollout worker, asked for the log-probs of the two verdicts."""
 
     kind: Literal["local"]
-    model: Path | None = None
+    model: UserPath | None = None
     """Hugging Face directory of a model, which runs on the worker's CPU cores."""
     scorer: Annotated[str, AfterValidator(_place)] | None = None
     """Instead of `model`: `module:name` of what is called as `scorer(prompt, verdicts)` and returns a log-prob for each verdict."""
@@ -86,7 +85,7 @@ JudgeConfig = Annotated[
 
 
 class GuardConfig(Strict):
-    rules: list[str] = Field(["shipped"], min_length=1)
+    rules: list[PathOrName] = Field(["shipped"], min_length=1)
     """Files of rules; `shipped` is our own."""
     protected: list[Annotated[str, AfterValidator(_anchored)]] = []
     """Globs of what this environment hides from its policy, from `/` or beginning with `**/`: `/box/.cases/**`."""

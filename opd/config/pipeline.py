@@ -19,6 +19,7 @@ from opd.config.guard import GuardConfig, refuse_useless_guard
 from opd.config.monitors import MonitorsConfig
 from opd.config.objectives import AnyObjective, default_objective
 from opd.config.partial import cuts_of, partial_rollout_problem
+from opd.config.prompts import OF_CHATS
 from opd.config.sections import (
     CheckpointConfig,
     ClusterConfig,
@@ -28,7 +29,7 @@ from opd.config.sections import (
     SyncConfig,
     TrainerConfig,
 )
-from opd.config.strict import Name, Strict
+from opd.config.strict import Name, Strict, UserPath
 from opd.config.teachers import NoTeachers, OpenAITeachers, TeachersConfig, TransformersTeachers, changed_teachers
 from opd.settings import apply_overrides, load_yaml, moved, validate
 
@@ -42,7 +43,7 @@ class RoundConfig(Strict):
 
     seed: int | None = Field(None, ge=0)
     """Default: the pipeline's seed in the first round, one more in each further round."""
-    registry: Path | None = None
+    registry: UserPath | None = None
     experts: ExpertsConfig | None = None
     """All experts of the round; they take the place of the pipeline's."""
     domains: dict[Name, DomainConfig] | None = Field(None, min_length=1)
@@ -64,7 +65,7 @@ class PipelineConfig(Strict):
     """Decides the order of prompts and every sampled token."""
     student: StudentConfig
     """Who learns."""
-    registry: Path | None = None
+    registry: UserPath | None = None
     """Root of the expert registry for `experts: {use: ...}`; default: OPD_REGISTRY, else ./registry."""
     experts: ExpertsConfig
     """Either `{use: [names]}` from the registry or `{name: {model, domain}}` (and `base`, for a LoRA adapter); `{}` with
@@ -397,7 +398,35 @@ def as_begun(recorded: Mapping[str, Any]) -> dict[str, Any]:
     student = recorded.get("student")
     if not isinstance(student, Mapping):  # a damaged file, which is refused where it is checked
         return dict(recorded)
-    return {**recorded, "student": {"add_special_tokens": False, **student}}
+    begun = {**recorded, "student": {"add_special_tokens": False, **student}}
+    return begun if "chat_template_kwargs" in student else _without_columns_of_chats(begun)
+
+
+def _without_columns_of_chats(pipeline: dict[str, Any]) -> dict[str, Any]:
+    """The pipeline of a run that passed over system messages, tools and variables in columns of their own."""
+    changed = dict(pipeline)
+    if isinstance(domains := pipeline.get("domains"), Mapping):
+        changed["domains"] = {name: _domain_without(domain) for name, domain in domains.items()}
+    if isinstance(rounds := pipeline.get("rounds"), list):
+        changed["rounds"] = [_without_columns_of_chats(one) if isinstance(one, dict) else one for one in rounds]
+    return changed
+
+
+def _domain_without(domain: Any) -> Any:
+    if not isinstance(domain, Mapping):
+        return domain
+    found = {**domain, "prompts": _prompts_without(domain.get("prompts"))}
+    exam = domain.get("eval")
+    return found | (
+        {"eval": {**exam, "prompts": _prompts_without(exam.get("prompts"))}} if isinstance(exam, Mapping) else {}
+    )
+
+
+def _prompts_without(prompts: Any) -> Any:
+    if not isinstance(prompts, str | Mapping):
+        return prompts
+    given: Mapping[str, Any] = {"path": prompts} if isinstance(prompts, str) else prompts
+    return {**given, "columns": {**dict.fromkeys(OF_CHATS), **(given.get("columns") or {})}}
 
 
 def load_run_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineConfig:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.near import of_key
+from opd.text import with_home
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+UserPath = Annotated[Path, AfterValidator(lambda path: Path(with_home(str(path))))]
+"""A path as a user writes it: `~` is the home directory, as in a shell, which reads no YAML."""
+PathOrName = Annotated[str, AfterValidator(with_home)]
+"""The same for what may be a name instead."""
 DType = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 """Bytes of one value."""

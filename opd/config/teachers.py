@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -13,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.address import LOOPBACK, parse_url, without_secret
 from opd.config.payloads import PayloadName
-from opd.config.strict import DType, Name, Strict
+from opd.config.strict import DType, Name, Strict, UserPath
 from opd.near import nearest
 
 
@@ -192,9 +191,9 @@ class FlightTeachers(Teachers):
     """`opd teachers serve` on some machine scores, with workers and memory of its own."""
     address: str
     """Address of `opd teachers serve`: `grpc+tls://HOST:PORT`, or `grpc://127.0.0.1:PORT` on this machine."""
-    tls_root_certs: Path | None = None
+    tls_root_certs: UserPath | None = None
     """PEM file with the certificates to trust; needed with `grpc+tls`."""
-    token_file: Path | None = None
+    token_file: UserPath | None = None
     """File with the server's token, readable by its owner only; default: OPD_TEACHERS_TOKEN."""
 
     @model_validator(mode="before")

@@ -55,9 +55,13 @@ class Batches:
             start += len(cells) - first
         return found
 
+    def listed(self, column: str) -> list[Any]:
+        """What the lists of a whole column hold, one after the other."""
+        return [value for batch in self._batches for value in batch.column(column).flatten().to_pylist()]
+
     def numbers(self, column: str) -> np.ndarray[Any, Any]:
-        """A whole column of numbers."""
-        parts = [batch.column(column).to_numpy() for batch in self._batches]
+        """A whole column of numbers, or of true and false."""
+        parts = [batch.column(column).to_numpy(zero_copy_only=False) for batch in self._batches]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 

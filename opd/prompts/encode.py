@@ -3,16 +3,16 @@ chat messages through the model's own template, which writes its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
 
-from opd.errors import ConfigError, PromptError
+from opd.errors import ConfigError, ModelError, PromptError
 from opd.interfaces import Tokenizer
 from opd.prompts.chat_templates import apply_template
-from opd.prompts.harmless import harmless, harmless_inside, special_texts
-from opd.prompts.line import Messages
+from opd.prompts.conversation import Messages
+from opd.prompts.harmless import harmless, harmless_inside, harmless_variables, special_texts
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 """Roles whose messages a chat template may leave out on purpose."""
@@ -20,14 +20,32 @@ _LETTER = "a"
 
 
 def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
-    """The tokenizer of a model directory; no code from the directory is run. `add_special_tokens` as for `put_nothing_in_front`.
+    """The tokenizer of a model directory; no code from the directory is run, and no hub is asked. `add_special_tokens` as for
+    `put_nothing_in_front`.
 
-    Raises: what that raises.
+    Raises: ModelError for a directory without a tokenizer, and what `put_nothing_in_front` raises.
     """
+    if not model_dir.is_dir():
+        raise ModelError.at(
+            model_dir,
+            found="a file" if model_dir.is_file() else "no such directory",
+            wanted="the directory of a model, with its tokenizer",
+            fix="correct the path; if the model has moved, put it back, or a link to it: ln -s NEW OLD",
+        )
     from transformers import AutoTokenizer
 
-    # From a Mistral directory that also has tekken.json, transformers would take that one, with ids and templates of its own.
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False, mistral_format=False)
+    try:
+        # From a Mistral directory that also has tekken.json, transformers would take that one, with ids and templates of its own.
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_dir, trust_remote_code=False, local_files_only=True, mistral_format=False
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError.at(
+            model_dir,
+            found=f"no tokenizer that can be read: {str(error).splitlines()[0]}",
+            wanted="tokenizer.json, and the files beside it that the tokenizer was saved with",
+            fix="copy them from the original model",
+        ) from None
     if not add_special_tokens:
         put_nothing_in_front(tokenizer)
     return tokenizer
@@ -59,9 +77,11 @@ def ids_in_front(tokenizer: Tokenizer) -> list[int]:
     raise ValueError(f"a tokenizer that reads {_LETTER!r} as {plain} alone and as {whole} with its special tokens")
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None) -> tuple[int, ...]:
-    """Token ids of a prompt. `day` is the date for a chat template that asks for one; None: today."""
-    (ids,) = _encode(tokenizer, [render_prompt(tokenizer, prompt, day)])
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None, **variables: Any
+) -> tuple[int, ...]:
+    """Token ids of a prompt. `day` is the date for a chat template that asks for one; None: today. `variables` are the template's."""
+    (ids,) = _encode(tokenizer, [render_prompt(tokenizer, prompt, day, **variables)])
     return tuple(_begun(ids, ids_in_front(tokenizer)) if isinstance(prompt, str) else ids)
 
 
@@ -75,7 +95,8 @@ def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None
     if isinstance(prompt, str):
         return prompt
     specials = special_texts(tokenizer)
-    return render_messages(tokenizer, [harmless_inside(message, specials) for message in prompt], day, **variables)
+    messages = [harmless_inside(message, specials) for message in prompt]
+    return render_messages(tokenizer, messages, day, **harmless_variables(variables, specials))
 
 
 def render_messages(tokenizer: Tokenizer, prompt: Messages, day: date | None = None, **variables: Any) -> str:
@@ -92,14 +113,19 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_prompts(
-    tokenizer: Tokenizer, prompts: Sequence[str | Messages], day: date | None = None
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Messages],
+    day: date | None = None,
+    variables: Sequence[Mapping[str, Any]] = (),
 ) -> list[Sequence[int]]:
-    """Token ids of many prompts at once. A prompt without a visible sign, or of special tokens only, gets no ids.
+    """Token ids of many prompts at once. A prompt without a visible sign, or of special tokens only, gets no ids. `variables`: what
+    the chat template is given beside the messages of each prompt.
 
     Raises: what `render_prompt` raises, and ValueError if the chat template leaves the question out, because then all
     prompts would be the same.
     """
-    asking = {index: _question(tokenizer, p, day) for index, p in enumerate(prompts) if not _is_blank(p)}
+    given = variables or [{}] * len(prompts)
+    asking = {index: _question(tokenizer, p, day, given[index]) for index, p in enumerate(prompts) if not _is_blank(p)}
     special, front = set(tokenizer.all_special_ids), ids_in_front(tokenizer)
     found: list[Sequence[int]] = [()] * len(prompts)
     for index, ids in zip(asking, _encode(tokenizer, list(asking.values())), strict=True):
@@ -138,8 +164,8 @@ def _is_blank(prompt: str | Messages) -> bool:
     return not "".join(texts).strip()
 
 
-def _question(tokenizer: Tokenizer, prompt: str | Messages, day: date | None) -> str:
-    text = render_prompt(tokenizer, prompt, day)
+def _question(tokenizer: Tokenizer, prompt: str | Messages, day: date | None, variables: Mapping[str, Any]) -> str:
+    text = render_prompt(tokenizer, prompt, day, **variables)
     if not isinstance(prompt, str):
         specials = special_texts(tokenizer)
         lost = [m["role"] for m in prompt if harmless(m["content"], specials).strip() not in text]

@@ -89,3 +89,9 @@ def harmless_inside(value: Any, specials: Sequence[str]) -> Any:
     if isinstance(value, list | tuple):
         return [harmless_inside(inner, specials) for inner in value]
     return value
+
+
+def harmless_variables(variables: Mapping[str, Any], specials: Sequence[str]) -> dict[str, Any]:
+    """Return a chat template's variables with what tools say of themselves harmless; the others do not come from outside."""
+    tools = {"tools": harmless_inside(variables["tools"], specials)} if variables.get("tools") else {}
+    return {**variables, **tools}

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from opd.config.prompts import Column
-from opd.errors import PromptError
+from opd.config.prompts import OF_CHATS, Column
+from opd.prompts.broken import BrokenRow
+from opd.prompts.conversation import (
+    Messages,
+    is_learned,
+    named,
+    read_messages,
+    read_tools,
+    read_variables,
+    renamed_turn,
+    text_of_parts,
+    with_system,
+)
 from opd.settings import keys_of
 from opd.wording import described
 
-Messages = list[dict[str, str]]
-"""Each with `role` and `content`."""
-COLUMNS: tuple[Column, ...] = ("prompt", "completion", "answer", "metadata")
+COLUMNS: tuple[Column, ...] = get_args(Column)
 _COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps makes a new one for each row
 SPOKEN: tuple[Column, ...] = ("prompt", "completion")
 """Columns that may be chat messages."""
@@ -25,8 +35,12 @@ FORM = f'`prompt`, text or messages like {{"role": "user", "content": "2+2="}}, 
 
 
 def _as_text(answer: Any) -> Any:
-    """A number as JSON spells it, which is what the same row has in a CSV file."""
-    return json.dumps(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
+    """A finite number as JSON spells it, which is what the same row has in a CSV file. A whole one has no point: pandas makes
+    `2.0` of the 2 in a column with empty cells."""
+    if not isinstance(answer, int | float) or isinstance(answer, bool) or not math.isfinite(answer):
+        return answer
+    whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < 1 << 53
+    return json.dumps(int(answer) if whole else answer)
 
 
 class PromptLine(BaseModel):
@@ -39,93 +53,140 @@ class PromptLine(BaseModel):
     completion: str | Messages | None = None
     answer: Annotated[str, BeforeValidator(_as_text)] = ""
     metadata: dict[str, Any] = Field(default_factory=dict)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    """Tools that the chat template tells of."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the chat template, such as `enable_thinking`."""
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the chat template is given beside the messages."""
+        return self.chat_template_kwargs | ({"tools": self.tools} if self.tools else {})
 
     def as_json(self) -> bytes:
         """Canonical JSON: the same bytes whatever the file's format. A lone surrogate, which is no Unicode, comes back unchanged.
 
-        Raises: BrokenRow for metadata that JSON has no form for, such as a table's dates.
+        Raises: BrokenRow for a value that JSON has no form for, such as a table's dates.
         """
+        columns = {name: value for name, value in self.__dict__.items() if value or name not in OF_CHATS}
         try:
-            return _COMPACT.encode(self.__dict__).encode("utf-8", "surrogatepass")
+            return _COMPACT.encode(columns).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
-            raise BrokenRow(f"column `metadata`: {error}", "give metadata as plain JSON") from None
+            raise BrokenRow(f"{_unwritable(columns)}: {error}", "give it as plain JSON") from None
 
     @classmethod
     def from_json(cls, line: bytes) -> PromptLine:
         """Inverse of `as_json`."""
-        return cls.model_construct(**parsed(line))
+        columns = json.loads(line.decode("utf-8", "surrogatepass"))
+        # Given, because pydantic takes far longer to look up a default than to take a value.
+        return cls.model_construct(**{"tools": [], "chat_template_kwargs": {}, **columns})
 
 
-def parsed(line: bytes) -> dict[str, Any]:
-    """The columns of what `PromptLine.as_json` wrote."""
-    found: dict[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
-    return found
+def _unwritable(columns: Mapping[str, Any]) -> str:
+    """The column that JSON has no form for."""
+    for name, value in columns.items():
+        try:
+            _COMPACT.encode(value)
+        except (TypeError, ValueError, RecursionError):
+            return f"column `{name}`"
+    return "the row"
 
 
-class BrokenRow(Exception):
-    """What is wrong with a row, and the way out. The reader of the file adds the row's place."""
+def read_row(data: Any, columns: Mapping[Column, str | None] | None = None) -> PromptLine:
+    """Check one row. `columns`: our name -> the data set's name, where they differ, or None for a column that is not read.
 
-    def __init__(self, found: str, fix: str) -> None:
-        super().__init__(found)
-        self.found, self.fix = found, fix
-
-    def at(self, where: str, *, wanted: str) -> PromptError:
-        """The refusal that a user reads."""
-        return PromptError.at(where, found=self.found, wanted=wanted, fix=self.fix)
-
-
-def read_row(data: Any, columns: Mapping[Column, str] | None = None) -> PromptLine:
-    """Check one row. `columns`: our name -> the data set's name, where they differ. Raises: BrokenRow."""
-    problem = _shape_problem(data, columns or {})
-    if problem is not None:
-        raise BrokenRow(*problem)
-    if columns:
-        theirs = {ours: columns.get(ours, ours) for ours in COLUMNS}
-        data = {ours: data[name] for ours, name in theirs.items() if name in data}
+    Raises: BrokenRow.
+    """
+    if isinstance(data, dict):
+        data = _read_columns(data, {ours: (columns or {}).get(ours, ours) for ours in COLUMNS})
     try:
-        return PromptLine.model_validate(data)
+        line = PromptLine.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(keys_of(first, data)) or "line"
         raise BrokenRow(f"column `{place}`: {described(first)}", "correct or delete this line") from None
+    for name in ("prompt", "completion", "answer"):
+        value = getattr(line, name)
+        if any("\0" in text for text in ([m["content"] for m in value] if isinstance(value, list) else [value or ""])):
+            raise BrokenRow(f"column `{name}`: a text with the character NUL", "correct or delete this line")
+    return line
 
 
-SPEAKERS = {"human": "user", "gpt": "assistant"}
-"""Roles as ShareGPT calls them -> as chat templates do."""
+def _read_columns(data: Mapping[str, Any], names: Mapping[Column, str | None]) -> dict[str, Any]:
+    """The row by our names, its conversation as chat templates read it. Raises: BrokenRow."""
+    if names["prompt"] not in data:
+        raise BrokenRow(*no_column(str(names["prompt"]), data))
+    row: dict[str, Any] = {ours: data[name] for ours, name in names.items() if name is not None and name in data}
+    for ours in SPOKEN:
+        if isinstance(row.get(ours), list):
+            row[ours] = read_messages(str(names[ours]), row[ours])
+    of_chat = {ours: value for ours in OF_CHATS if (value := row.pop(ours, None))}
+    if not isinstance(row["prompt"], list):
+        return row
+    if "system" in of_chat:
+        row["prompt"] = with_system(row["prompt"], of_chat["system"], str(names["system"]))
+    if "tools" in of_chat:
+        row["tools"] = read_tools(of_chat["tools"], str(names["tools"]))
+    if "chat_template_kwargs" in of_chat:
+        row["chat_template_kwargs"] = read_variables(
+            of_chat["chat_template_kwargs"], str(names["chat_template_kwargs"])
+        )
+    return row
 
 
-def as_chat(data: Any, columns: Mapping[Column, str]) -> Any:
+def columns_in_use(columns: Mapping[Column, str | None], *, chat: bool) -> set[str | None]:
+    """The data set's names of the columns that are read. `chat`: of a row whose prompt is a conversation."""
+    return {columns.get(ours, ours) for ours in COLUMNS if chat or ours not in OF_CHATS}
+
+
+def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
     """The row with its prompt as a chat: texts become messages of user and assistant, `from` and `value` become `role` and
-    `content`, and the assistant's last turn becomes the completion, unless the row has one."""
+    `content`, and the assistant's last turn becomes the completion and the answer, unless the row has its own."""
     if not isinstance(data, dict):
         return data  # `read_row` refuses it
-    asks, says = columns.get("prompt", "prompt"), columns.get("completion", "completion")
+    asks, says, answers = (columns.get(ours, ours) for ours in ("prompt", "completion", "answer"))
     prompt, completion = data.get(asks), data.get(says)
-    if isinstance(completion, str) and columns.get("answer") != says:
+    if isinstance(completion, str) and answers != says:
         data = {**data, says: [{"role": "assistant", "content": completion}]}
     if isinstance(prompt, str):
         return {**data, asks: [{"role": "user", "content": prompt}]}
     if not isinstance(prompt, list):
         return data
-    turns = [_turn(message) for message in prompt]
+    turns = [renamed_turn(message) for message in prompt]
     last = turns[-1] if len(turns) > 1 and isinstance(turns[-1], dict) else {}
     if last.get("role") != "assistant":
         return {**data, asks: turns}
-    return {says: [last], **data, asks: turns[:-1]}
+    learned = {says: [last]} if says and is_learned(last) else {}
+    known = {answers: _said(last)} if answers and learned and data.get(answers) in (None, "") else {}
+    return {**learned, **data, asks: turns[:-1], **known}
 
 
-def _turn(message: Any) -> Any:
-    """A message with `role` and `content`, if it has `from` and `value` in their place; else the message itself."""
-    if not (isinstance(message, dict) and isinstance(message.get("from"), str) and "value" in message):
-        return message
-    return {"role": SPEAKERS.get(message["from"], message["from"]), "content": message["value"]}
+def _said(message: Mapping[str, Any]) -> str:
+    """The text of a turn; none for one that calls a tool, or that `read_messages` is about to refuse."""
+    try:
+        text = text_of_parts(message.get("content"))
+    except BrokenRow:
+        return ""
+    return text if isinstance(text, str) and not message.get("tool_calls") else ""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises: ValueError for a key given twice, of which Python would keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key `{next(name for name in names if names.count(name) > 1):.40}` is given twice")
+    return found
+
+
+PARSER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def parse_json_line(line: bytes) -> Any:
     """The value of one line of JSONL. Raises: BrokenRow."""
     fix = "correct or delete this line"
     try:
-        return json.loads(line.decode("utf-8"))
+        return PARSER.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         found, fix = f"byte {error.start + 1} is not UTF-8: {error.reason}", "convert the file to UTF-8"
     except json.JSONDecodeError as error:
@@ -135,53 +196,12 @@ def parse_json_line(line: bytes) -> Any:
     raise BrokenRow(found, fix)
 
 
-def _shape_problem(data: Any, columns: Mapping[Column, str]) -> tuple[str, str] | None:
-    """What was found, and the way out, if the row's columns or messages have other names than ours."""
-    if not isinstance(data, dict):
-        return None
-    asks = columns.get("prompt", "prompt")
-    if asks not in data:
-        return no_column(asks, data)
-    for ours in SPOKEN:
-        column = columns.get(ours, ours)
-        messages = data.get(column)
-        for number, message in enumerate(messages if isinstance(messages, list) else (), start=1):
-            found = _message_problem(message)
-            if found:
-                theirs = isinstance(message, dict) and message.keys() >= {"from", "value"}
-                fix = FROM_SHAREGPT if theirs else "give every message a `role` and a `content`, both text"
-                return f"column `{column}`, message {number}: {found}", fix
-    return None
-
-
 def no_column(name: str, data: Mapping[str, Any]) -> tuple[str, str]:
     """What was found, and the way out, if a column that is needed has another name or is missing."""
-    found = f"no column `{name}`{', but ' + _names(data) if data else ''}"
+    found = f"no column `{name}`{', but ' + named(data) if data else ''}"
     if name != "prompt":
         return found, "correct the names under `columns` and `filter` of the pipeline's `prompts`"
     return found, (
-        "call what asks `prompt`, or say what it is called: `prompts: {path: ..., columns: {prompt: NAME}}`; of a "
-        "conversation, the turns before the answer are the `prompt`, the answer is the `completion`"
+        "call what asks `prompt`, or say what it is called: `prompts: {path: ..., columns: {prompt: NAME}}`, and for "
+        "conversations that end with their answer `chat: true` beside it"
     )
-
-
-FROM_SHAREGPT = (
-    """python3 -c 'import json, sys; who = {"human": "user", "gpt": "assistant"}; new = lambda ms: [{"role": """
-    """who.get(m["from"], m["from"]), "content": m["value"]} for m in ms]; [print(json.dumps({**(d := json.loads(l)), """
-    """**{c: new(d[c]) for c in ("prompt", "completion") if c in d}})) for l in sys.stdin]' < OLD.jsonl > NEW.jsonl"""
-)
-"""Makes `role` and `content` of `from` and `value`."""
-
-
-def _message_problem(message: Any) -> str:
-    """What is wrong with one message; nothing if it has a role and a text."""
-    if not isinstance(message, dict):
-        return f"{message!r:.60}"
-    if not message.keys() >= {"role", "content"}:
-        return f"the keys {_names(message)}" if message else "no keys"
-    odd = next((key for key, value in message.items() if not isinstance(value, str)), "")
-    return f"`{odd}` is no text: {message[odd]!r:.60}" if odd else "" if message["role"] else "an empty `role`"
-
-
-def _names(data: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{key:.40}`" for key in list(data)[:8])

@@ -10,17 +10,25 @@ from __future__ import annotations
 import codecs
 import csv
 import glob
+import io
 import json
+import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
-from opd.prompts.line import COLUMNS, FORM, MAX_LINE_BYTES, BrokenRow, no_column, parse_json_line
-from opd.prompts.sources import Source, library, quiet
+from opd.prompts.broken import BrokenRow
+from opd.prompts.line import COLUMNS, FORM, MAX_LINE_BYTES, PARSER, no_column, parse_json_line
+from opd.prompts.sources import Source, kind_of, library, open_unpacked, quiet
 
 BATCH_ROWS = 1024
+ARRAY_CHARACTERS = 1 << 20
+"""Characters of a JSON array that are read at a time."""
+DAMAGED = (EOFError, zlib.error)
+"""What a damaged gzip file raises, beside an OSError."""
 csv.field_size_limit(MAX_LINE_BYTES)  # Python's own limit is 128 KiB
 
 
@@ -54,9 +62,8 @@ def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
         return
     for file, shown in zip(source.files, source.shown, strict=True):
         if source.kind == "jsonl":
-            prompt = config.columns.get("prompt", "prompt")
-            for place, row in _json_lines(file, shown):
-                yield place, _from_json(row, prompt) if kept(row, config, text=False) else None
+            for place, row in _json_rows(file, shown):
+                yield place, _from_json(row, config.prompt_column) if kept(row, config, text=False) else None
         elif source.kind == "csv":
             yield from _tables(shown, _csv(file, shown, config), _from_text, config)
         else:
@@ -79,28 +86,71 @@ def kept(row: Any, config: PromptsConfig, *, text: bool) -> bool:
 # JSONL
 
 
-def _json_lines(file: Path, shown: str) -> Iterator[Row]:
-    """The objects of a JSONL file. A byte-order mark, CRLF and blank lines are accepted."""
-    with file.open("rb") as opened:
-        if opened.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-            opened.seek(0)
-        number = 0
-        while line := opened.readline(MAX_LINE_BYTES + 2):
-            number += 1
-            place = Place(shown, number, line=True)
-            body = line.removesuffix(b"\n").removesuffix(b"\r")
-            if len(body) > MAX_LINE_BYTES:
-                length = len(line) if line.endswith(b"\n") else len(line) + _rest(opened)
-                raise place.refusal(
-                    BrokenRow(
-                        f"a line of {length:,} bytes", "is it JSONL, one object a line? Split or delete this line"
-                    )
+def _json_rows(file: Path, shown: str) -> Iterator[Row]:
+    """The objects of a JSONL file, or of a file that is one array of JSON. Raises: PromptError."""
+    try:
+        with open_unpacked(file) as opened:
+            if opened.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+                opened.seek(0)
+            start = opened.tell()
+            is_array = _is_array(opened.read(1 << 16))
+            opened.seek(start)
+            yield from _array_rows(opened, shown) if is_array else _json_lines(opened, shown)
+    except (OSError, *DAMAGED) as error:
+        raise _unreadable(shown, error) from None
+
+
+def _is_array(start: bytes) -> bool:
+    """Whether a file begins as an array of objects. A row of JSONL is an object, whatever else it begins with."""
+    text = start.lstrip()
+    return text.startswith(b"[") and text[1:].lstrip()[:1] in (b"{", b"]", b"")
+
+
+def _array_rows(opened: IO[bytes], shown: str) -> Iterator[Row]:
+    """The values of one array, as many at a time as a buffer holds. Raises: PromptError naming the row."""
+    text, number, at_end = "", 0, False
+    decoded = codecs.getreader("utf-8")(opened)
+    while True:
+        place = Place(shown, number + 1, line=False)
+        text = text.lstrip(" \t\r\n," if number else " \t\r\n[")
+        if text.startswith("]"):
+            return
+        try:
+            row, end = PARSER.raw_decode(text)
+        except (RecursionError, ValueError) as error:
+            if at_end or len(text) > MAX_LINE_BYTES:
+                found = (
+                    f"a row of more than {len(text):,} bytes" if not at_end else f"JSON that cannot be read: {error}"
                 )
-            if body.strip():
-                try:
-                    yield place, parse_json_line(body)
-                except BrokenRow as problem:
-                    raise place.refusal(problem) from None
+                raise place.refusal(BrokenRow(found, "correct this array, or make lines of it: jq -c '.[]'")) from None
+            try:
+                more = decoded.read(ARRAY_CHARACTERS)
+            except UnicodeDecodeError as wrong:
+                found = f"bytes that are not UTF-8: {wrong.reason}"
+                raise place.refusal(BrokenRow(found, "convert the file to UTF-8")) from None
+            text, at_end = text + more, not more
+            continue
+        number, text = number + 1, text[end:]
+        yield place, row
+
+
+def _json_lines(opened: IO[bytes], shown: str) -> Iterator[Row]:
+    """The objects of a JSONL file. CRLF and blank lines are accepted."""
+    number = 0
+    while line := opened.readline(MAX_LINE_BYTES + 2):
+        number += 1
+        place = Place(shown, number, line=True)
+        body = line.removesuffix(b"\n").removesuffix(b"\r")
+        if len(body) > MAX_LINE_BYTES:
+            length = len(line) if line.endswith(b"\n") else len(line) + _rest(opened)
+            raise place.refusal(
+                BrokenRow(f"a line of {length:,} bytes", "is it JSONL, one object a line? Split or delete this line")
+            )
+        if body.strip():
+            try:
+                yield place, parse_json_line(body)
+            except BrokenRow as problem:
+                raise place.refusal(problem) from None
 
 
 def _rest(opened: Any) -> int:
@@ -115,15 +165,19 @@ def _rest(opened: Any) -> int:
 
 def _from_json(row: Any, prompt: str) -> Any:
     """Drop what is null, columns and keys of chat messages, as it is dropped of a table: `datasets` writes such nulls. A null that
-    a message must not have stays, to be refused by its key."""
+    a message may not have stays, to be refused by its key."""
     if not isinstance(row, dict):
         return row
     return {name: _messages(value, ("role", "content")) for name, value in _without_empty(row, prompt).items()}
 
 
 def _without_empty(row: dict[str, Any], prompt: str) -> dict[str, Any]:
-    """Drop columns that are null."""
-    return {name: value for name, value in row.items() if value is not None or name == prompt}
+    """Drop columns that are null, or NaN, which pandas writes in their place."""
+    return {name: value for name, value in row.items() if name == prompt or not _is_missing(value)}
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 # Tables, by `datasets`
@@ -132,8 +186,9 @@ def _without_empty(row: dict[str, Any], prompt: str) -> dict[str, Any]:
 def _tables(shown: str, batches: Iterator[Any], clean: Clean, config: PromptsConfig) -> Iterator[Row]:
     """Rows of Arrow tables. Raises: PromptError, also for an error that the library finds in the file."""
     number, text = 0, clean is _from_text
-    prompt, metadata = (config.columns.get(name, name) for name in ("prompt", "metadata"))
+    prompt, metadata = config.prompt_column, config.columns.get("metadata", "metadata")
     while (table := _next(shown, batches)) is not None:
+        _refuse_large_row(table, shown, number)
         for row in _values(table):
             number += 1
             place = Place(shown, number, line=False)
@@ -154,14 +209,45 @@ def _next(shown: str, batches: Iterator[Any]) -> Any:
             return next(batches, None)
     except PromptError:
         raise
-    except (OSError, ValueError, csv.Error, pa.ArrowException) as error:  # errors of pandas are ValueErrors
+    except (OSError, ValueError, csv.Error, pa.ArrowException, *DAMAGED) as error:  # errors of pandas are ValueErrors
         raise _unreadable(shown, error) from None
+
+
+def _refuse_large_row(table: Any, shown: str, before: int) -> None:
+    """Refuse a row that is too large, before Python makes copies of it. `before`: rows before this table. Raises: PromptError."""
+    import pyarrow as pa
+
+    # Every row of a column with a dictionary would count the whole of it.
+    plain = table.select([field.name for field in table.schema if not pa.types.is_dictionary(field.type)])
+    if plain.nbytes <= MAX_LINE_BYTES:
+        return
+    for index in range(len(plain)):
+        if (size := plain.slice(index, 1).nbytes) > MAX_LINE_BYTES:
+            place = Place(shown, before + index + 1, line=False)
+            raise place.refusal(BrokenRow(f"a row of {size:,} bytes", "split or delete this row"))
+
+
+def refuse_large_groups(file: Path, shown: str, columns: Sequence[str]) -> None:
+    """Refuse a Parquet file with rows that are too large on average, from its footer: nothing is unpacked. Raises: PromptError."""
+    from pyarrow import parquet
+
+    found, row = parquet.read_metadata(file), 0
+    for number in range(found.num_row_groups):
+        group = found.row_group(number)
+        parts = [group.column(index) for index in range(group.num_columns)]
+        read = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{name}.") for name in columns)]
+        total, rows = sum(part.total_uncompressed_size for part in read), group.num_rows
+        if total > MAX_LINE_BYTES * max(1, rows):
+            size = f"a row of {total:,} bytes" if rows == 1 else f"{rows:,} rows of {total:,} bytes, from this one on"
+            raise Place(shown, row + 1, line=False).refusal(BrokenRow(size, "split or delete what is so long"))
+        row += group.num_rows
 
 
 def _parquet(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
     from pyarrow import parquet
 
     columns = _wanted(shown, parquet.read_schema(file).names, config)
+    refuse_large_groups(file, shown, columns)
     stream = library().load_dataset(
         "parquet",
         data_files=glob.escape(str(file.absolute())),
@@ -176,6 +262,9 @@ def _parquet(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
 def _csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
     """Tables of a CSV file. Every cell is text: `007` stays `007`, and `NA` is no missing value."""
     columns = _wanted(shown, _header(file), config)
+    if file.stat().st_size > MAX_LINE_BYTES:
+        for _ in csv_rows(file):  # a cell that is too long is an error of the module's; pandas has no limit
+            pass
     datasets = library()
     stream = datasets.load_dataset(
         "csv",
@@ -194,12 +283,17 @@ def _header(file: Path) -> list[str]:
     From such cells pandas would make names of rows, and every cell of the file would move by a column. Later rows that are too long
     it refuses itself.
     """
-    with file.open(encoding="utf-8-sig", newline="", errors="replace") as opened:
-        rows = (row for row in csv.reader(opened) if row)  # blank lines are passed over, as pandas does
-        names = next(rows, [])
-        if len(next(rows, [])) > len(names):
-            raise ValueError("more cells in row 1 than in the header; is a comma without quotes?")
+    rows = csv_rows(file)
+    names = next(rows, [])
+    if len(next(rows, [])) > len(names):
+        raise ValueError("more cells in row 1 than in the header; is a comma without quotes?")
     return names
+
+
+def csv_rows(file: Path) -> Iterator[list[str]]:
+    """The rows of a CSV file, the header first; blank lines are passed over, as pandas does. Raises: OSError, csv.Error."""
+    with open_unpacked(file) as opened, io.TextIOWrapper(opened, "utf-8-sig", errors="replace", newline="") as text:
+        yield from (row for row in csv.reader(text) if row)
 
 
 def refuse_missing_columns(file: Path, shown: str, config: PromptsConfig) -> None:
@@ -208,8 +302,8 @@ def refuse_missing_columns(file: Path, shown: str, config: PromptsConfig) -> Non
     from pyarrow import parquet
 
     try:
-        names = _header(file) if file.suffix.lower() == ".csv" else parquet.read_schema(file).names
-    except (OSError, ValueError, csv.Error, pa.ArrowException) as error:
+        names = _header(file) if kind_of(file) == "csv" else parquet.read_schema(file).names
+    except (OSError, ValueError, csv.Error, pa.ArrowException, *DAMAGED) as error:
         raise _unreadable(shown, error) from None
     _wanted(shown, names, config)
 
@@ -222,14 +316,35 @@ def _saved(directory: Path, config: PromptsConfig) -> Iterator[Any]:
 
 def _wanted(shown: str, names: Sequence[str], config: PromptsConfig) -> list[str]:
     """Columns that are read. Raises: PromptError if the prompt, or a column that the pipeline names, is missing."""
-    named = [config.columns.get("prompt", "prompt"), *config.columns.values()]
+    named = [config.prompt_column, *config.named_columns.values()]
     named += [config.filter.column] if config.filter else []
     for name in named:
         if name not in names:
             found, fix = no_column(name, dict.fromkeys(names))
             raise PromptError.at(shown, found=found, wanted=f"columns with {FORM}", fix=fix)
     ours = [config.columns.get(name, name) for name in COLUMNS]
-    return list(dict.fromkeys(name for name in (*named, *ours) if name in names))
+    wanted = list(dict.fromkeys(name for name in (*named, *ours) if name is not None and name in names))
+    for name in wanted:
+        if (times := list(names).count(name)) > 1:
+            raise PromptError.at(
+                shown,
+                found=f"{times} columns with the name `{name}`",
+                wanted="one, so that it is clear which is meant",
+                fix="rename or delete the others",
+            )
+    return wanted
+
+
+def column_names(source: Source) -> list[str]:
+    """The names of all columns of a table; none of JSONL, whose rows have their own. Raises: OSError."""
+    from pyarrow import parquet
+
+    if source.kind == "jsonl":
+        return []
+    if source.kind == "saved":
+        return list(library().load_from_disk(str(source.directory)).column_names)
+    by_file = [_header(file) if source.kind == "csv" else parquet.read_schema(file).names for file in source.files]
+    return list(dict.fromkeys(name for names in by_file for name in names))
 
 
 def _unreadable(shown: str, error: Exception) -> PromptError:
@@ -252,7 +367,7 @@ def _first_bad_line(shown: str) -> str:
     """Find the line that is not UTF-8, which the library does not name. A file of the hub has no path to look at."""
     if not Path(shown).is_file():
         return shown
-    with Path(shown).open("rb") as opened:
+    with open_unpacked(Path(shown)) as opened:
         for number, line in enumerate(opened, start=1):
             try:
                 line.decode()
@@ -266,13 +381,23 @@ def _first_bad_line(shown: str) -> str:
 
 def _from_table(row: dict[str, Any], prompt: str) -> dict[str, Any]:
     """Convert a row of a typed table: an empty cell is a column that the row does not have."""
-    return {name: _messages(value) for name, value in _without_empty(row, prompt).items()}
+    filled = _without_empty(row, prompt)
+    return {name: _without_nulls(value) if isinstance(value, list) else value for name, value in filled.items()}
 
 
 def _messages(value: Any, but: Sequence[str] = ()) -> Any:
-    """Drop the empty keys of chat messages, `but` for these: in a table every message has the keys of all."""
+    """Drop the empty keys of chat messages, `but` for these."""
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         return [{key: part for key, part in message.items() if part is not None or key in but} for message in value]
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop the empty keys of chat messages, their parts, calls and tools: in a table every mapping has the keys of all."""
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return value
 
 
@@ -295,9 +420,9 @@ def _is_chat(text: str) -> bool:
     return all(isinstance(message, dict) and message.keys() >= {"role", "content"} for message in value)
 
 
-def _with_metadata(row: dict[str, Any], metadata: str) -> dict[str, Any]:
+def _with_metadata(row: dict[str, Any], metadata: str | None) -> dict[str, Any]:
     """Parse metadata that a table holds as JSON text, because its rows seldom have the same keys. Raises: BrokenRow."""
-    if not isinstance(row.get(metadata), str):
+    if metadata is None or not isinstance(row.get(metadata), str):
         return row
     try:
         return {**row, metadata: json.loads(row[metadata])}

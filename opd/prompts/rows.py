@@ -17,15 +17,23 @@ from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import PromptError
 from opd.files import blake3_json
 from opd.prompts.arrow import IN_MEMORY_BYTES, Batches, in_batches, stored
-from opd.prompts.line import MAX_LINE_BYTES, BrokenRow, Messages, PromptLine, as_chat, parsed, read_row
+from opd.prompts.broken import BrokenRow
+from opd.prompts.line import MAX_LINE_BYTES, PromptLine, as_chat, columns_in_use, read_row
 from opd.prompts.mix import shuffled
-from opd.prompts.readers import Place, refuse_missing_columns, source_rows
+from opd.prompts.readers import Place, column_names, refuse_missing_columns, source_rows
 from opd.prompts.sources import Source, find_source, is_hub_name
 
-FORMAT = 2
+FORMAT = 3
 """Version of the cached rows; raise it if the same file would give other rows. With 1 a CSV whose first row had too many cells was
-accepted."""
-SCHEMA = pa.schema([("row", pa.int64()), ("line", pa.large_binary())])
+accepted, with 2 system messages and tools in columns of their own were not read."""
+SCHEMA = pa.schema(
+    [("row", pa.int64()), ("line", pa.large_binary()), ("unread", pa.list_(pa.string())), ("answered", pa.bool_())]
+)
+"""`unread`: columns of the row that nothing reads, those of rows before it left out. `answered`: its answer is the last turn of the
+conversation."""
+
+Stored = tuple[int, bytes, list[str], bool]
+"""The cells of a row of `SCHEMA`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +45,8 @@ class Rows(Sequence[PromptLine]):
     """Hash of everything that decides which rows these are, and of what is in them."""
     cached: bool
     """True if the rows are many: then what is made of them is cached too."""
+    unread: tuple[str, ...]
+    """Columns of the source that are not read."""
     _batches: Batches
     _order: np.ndarray[tuple[int], np.dtype[np.int64]] | None
 
@@ -60,13 +70,20 @@ class Rows(Sequence[PromptLine]):
         """The row's number in the source, from 0. It names the prompt, so filter and shuffle do not change it."""
         return int(self._batches.value("row", self._at(index)))
 
-    def prompts(self, start: int, stop: int) -> list[str | Messages]:
-        """The prompts of the rows from `start` to before `stop`, in one go."""
+    @property
+    def num_answered(self) -> int:
+        """Number of rows whose answer is the last turn of the conversation."""
+        return int(
+            np.count_nonzero(self._batches.numbers("answered")[self._order if self._order is not None else slice(None)])
+        )
+
+    def lines(self, start: int, stop: int) -> list[PromptLine]:
+        """The rows from `start` to before `stop`, in one go."""
         if self._order is None:
             lines = self._batches.values("line", start, stop)
         else:
             lines = [self._batches.value("line", int(at)) for at in self._order[start:stop]]
-        return [parsed(line)["prompt"] for line in lines]
+        return [PromptLine.from_json(line) for line in lines]
 
     def _at(self, index: int) -> int:
         index = range(len(self))[index]  # a range checks the index and resolves a negative one
@@ -88,7 +105,17 @@ def open_rows(prompts: Path | PromptsConfig) -> Rows:
     if config.shuffle_seed is not None:
         whole = np.array(shuffled(len(batches), f"opd prompts {config.shuffle_seed}"), np.int64)
         order = whole[: config.limit]
-    return Rows(source.label, _with(key, [config.shuffle_seed, config.limit]), cached, batches, order)
+    key = _with(key, [config.shuffle_seed, config.limit])
+    return Rows(source.label, key, cached, _unread(source, config, batches), batches, order)
+
+
+def _unread(source: Source, config: PromptsConfig, batches: Batches) -> tuple[str, ...]:
+    """Columns of the source that nothing reads. Raises: OSError."""
+    of_filter = {config.filter.column} if config.filter else set()
+    used = columns_in_use(config.columns, chat=True)
+    of_table = [name for name in column_names(source) if name not in used]
+    found = dict.fromkeys([*of_table, *batches.listed("unread")])
+    return tuple(name for name in found if name not in of_filter)
 
 
 def refuse_wrong_start(prompts: Path | PromptsConfig) -> None:
@@ -104,7 +131,7 @@ def refuse_wrong_start(prompts: Path | PromptsConfig) -> None:
         if source.kind == "jsonl":
             place, row = next(source_rows(source, config), (None, None))
             if place is not None and row is not None:
-                _line(place, row, config)
+                _encoded(place, _line(place, row, config))
         else:
             refuse_missing_columns(file, shown, config)
 
@@ -114,7 +141,7 @@ def read_prompt_lines(prompts: Path | PromptsConfig) -> list[PromptLine]:
     return list(open_rows(prompts))
 
 
-def _steady(source: Source, config: PromptsConfig, before: object) -> Iterator[tuple[int, bytes]]:
+def _steady(source: Source, config: PromptsConfig, before: object) -> Iterator[Stored]:
     """The rows of `_checked`. Raises: PromptError, also if the files have changed since they were hashed."""
     yield from _checked(source, config)
     if source.state() != before:
@@ -126,22 +153,29 @@ def _steady(source: Source, config: PromptsConfig, before: object) -> Iterator[t
         )
 
 
-def _checked(source: Source, config: PromptsConfig) -> Iterator[tuple[int, bytes]]:
-    """Number and canonical JSON of each row. Raises: PromptError."""
+def _checked(source: Source, config: PromptsConfig) -> Iterator[Stored]:
+    """Each row as it is kept. Raises: PromptError."""
     seen: set[str] = set()
+    unread: set[str] = set()
+    named, answers = config.named_columns.values(), config.columns.get("answer", "answer")
+    of_text, of_chat = (columns_in_use(config.columns, chat=chat) for chat in (False, True))
     total = read = 0
     for number, (place, row) in enumerate(source_rows(source, config)):
         total = number + 1
         if row is None:
             continue
         line = _line(place, row, config)
-        seen.update(name for name in config.columns.values() if name in row)
+        seen.update(name for name in named if name in row)
         read += 1
-        yield number, line
+        used = of_text if isinstance(line.prompt, str) else of_chat
+        new = [name for name in row if name not in used and name not in unread and row[name] not in (None, "", [], {})]
+        unread.update(new)
+        answered = bool(line.answer) and row.get(answers) in (None, "")
+        yield number, _encoded(place, line), new, answered
         if config.shuffle_seed is None and read == config.limit:
             break
     _refuse_none(source, config, total, read)
-    for ours, name in config.columns.items():
+    for ours, name in config.named_columns.items():
         if name not in seen:
             raise PromptError.at(
                 source.label,
@@ -151,15 +185,23 @@ def _checked(source: Source, config: PromptsConfig) -> Iterator[tuple[int, bytes
             )
 
 
-def _line(place: Place, row: Any, config: PromptsConfig) -> bytes:
-    """A row as canonical JSON. Raises: PromptError."""
+def _line(place: Place, row: Any, config: PromptsConfig) -> PromptLine:
+    """A row, checked. Raises: PromptError."""
     try:
-        line = read_row(as_chat(row, config.columns) if config.chat else row, config.columns).as_json()
-        if not place.line and len(line) > MAX_LINE_BYTES:
-            raise BrokenRow(f"a row of {len(line):,} bytes", "split or delete this row")
+        return read_row(as_chat(row, config.columns) if config.chat else row, config.columns)
     except BrokenRow as problem:
         raise place.refusal(problem) from None
-    return line
+
+
+def _encoded(place: Place, line: PromptLine) -> bytes:
+    """A row as canonical JSON. Raises: PromptError."""
+    try:
+        encoded = line.as_json()
+        if not place.line and len(encoded) > MAX_LINE_BYTES:
+            raise BrokenRow(f"a row of {len(encoded):,} bytes", "split or delete this row")
+    except BrokenRow as problem:
+        raise place.refusal(problem) from None
+    return encoded
 
 
 def _refuse_none(source: Source, config: PromptsConfig, total: int, read: int) -> None:

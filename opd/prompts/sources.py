@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
+import yaml
 from blake3 import blake3
 
 from opd.config.prompts import PromptsConfig, as_prompts_config
@@ -19,11 +22,16 @@ from opd.files import blake3_file
 
 FORMATS = "a file of prompts (JSONL, CSV, Parquet) or a directory that the library `datasets` saved"
 KINDS = {".parquet": "parquet", ".csv": "csv"}
-"""Ending of a file's name -> its kind. Every other file is JSONL."""
+"""Ending of a file's name, without that of gzip -> its kind. Every other file is JSONL."""
+GZIP_ENDING, GZIP_START = ".gz", b"\x1f\x8b"
+OTHERS = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".zst": "unzstd", ".7z": "7z x"}
+"""Endings of packed files that are not read -> the command that unpacks them."""
 FROM_LIBRARY = {"json": "jsonl", "csv": "csv", "parquet": "parquet"}
 """Reader of `datasets` -> our kind. Every other reader of the library is refused: some of them unpickle."""
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files that `save_to_disk` writes into a directory with one data set, and into one with several splits."""
+ENDINGS = (*KINDS, ".jsonl", ".json", GZIP_ENDING)
+"""Endings of files that no data set of the hub is meant by."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -57,11 +65,27 @@ class Source:
         return [(found.st_size, found.st_mtime_ns) for found in (file.stat() for file in self.files)]
 
 
+def kind_of(file: Path) -> str:
+    """The kind of a file, from its name."""
+    return KINDS.get(_unpacked_name(file).suffix.lower(), "jsonl")
+
+
+def _unpacked_name(file: Path) -> Path:
+    return file.with_suffix("") if file.suffix.lower() == GZIP_ENDING else file
+
+
+def open_unpacked(file: Path) -> IO[bytes]:
+    """Open a file to read its bytes, unpacked where they are gzip's. Raises: OSError."""
+    with file.open("rb") as opened:
+        packed = opened.read(len(GZIP_START)) == GZIP_START
+    return cast(IO[bytes], gzip.open(file)) if packed else file.open("rb")
+
+
 def is_hub_name(prompts: Path | PromptsConfig) -> bool:
     """True for a mapping whose path is `owner/name` and does not exist here. A path without a mapping is always local."""
     if not isinstance(prompts, PromptsConfig) or prompts.path.exists():
         return False
-    return HUB_NAME.fullmatch(prompts.path.as_posix()) is not None and prompts.path.suffix not in (*KINDS, ".jsonl")
+    return HUB_NAME.fullmatch(prompts.path.as_posix()) is not None and prompts.path.suffix not in ENDINGS
 
 
 def is_here(prompts: Path | PromptsConfig) -> bool:
@@ -77,6 +101,7 @@ def find_source(prompts: Path | PromptsConfig) -> Source:
         if is_hub_name(prompts):
             return _data_files(config, label)
         if not config.path.is_dir():
+            _refuse_no_file(config.path)
             config.path.open("rb").close()
             return _file(config, label)
         if (config.path / SAVED_SPLITS).is_file() or (config.path / SAVED).is_file():
@@ -143,14 +168,31 @@ def _missing(config: PromptsConfig, error: FileNotFoundError) -> PromptError:
     )
 
 
+def _refuse_no_file(path: Path) -> None:
+    """Refuse pipes and devices: prompts are read more than once, and nobody may ever write to a pipe. Raises: PromptError, OSError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise PromptError.at(
+            path,
+            found="a pipe or a device, no file",
+            wanted=FORMATS,
+            fix=f"write it to a file first: cat {path} > prompts.jsonl",
+        )
+
+
 def _file(config: PromptsConfig, label: str) -> Source:
     for key in ("name", "revision"):
         if getattr(config, key) is not None:
             raise _not_for(key, f"{config.path}, a file", config)
     if config.split not in (None, "train"):
         raise _not_for("split", f"{config.path}, a file, which has no splits", config)
-    kind = KINDS.get(config.path.suffix.lower(), "jsonl")
-    return Source(label=label, kind=kind, files=(config.path,), shown=(str(config.path),))
+    if unpack := OTHERS.get(config.path.suffix.lower()):
+        raise PromptError.at(
+            config.path,
+            found=f"a file packed as {config.path.suffix}",
+            wanted=f"{FORMATS}; JSONL and CSV may be packed by gzip",
+            fix=f"unpack it: {unpack} {config.path}",
+        )
+    return Source(label=label, kind=kind_of(config.path), files=(config.path,), shown=(str(config.path),))
 
 
 def _not_for(key: str, found: str, config: PromptsConfig) -> PromptError:
@@ -213,7 +255,7 @@ def _data_files(config: PromptsConfig, label: str) -> Source:
         with quiet():
             # The library resolves links and `..`, and names the files by what comes out.
             path = str(config.path.resolve()) if here else config.path.as_posix()
-            builder = datasets.load_dataset_builder(path, config.name, revision=config.revision)
+            builder = _builder(path, config)
             by_split: Mapping[str, Sequence[str]] = builder.config.data_files or {}
             kind = FROM_LIBRARY.get(builder.name)
             if kind is None or not by_split:
@@ -229,6 +271,25 @@ def _data_files(config: PromptsConfig, label: str) -> Source:
         raise _no_hub(config, str(error)) from None
     shown = tuple(name if not here else str(config.path / Path(name).relative_to(Path(path))) for name in names)
     return Source(label=label, kind=kind, files=tuple(Path(file) for file in local), shown=shown)
+
+
+def _builder(path: str, config: PromptsConfig) -> Any:
+    """What `datasets` would load. Raises: PromptError for a README that it cannot read, and what the library raises."""
+    try:
+        return library().load_dataset_builder(path, config.name, revision=config.revision)
+    except (
+        yaml.YAMLError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        TypeError,
+    ) as error:  # of values that YAML's tags do not allow
+        raise PromptError.at(
+            config.path,
+            found=f"a README.md whose header `datasets` cannot read ({type(error).__name__}: {error})",
+            wanted="a header of plain YAML between two lines `---`",
+            fix="correct the header or delete it, or name a file of the directory",
+        ) from None
 
 
 def _refuse_outside(root: str, names: Sequence[str], label: str) -> None:

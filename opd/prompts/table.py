@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
@@ -24,8 +24,9 @@ from blake3 import blake3
 from opd.config.prompts import PromptsConfig
 from opd.interfaces import Tokenizer
 from opd.prompts.arrow import Batches, in_batches, stored
+from opd.prompts.conversation import SYSTEM_ROLES, Messages
 from opd.prompts.encode import encode_prompts, refused_row
-from opd.prompts.line import Messages
+from opd.prompts.line import PromptLine
 from opd.prompts.rows import Rows, open_rows
 from opd.types import Prompt
 
@@ -37,8 +38,12 @@ SCHEMA = pa.schema(
         ("length", pa.int32()),
         ("side", pa.uint64()),
         ("digest", pa.uint64()),
+        ("traits", pa.uint8()),
     ]
 )
+SYSTEM, TOOLS, VARIABLES, ENDED = 1, 2, 4, 8
+"""Traits of a prompt, of which a notice may have to speak: a system message, tools, variables of the chat template, and messages that
+end with the assistant's turn."""
 ENCODED_AT_ONCE = 512
 _SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)  # json.dumps would make a new encoder for each prompt
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -88,6 +93,10 @@ class PromptTable(Sequence[Prompt]):
         """The prompts for which `mask` [prompts] is true."""
         return replace(self, indices=self.indices[mask])
 
+    def with_trait(self, trait: int) -> Mask:
+        """Mask of the prompts that have a trait."""
+        return (self._tokens.numbers("traits")[self.indices] & trait) > 0
+
     def ids(self, mask: Mask, limit: int) -> list[str]:
         """Names of the first `limit` prompts for which `mask` is true."""
         return [f"{self.domain}/{self.rows.number(int(at))}" for at in self.indices[mask][:limit]]
@@ -118,53 +127,75 @@ def is_held_out(prompt: str | Messages, share: float) -> bool:
 
 
 def load_prompts(
-    prompts: Path | PromptsConfig, domain: str, tokenizer: Tokenizer, day: date | None = None
+    prompts: Path | PromptsConfig,
+    domain: str,
+    tokenizer: Tokenizer,
+    day: date | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> PromptTable:
-    """All prompts of one domain, tokenised; one that asks nothing has no token ids. `day` as for `encode_prompt`.
+    """All prompts of one domain, tokenised; one that asks nothing has no token ids. `day` as for `encode_prompt`; `variables` are
+    those of the chat template, unless a row has its own.
 
     Raises: PromptError.
     """
+    given = variables or {}
     rows = open_rows(prompts)
     # No hash covers all that decides the ids of a tokenizer written in Python, so its ids are not cached.
     cached = rows.cached and hasattr(tokenizer, "backend_tokenizer")
     tokens = stored(
-        f"tokens-{_key(rows, tokenizer, day)}" if cached else "",
+        f"tokens-{_key(rows, tokenizer, day, given)}" if cached else "",
         SCHEMA,
-        lambda: in_batches(_encoded(rows, domain, tokenizer, day), SCHEMA),
+        lambda: in_batches(_encoded(rows, domain, tokenizer, day, given), SCHEMA),
         cached=cached,
     )
     return PromptTable(domain, rows, tokens, np.arange(len(rows), dtype=np.int64))
 
 
 def _encoded(
-    rows: Rows, domain: str, tokenizer: Tokenizer, day: date | None
-) -> Iterator[tuple[np.ndarray[Any, Any], int, int, int]]:
+    rows: Rows, domain: str, tokenizer: Tokenizer, day: date | None, variables: Mapping[str, Any]
+) -> Iterator[tuple[np.ndarray[Any, Any], int, int, int, int]]:
     """A row of `SCHEMA` for each prompt. Raises: PromptError."""
 
-    def encode(start: int) -> list[tuple[str | Messages, Sequence[int]]]:
-        prompts = rows.prompts(start, start + ENCODED_AT_ONCE)
-        return list(zip(prompts, _ids(rows, start, prompts, domain, tokenizer, day), strict=True))
+    def encode(start: int) -> list[tuple[PromptLine, Sequence[int]]]:
+        lines = rows.lines(start, start + ENCODED_AT_ONCE)
+        return list(zip(lines, _ids(rows, start, lines, domain, tokenizer, day, variables), strict=True))
 
     # The tokenizer releases Python's lock: it encodes the next prompts while this thread hashes and writes these.
     with ThreadPoolExecutor(1) as ahead:
         pending = ahead.submit(encode, 0)
         for start in range(0, len(rows), ENCODED_AT_ONCE):
             found, pending = pending.result(), ahead.submit(encode, start + ENCODED_AT_ONCE)
-            for prompt, ids in found:
-                yield np.asarray(ids, np.int32), len(ids), side(prompt), _digest(ids)
+            for line, ids in found:
+                yield np.asarray(ids, np.int32), len(ids), side(line.prompt), _digest(ids), _traits(line)
+
+
+def _traits(line: PromptLine) -> int:
+    if isinstance(line.prompt, str) or not line.prompt:
+        return 0
+    system = any(message["role"] in SYSTEM_ROLES and message["content"].strip() for message in line.prompt)
+    ended = line.prompt[-1]["role"] == "assistant"
+    return SYSTEM * system | TOOLS * bool(line.tools) | VARIABLES * bool(line.chat_template_kwargs) | ENDED * ended
 
 
 def _ids(
-    rows: Rows, start: int, prompts: list[str | Messages], domain: str, tokenizer: Tokenizer, day: date | None
+    rows: Rows,
+    start: int,
+    lines: Sequence[PromptLine],
+    domain: str,
+    tokenizer: Tokenizer,
+    day: date | None,
+    variables: Mapping[str, Any],
 ) -> list[Sequence[int]]:
     """Token ids of the prompts from row `start`. Raises: PromptError naming the one that cannot be encoded."""
     from jinja2 import TemplateError
 
     try:
-        return encode_prompts(tokenizer, prompts, day)
+        return encode_prompts(
+            tokenizer, [line.prompt for line in lines], day, [{**variables, **line.variables} for line in lines]
+        )
     except (TemplateError, ValueError, TypeError) as error:
-        if len(prompts) > 1:  # find out which one
-            return [_ids(rows, start + i, [p], domain, tokenizer, day)[0] for i, p in enumerate(prompts)]
+        if len(lines) > 1:  # find out which one
+            return [_ids(rows, start + i, [one], domain, tokenizer, day, variables)[0] for i, one in enumerate(lines)]
         raise refused_row(f"{rows.label}: prompt {domain}/{rows.number(start)}", "student", error) from None
 
 
@@ -174,8 +205,8 @@ def _digest(token_ids: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def _key(rows: Rows, tokenizer: Any, day: date | None) -> str:
-    """Hash of rows, tokenizer, chat template, day, and the libraries' versions: another release may give other ids."""
+def _key(rows: Rows, tokenizer: Any, day: date | None, variables: Mapping[str, Any]) -> str:
+    """Hash of rows, tokenizer, chat template and its variables, day, and the libraries' versions: another release may give other ids."""
     parts = {
         "format": FORMAT,
         "rows": rows.key,
@@ -183,6 +214,7 @@ def _key(rows: Rows, tokenizer: Any, day: date | None) -> str:
         "class": type(tokenizer).__qualname__,
         "special": tokenizer.all_special_ids,
         "template": tokenizer.chat_template,
+        "variables": dict(variables),
         "tokens": tokenizer.special_tokens_map,  # a chat template may write these
         "day": str(day or (date.today() if "strftime_now" in str(tokenizer.chat_template) else None)),
         "versions": [version(name) for name in ("transformers", "tokenizers", "jinja2")],

@@ -17,6 +17,7 @@ from opd.evaluation.scores import FORMAT, Evaluation, combined
 from opd.metrics import MetricsFile
 from opd.monitors.alarms import Alarms
 from opd.run_dir import RunPaths
+from opd.settings import parse_yaml
 from opd.step_record import StepRecord
 from opd.traces.record import StepTraces, read_traces
 
@@ -225,7 +226,7 @@ def _pipeline(path: Path) -> tuple[str, dict[str, Any]]:
         return "", {}
     try:
         text = path.read_text(encoding="utf-8")
-        pipeline = yaml.safe_load(text)
+        pipeline = parse_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
         raise _damaged(path, str(error)) from None
     if not isinstance(pipeline, dict):

@@ -50,6 +50,7 @@ class Chat:
                 wanted="a chat template, which has a place for it",
                 fix="leave it out, or write the text at the beginning of your lines",
             )
+        self._variables: dict[str, Any] = found.config.student.chat_template_kwargs if found.config else {}
         self._options, self._context = options, found.info.context
         self._stop_token_ids = found.info.eos_token_ids
         self._model = _load(found, options)
@@ -104,7 +105,7 @@ class Chat:
             return encode_prompt(self._tokenizer, line)
         system = [_turn("system", self._options.system)] if self._options.system else []
         try:
-            return encode_prompt(self._tokenizer, [*system, *map(dict, turns), _turn("user", line)])
+            return encode_prompt(self._tokenizer, [*system, *map(dict, turns), _turn("user", line)], **self._variables)
         except (TemplateError, ValueError, TypeError) as error:
             raise PromptError.at(
                 "chat template",

@@ -6,6 +6,7 @@ have to pass them on or could die in between.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -90,6 +91,7 @@ def is_for_cpus() -> bool:
 def command(model: Found, options: ServeOptions) -> list[str]:
     """The command line of the server."""
     rollout = model.config.rollout if model.config else None
+    variables = model.config.student.chat_template_kwargs if model.config else {}
     dtype = options.dtype or (rollout.dtype if rollout else None)
     length = options.max_model_len or (rollout.max_model_len if rollout else None)
     return [
@@ -99,6 +101,7 @@ def command(model: Found, options: ServeOptions) -> list[str]:
         *("--served-model-name", options.name or model.name),
         *(("--dtype", dtype) if dtype else ()),
         *(("--max-model-len", str(length)) if length else ()),
+        *(("--default-chat-template-kwargs", json.dumps(variables)) if variables else ()),
         *(_on_cpu(model) if is_for_cpus() else ()),
         *options.more,
     ]

@@ -158,8 +158,8 @@ def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
     """
     from experts.episodes.encode import EpisodeEncoder
 
-    day, parser, ends = inputs.template_date, config.student.tool_call_parser, inputs.student.eos_token_ids
-    encoder = EpisodeEncoder(inputs.tokenizer, day, parser, ends)
+    day, student, ends = inputs.template_date, config.student, inputs.student.eos_token_ids
+    encoder = EpisodeEncoder(inputs.tokenizer, day, student.tool_call_parser, ends, student.chat_template_kwargs)
     completions: Completions = {}
     for domain, prompts in inputs.prompts.items():
         source = prompts_of(domain, config.domains[domain], inputs.registered_prompts(domain))
@@ -168,12 +168,17 @@ def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
             fitting = _with_room(prompts, config)
             completions |= read_file_episodes(source, fitting, encoder, config.rollout.max_model_len)
         else:
-            completions |= _single_turns(rows, prompts, inputs.tokenizer, ends, day)
+            completions |= _single_turns(rows, prompts, inputs.tokenizer, ends, day, student.chat_template_kwargs)
     return completions
 
 
 def _single_turns(
-    rows: Rows, prompts: PromptTable, tokenizer: Any, ends: Sequence[int], day: date | None
+    rows: Rows,
+    prompts: PromptTable,
+    tokenizer: Any,
+    ends: Sequence[int],
+    day: date | None,
+    variables: Mapping[str, Any],
 ) -> dict[str, tuple[int, ...]]:
     """The completion of every prompt. Raises: PromptError."""
     from experts.sft import IGNORED, encode_line
@@ -188,7 +193,7 @@ def _single_turns(
                 wanted="the column `completion` in every line, or a whole episode in `messages`: mixed_sft learns it",
                 fix="add it, or compare with off_policy, which needs only prompts",
             )
-        labels = encode_line(tokenizer, line, ends, day)["labels"]
+        labels = encode_line(tokenizer, line, ends, day, variables)["labels"]
         completions[prompt.id] = tuple(i for i in labels if i != IGNORED)
     return completions
 

@@ -69,7 +69,9 @@ def _of_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
     kept = read_traces(paths.trace(step)) if paths.trace(step).exists() else StepTraces(step=step, episodes=())
     if step not in logged_steps(paths.targets):
         return kept.episodes
-    tokenizer = load_tokenizer(load_pipeline(paths.pipeline).student.model)
+    student = load_pipeline(paths.pipeline).student.model
+    # The merged model has the student's tokenizer, wherever the student is now.
+    tokenizer = load_tokenizer(paths.model if paths.model.is_dir() and not student.is_dir() else student)
     try:
         rollouts = logged_rollouts(paths.targets, step, len(tokenizer))
         seen = guard_events(logged_episodes(paths.targets, step).values())

@@ -57,6 +57,7 @@ def _environment_options(
         max_broken=environment.max_broken,
         template_date=config.student.template_date,
         tool_call_parser=config.student.tool_call_parser,
+        chat_template_kwargs=config.student.chat_template_kwargs,
         compaction=_compaction(config, environment.context),
         guard=guard_of_domain(config, domain, judged),
         sub_agents=sub_agents_options(config, name, environment),
@@ -82,6 +83,7 @@ def _agent_options(config: PipelineConfig, domain: DomainConfig, judged: Path | 
         max_broken=agent.max_broken,
         template_date=config.student.template_date,
         tool_call_parser=config.student.tool_call_parser,
+        chat_template_kwargs=config.student.chat_template_kwargs,
         guard=guard_of_domain(config, domain, judged),
     )
 
@@ -119,7 +121,9 @@ def check_environments(
     appender = None
     if any(_needs_template(options, prompts[name], tokenizer) for name, options in episodes.items()):
         student = config.student
-        appender = ChatAppender(tokenizer, stop_token_ids, student.template_date, student.tool_call_parser)
+        appender = ChatAppender(
+            tokenizer, stop_token_ids, student.template_date, student.tool_call_parser, student.chat_template_kwargs
+        )
     for name, domain in config.domains.items():
         section = domain.environment
         if section is None or not (tools[name] or section.sub_agents):

@@ -17,7 +17,7 @@ from opd.errors import ConfigError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.verifiers import build_verifier
 from opd.evaluation.verifiers.reward import Reward
-from opd.prompts import PromptTable, load_prompts
+from opd.prompts import PromptTable, is_here, load_prompts, notices_about
 from opd.types import Prompt
 
 EXAMPLES = 3
@@ -40,7 +40,7 @@ def load_training(
     """
     training = {}
     for name, source in sources.items():
-        prompts = load_prompts(source, name, tokenizer, config.student.template_date)
+        prompts = read_prompts(config, name, source, tokenizer, tell)
         exam = config.domains[name].eval
         if exam is not None and exam.holdout is not None:
             prompts = _side(prompts, exam.holdout, held_out=False)
@@ -73,7 +73,10 @@ def load_exams(
             source = sources[name]
         else:
             source = prompts_of(name, domain, None if domain.prompts else registered_prompts(config, name))
-        prompts = load_prompts(source, name, tokenizer, config.student.template_date)
+        # Of a source that serves training too, that has told already.
+        prompts = read_prompts(
+            config, name, source, tokenizer, tell if domain.eval.prompts is not None else lambda _: None
+        )
         if domain.eval.holdout is not None:
             prompts = _side(prompts, domain.eval.holdout, held_out=True)
         prompts = _short_enough(source, prompts, tell)
@@ -81,6 +84,33 @@ def load_exams(
         exams[name] = DomainExam(tuple(prompts[: samples or config.evaluate.samples]), verifier)
         refuse_unjudgeable(prompts.rows.label, exams[name], domain.eval)
     return exams
+
+
+def read_prompts(
+    config: PipelineConfig, domain: str, source: Path | PromptsConfig, tokenizer: Any, tell: Tell = lambda _: None
+) -> PromptTable:
+    """A domain's prompts as its student reads them; `tell` gets a sentence about each thing that is not read, or read in another way
+    than one might think. Raises: PromptError."""
+    student = config.student
+    if config.domains[domain].acts and is_here(source):
+        # Its environment or its program says which tools there are, and with which variables its messages are rendered.
+        source = as_prompts_config(source).without_columns("tools", "chat_template_kwargs")
+    prompts = load_prompts(source, domain, tokenizer, student.template_date, student.chat_template_kwargs)
+    for notice in notices_about(source, prompts, tokenizer, student.template_date, student.chat_template_kwargs):
+        tell(notice)
+    return prompts
+
+
+def refuse_unread_variables(config: PipelineConfig, tokenizer: Any) -> None:
+    """Raises: ConfigError for a variable that the student's chat template does not read, such as a misspelt one."""
+    for name in config.student.chat_template_kwargs:
+        if name not in str(tokenizer.chat_template or ""):
+            raise ConfigError.at(
+                f"student.chat_template_kwargs.{name}",
+                found=f"a variable that the chat template of {config.student.model} does not read",
+                wanted="variables of this template" if tokenizer.chat_template else "a student with a chat template",
+                fix="correct the name, or leave it out",
+            )
 
 
 def prompts_of(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:

@@ -45,7 +45,15 @@ from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.max_memory import refuse_no_room
 from pipelines.inputs.own_engine import refuse_unfit, refuse_unplaced
-from pipelines.inputs.prompts import load_exams, load_training, prompts_of, refuse_leaks, room_warnings, shown
+from pipelines.inputs.prompts import (
+    load_exams,
+    load_training,
+    prompts_of,
+    refuse_leaks,
+    refuse_unread_variables,
+    room_warnings,
+    shown,
+)
 from pipelines.inputs.rewards import refuse_unrewardable
 from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
 from pipelines.inputs.slow_types import slow_types
@@ -169,6 +177,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     lora = size_of_lora(config, teaching.student)
     refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
     tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
+    refuse_unread_variables(config, tokenizer)
     config = dated(config, tokenizer)
     sources = {d: prompts_of(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
     notices = slow_types(config)

@@ -17,9 +17,9 @@ from opd.config import PipelineConfig
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import ConfigError
 from opd.near import did_you_mean
-from opd.prompts import PromptTable, load_prompts, render_prompt
+from opd.prompts import PromptTable, render_prompt
 from pipelines.inputs.at_once import refuse_wrong_prompts
-from pipelines.inputs.prompts import prompts_of, registered_prompts, shown
+from pipelines.inputs.prompts import prompts_of, read_prompts, refuse_unread_variables, registered_prompts, shown
 from pipelines.inputs.read import load_tokenizer
 from pipelines.inputs.template_date import dated
 
@@ -50,6 +50,7 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
         )
     refuse_wrong_prompts(config, domain)
     tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
+    refuse_unread_variables(config, tokenizer)
     config = dated(config, tokenizer)
     for name in [domain] if domain else config.domains:
         settings = config.domains[name]
@@ -68,8 +69,10 @@ def _source(
     *,
     exam: bool = False,
 ) -> Iterator[str]:
-    prompts = load_prompts(source, domain, tokenizer, config.student.template_date)
+    student, notices = config.student, list[str]()
+    prompts = read_prompts(config, domain, source, tokenizer, notices.append)
     yield f"{domain}, {'exam' if exam else 'training'}: {len(prompts):,} prompts of {prompts.rows.label}"
+    yield from (f"  note: {notice}" for notice in notices)
     used, left = _left_out(config, domain, source, prompts, exam=exam)
     yield from (str(part) for part in left)
     yield f"  {len(used):,} are used, of {_tokens(used)}" if len(used) else "  none is used"
@@ -77,7 +80,8 @@ def _source(
         line = used.rows[int(used.indices[index])]
         yield ""
         yield f"{prompt.id}: {len(prompt.token_ids)} tokens" + (f", answer {line.answer!r}" if line.answer else "")
-        yield f"  text: {render_prompt(tokenizer, line.prompt, config.student.template_date)!r}"
+        variables = {**student.chat_template_kwargs, **line.variables}
+        yield f"  text: {render_prompt(tokenizer, line.prompt, student.template_date, **variables)!r}"
         yield f"  ids:  {' '.join(map(str, prompt.token_ids))}"
     yield ""
 

@@ -4,15 +4,19 @@ does, and whether plain text begins as the tokenizer has it.
 On another day the same prompt would have other tokens: a resume would train on other prompts, and the exams before and after
 a merge would ask different questions. So a run takes the day on which it begins, records it as
 `student.template_date`, and renders everything with it: training prompts, exams, baselines, and `opd evaluate` of the run.
-`student.add_special_tokens` is recorded likewise: earlier releases had no such key, and put nothing in front.
+`student.add_special_tokens` is recorded likewise: earlier releases had no such key, and put nothing in front. So are columns of
+prompts that are not read: earlier releases passed over system messages, tools and variables of the template.
 """
 
 from __future__ import annotations
 
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 from opd.config import PipelineConfig
+from opd.config.domains import DomainConfig
+from opd.config.prompts import PromptsConfig, as_prompts_config
 
 DATE_CALL = "strftime_now"
 """The function by which a template asks for the date; it runs in a sandbox and has no other way."""
@@ -33,11 +37,30 @@ def on_day(config: PipelineConfig, day: date | None) -> PipelineConfig:
 
 
 def as_recorded(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig:
-    """Take day and begin of prompts from the run that the pipeline goes on with, whose own is `begun`, unless the pipeline says
-    them."""
+    """Take day, begin and unread columns of prompts from the run that the pipeline goes on with, whose own is `begun`, unless the
+    pipeline says them."""
     own, student = begun.student, config.student
     update = {
         "template_date": student.template_date or own.template_date,
         "add_special_tokens": own.puts_in_front if student.add_special_tokens is None else student.add_special_tokens,
     }
-    return config.model_copy(update={"student": student.model_copy(update=update)})
+    domains = {name: _as_read(domain, begun.domains.get(name, domain)) for name, domain in config.domains.items()}
+    return config.model_copy(update={"student": student.model_copy(update=update), "domains": domains})
+
+
+def _as_read(domain: DomainConfig, begun: DomainConfig) -> DomainConfig:
+    """The domain without the columns of prompts that the domain of the run does not read."""
+    exam, own = domain.eval, begun.eval
+    if exam is not None and own is not None:
+        exam = exam.model_copy(update={"prompts": _without_unread(exam.prompts, own.prompts)})
+    return domain.model_copy(update={"prompts": _without_unread(domain.prompts, begun.prompts), "eval": exam})
+
+
+def _without_unread(
+    prompts: Path | PromptsConfig | None, begun: Path | PromptsConfig | None
+) -> Path | PromptsConfig | None:
+    if prompts is None or not isinstance(begun, PromptsConfig):
+        return prompts
+    given = as_prompts_config(prompts)
+    unread = [ours for ours, name in begun.columns.items() if name is None and ours not in given.columns]
+    return given.without_columns(*unread) if unread else prompts

@@ -11,8 +11,8 @@ from typing import Any
 
 from opd.config.prompts import Column, PromptsConfig
 from opd.errors import ConfigError, PromptError
-from opd.prompts.line import BrokenRow
-from opd.prompts.readers import Place, source_rows
+from opd.prompts.broken import BrokenRow
+from opd.prompts.readers import DAMAGED, Place, column_names, csv_rows, refuse_large_groups, source_rows
 from opd.prompts.sources import Source, find_source, library
 
 ASKING = (
@@ -48,10 +48,6 @@ class Columns:
     """None: no column has answers, so nothing can be judged."""
     messages: bool
     """The prompt is a list of messages, not a text."""
-    answered: bool
-    """The messages end with the assistant's turn."""
-    sharegpt: bool
-    """The messages have `from` and `value`."""
 
     @property
     def renamed(self) -> dict[Column, str]:
@@ -62,7 +58,8 @@ class Columns:
 
 def look_at_columns(path: Path, given: Sequence[str]) -> Columns:
     """The columns of a file; `given` are the names of prompt and answer, as far as the user said. Raises: OpdError."""
-    names, rows = first_rows(find_source(path))
+    source = find_source(path)
+    names, rows = first_rows(source)
     for name in given:
         if name not in names:
             raise ConfigError.at(
@@ -72,16 +69,11 @@ def look_at_columns(path: Path, given: Sequence[str]) -> Columns:
                 fix="correct the name: --columns PROMPT or --columns PROMPT,ANSWER",
             )
     prompt = given[0] if given else _asking(path, names)
-    _refuse_two_parts(path, prompt, rows)
-    values = [row[prompt] for row in rows if row.get(prompt) is not None]
-    messages = bool(values) and all(isinstance(value, list) for value in values)
+    _refuse_two_parts(source, prompt)
     return Columns(
         prompt=prompt,
         answer=given[1] if len(given) > 1 else _answering(names, rows, prompt),
-        messages=messages,
-        answered=messages
-        and all(_last(value, "role") == "assistant" or _last(value, "from") == "gpt" for value in values),
-        sharegpt=messages and all(_last(value, "from") for value in values),
+        messages=any(isinstance(row.get(prompt), list) for row in rows),
     )
 
 
@@ -112,20 +104,22 @@ def _first_of(wanted: Sequence[str], names: Sequence[str]) -> str | None:
     return next((by_lower[name] for name in wanted if name in by_lower), None)
 
 
-def _refuse_two_parts(path: Path, prompt: str, rows: Sequence[Row]) -> None:
-    """Raises: PromptError for an instruction with an input of its own: without that, the prompt would ask nothing."""
-    if prompt.lower() == "instruction" and any(str(row.get("input") or "").strip() for row in rows):
+def _refuse_two_parts(source: Source, prompt: str) -> None:
+    """Raises: PromptError for an instruction with an input of its own in any row: without that, the prompt would ask nothing."""
+    table = column_names(source)
+    if prompt.lower() != "instruction" or (table and "input" not in table):
+        return
+    # As another column it is read from a table, too.
+    columns: dict[Column, str | None] = {"prompt": prompt, **({"answer": "input"} if table else {})}
+    rows = source_rows(source, PromptsConfig(path=source.files[0], columns=columns))
+    found = next((place for place, row in rows if isinstance(row, dict) and str(row.get("input") or "").strip()), None)
+    if found is not None:
         raise PromptError.at(
-            path,
+            found,
             found="a prompt in two columns, `instruction` and `input`",
             wanted="what asks in one column",
             fix="write a column `prompt` with both texts; or take one of the two: --columns instruction",
         )
-
-
-def _last(messages: Any, key: str) -> Any:
-    """A value of the last message, if there is one."""
-    return messages[-1].get(key) if messages and isinstance(messages[-1], dict) else None
 
 
 def first_rows(source: Source) -> tuple[list[str], Sequence[Row]]:
@@ -140,11 +134,11 @@ def first_rows(source: Source) -> tuple[list[str], Sequence[Row]]:
         if source.kind == "csv":
             return _first_of_csv(file)
         if source.kind == "parquet":
-            return _first_of_parquet(file)
+            return _first_of_parquet(file, source.shown[0])
         assert source.directory is not None
         saved = library().load_from_disk(str(source.directory))
         return list(saved.column_names), saved.select(range(min(FIRST_ROWS, len(saved)))).to_list()
-    except (OSError, csv.Error, pa.ArrowException) as error:
+    except (OSError, csv.Error, pa.ArrowException, *DAMAGED) as error:
         raise PromptError.at(
             source.label,
             found=f"a file that cannot be read: {error}",
@@ -161,15 +155,16 @@ def _object(place: Place, row: Any) -> Row:
 
 
 def _first_of_csv(file: Path) -> tuple[list[str], Sequence[Row]]:
-    with file.open(encoding="utf-8-sig", newline="", errors="replace") as opened:
-        rows = (row for row in csv.reader(opened) if row)  # blank lines are passed over, as when all of it is read
-        names = next(rows, [])
-        return names, [dict(zip(names, row, strict=False)) for row in islice(rows, FIRST_ROWS)]
+    rows = csv_rows(file)
+    names = next(rows, [])
+    return names, [dict(zip(names, row, strict=False)) for row in islice(rows, FIRST_ROWS)]
 
 
-def _first_of_parquet(file: Path) -> tuple[list[str], Sequence[Row]]:
+def _first_of_parquet(file: Path, shown: str) -> tuple[list[str], Sequence[Row]]:
     from pyarrow import parquet
 
     opened = parquet.ParquetFile(file)
+    names = opened.schema_arrow.names
+    refuse_large_groups(file, shown, [name for name in names if name.lower() in (*ASKING, *ANSWERING)])
     batch = next(opened.iter_batches(FIRST_ROWS), None)
-    return list(opened.schema_arrow.names), batch.to_pylist() if batch is not None else []
+    return list(names), batch.to_pylist() if batch is not None else []

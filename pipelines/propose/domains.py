@@ -79,8 +79,7 @@ def _sources(expert: GivenExpert, chat: bool | None, templated: bool) -> Sources
 
 
 def _config(path: Path, columns: Columns, as_chat: bool) -> PromptsConfig:
-    chat = columns.answered or columns.sharegpt if columns.messages else as_chat
-    return PromptsConfig(path=path, columns=columns.renamed, chat=chat)
+    return PromptsConfig(path=path, columns=dict(columns.renamed), chat=columns.messages or as_chat)
 
 
 def look_at_domains(

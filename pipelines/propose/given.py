@@ -11,6 +11,7 @@ from pathlib import Path
 from experts.adapter import is_adapter
 from opd.config.strict import NAME_PATTERN
 from opd.errors import ConfigError, OpdError
+from opd.text import with_home
 
 Ask = Callable[[str, str], str]
 """(question, proposal) -> the answer. An empty proposal: there is none, and an empty answer is one."""
@@ -97,7 +98,7 @@ def complete(flags: Flags, ask: Ask | None, tell: Tell) -> Given:
             exam=_file(exams[name]) if name in exams else None,
             columns=tuple(part.strip() for part in columns[name].split(",")) if name in columns else (),
             verifier=verifiers.get(name, ""),
-            base=Path(bases[name]) if name in bases else None,
+            base=Path(with_home(bases[name])) if name in bases else None,
         )
         for name, model in models.items()
     }
@@ -155,6 +156,7 @@ def asked(ask: Ask, tell: Tell, question: str, check: Callable[[str], object], p
 
 
 def _directory(text: str) -> Path:
+    text = with_home(text)  # a shell leaves the `~` of NAME=~/DIR
     if not text or not Path(text).is_dir():
         raise ConfigError.at(
             text or "a model",
@@ -166,9 +168,10 @@ def _directory(text: str) -> Path:
 
 
 def _file(text: str | Path) -> Path:
-    if not str(text) or not Path(text).exists():
+    text = with_home(str(text))
+    if not text or not Path(text).exists():
         raise ConfigError.at(
-            str(text) or "prompts",
+            text or "prompts",
             found="no such file",
             wanted="a file of prompts (CSV, Parquet, JSONL) or a directory that the library `datasets` saved",
             fix="correct the path; it is relative to the current directory",

@@ -92,10 +92,12 @@ def in_short(proposal: Proposal, seen: Seen) -> Iterator[str]:
     """What was found and chosen, for whoever does not read the file: a line for each domain, and one for the training."""
     for name, domain in seen.domains.items():
         columns = domain.sources.training.columns
-        asks, answers = columns.get("prompt", "prompt"), columns.get("answer", "answer")
+        asks, answers = columns.get("prompt", "prompt"), f"`{columns.get('answer', 'answer')}`"
+        if domain.table.rows.num_answered == len(domain.table.rows):
+            answers = "the assistant's last turn"
         exam = proposal.data["domains"][name].get("eval", {})
         held = f", {_held_out(domain, exam):,} of them held out" if "holdout" in exam else ""
-        judged = f"; {on_one_line(exam['verifier'])} compares with `{answers}`" if exam else ""
+        judged = f"; {on_one_line(exam['verifier'])} compares with {answers}" if exam else ""
         kind = "an adapter" if seen.experts[name].adapter else "a model"
         yield f"{name}: {kind}; {len(domain.table):,} prompts in column `{asks}`{held}{judged}"
     trainer, kind = proposal.data["trainer"], proposal.data["objective"]["kind"]

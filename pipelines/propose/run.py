@@ -108,14 +108,15 @@ def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) ->
     proposal = propose(_name(target.path), seen, lora=flags.lora)
     config = validate(PipelineConfig, proposal.data, target.path)
     prompts = {name: one.prompts for name, one in config.domains.items() if one.prompts}
-    training = load_training(config, prompts, tokenizer)
-    refuse_leaks(load_exams(config, tokenizer), training)
+    notes: list[str] = []
+    training = load_training(config, prompts, tokenizer, notes.append)
+    refuse_leaks(load_exams(config, tokenizer, tell=notes.append), training)
     if flags.probe:
         from pipelines.propose.probe import choose_objective, probe
 
         proposal = with_objective(proposal, *choose_objective(probe(student, experts, domains, tell)))
     target.write_pipeline(render(_head(target, str(machine)), proposal.data, proposal.notes))
-    for line in in_short(proposal, seen):
+    for line in (*(f"note: {note}" for note in notes), *in_short(proposal, seen)):
         tell(line)
     for warning in proposal.warnings:
         tell(f"warning: {warning}")

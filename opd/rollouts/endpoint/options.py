@@ -45,6 +45,8 @@ class AgentOptions:
     """The day for a chat template that asks for a date."""
     tool_call_parser: str = AUTO
     """How the student writes calls of tools, by a name of `opd.rollouts.episodes.tool_formats`."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the student's chat template."""
     guard: GuardSpec | None = None
     """What checks the policy's calls before the program gets them; None: nothing."""
 

@@ -58,15 +58,21 @@ class ChatAppender:
     """Renders the first prompt of a dialogue and what follows each turn, with one student's own chat template."""
 
     def __init__(
-        self, tokenizer: TurnTokenizer, stop_token_ids: Sequence[int], day: date | None = None, parser: str = AUTO
+        self,
+        tokenizer: TurnTokenizer,
+        stop_token_ids: Sequence[int],
+        day: date | None = None,
+        parser: str = AUTO,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         """Prove that the template can append. `day` is for a template that asks for a date; `parser` is the name of the format of
-        tool calls, `auto` that in which the template writes them.
+        tool calls, `auto` that in which the template writes them; `variables` are the template's.
 
         Raises: ModelError with what the template does instead.
         """
         self._tokenizer = tokenizer
         self._day = day
+        self._variables = variables or {}
         self._stop_ids = list(stop_token_ids)
         self._ends = end_ids(tokenizer, stop_token_ids)
         self._stops: list[str] = [tokenizer.decode([i], skip_special_tokens=False) for i in stop_token_ids]
@@ -189,7 +195,7 @@ class ChatAppender:
         return found
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        variables: dict[str, Any] = {"tools": self._schemas(tools)} if tools else {}
+        variables = {**self._variables, **({"tools": self._schemas(tools)} if tools else {})}
         return render_messages(self._tokenizer, [dict(m) for m in messages], self._day, **variables)
 
     def _schemas(self, tools: Sequence[Tool]) -> list[Any]:

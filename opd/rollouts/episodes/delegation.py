@@ -21,7 +21,7 @@ from opd.rollouts.episodes.sub_agents import REFUSED, SubAgentOptions
 from opd.rollouts.episodes.tool_formats.records import BadCall
 
 if TYPE_CHECKING:
-    from opd.prompts.line import Messages
+    from opd.prompts.conversation import Messages
 
 NO_MORE = "error: no more agents can be started"
 """What the policy reads after a call beyond the number of sub-agents that an episode may start. Nobody reads it after one

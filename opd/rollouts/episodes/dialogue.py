@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from opd.decoding import end_ids, written_text
 from opd.environments.records import Tool, ToolCall
+from opd.prompts.conversation import Messages
 from opd.prompts.encode import encode_prompt, encode_text
 from opd.prompts.harmless import harmless, special_texts
-from opd.prompts.line import Messages
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import checked_calls, plain_calls

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
@@ -54,7 +55,7 @@ class Dialogues:
     def __init__(self, tokenizer: TurnTokenizer, stop_token_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.stops = frozenset(stop_token_ids)
-        self._appenders: dict[tuple[date | None, str], ChatAppender] = {}
+        self._appenders: dict[tuple[date | None, str, str], ChatAppender] = {}
 
     def make(self, request: EpisodeRequest, tools: Sequence[Tool]) -> Dialogue:
         """The dialogue that fits the request's prompt. Raises: ModelError if the template cannot append."""
@@ -64,9 +65,10 @@ class Dialogues:
 
     def appender(self, options: EpisodeOptions | AgentOptions) -> ChatAppender:
         """The student's chat template, as these options want it. Raises: ModelError if it cannot append."""
-        wanted = options.template_date, options.tool_call_parser
+        day, parser, variables = options.template_date, options.tool_call_parser, options.chat_template_kwargs
+        wanted = day, parser, json.dumps(variables, sort_keys=True)
         if wanted not in self._appenders:
-            self._appenders[wanted] = ChatAppender(self.tokenizer, sorted(self.stops), *wanted)
+            self._appenders[wanted] = ChatAppender(self.tokenizer, sorted(self.stops), day, parser, variables)
         return self._appenders[wanted]
 
     def clean(self, text: str) -> str:

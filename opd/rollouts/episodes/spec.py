@@ -60,6 +60,8 @@ class EpisodeOptions:
     """The day for a chat template that asks for a date."""
     tool_call_parser: str = AUTO
     """How the student writes calls of tools, by a name of `opd.rollouts.episodes.tool_formats`."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the student's chat template."""
     compaction: CompactionOptions | None = None
     """What is done about an episode that grows too long; None: it ends where the context does."""
     guard: GuardSpec | None = None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from opd.rollouts.episodes.dialogue import Dialogue
 
 if TYPE_CHECKING:
-    from opd.prompts.line import Messages
+    from opd.prompts.conversation import Messages
 
 
 @dataclass(slots=True)

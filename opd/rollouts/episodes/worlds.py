@@ -14,7 +14,7 @@ from opd.rollouts.episodes.tools import problem_with_tools
 from opd.types import StopReason
 
 if TYPE_CHECKING:
-    from opd.prompts.line import Messages
+    from opd.prompts.conversation import Messages
 
 T = TypeVar("T")
 

@@ -23,6 +23,7 @@ GPL = "GNU GENERAL PUBLIC LICENSE\n Version 3, 29 June 2007\n ... use the GNU Le
         ({"README.md": "---\nlicense: [mit, apache-2.0]\n---\n"}, ["mit (README.md)", "apache-2.0 (README.md)"]),
         ({"README.md": "---\nlicense: other\nlicense_name: deepseek\n---\n"}, ["deepseek (README.md)"]),
         ({"README.md": "---\nlicense: [\n---\n"}, ["other (README.md)"]),
+        ({"README.md": "---\nlicense: !!bool x\n---\n"}, ["other (README.md)"]),
         ({"README.md": "\ufeff---\nlicense: mit\n---\n"}, ["mit (README.md)"]),
         ({"LICENSE": APACHE}, ["apache-2.0 (LICENSE)"]),
         ({"LICENSE.txt": MIT}, ["mit (LICENSE.txt)"]),

@@ -24,6 +24,7 @@ from experts.suites.letters import build_tokenizer
 from experts.train import base_of, train_experts
 from opd.errors import ConfigError, ModelError, OpdError, PromptError, RegistryError
 from opd.prompts import PromptLine
+from opd.prompts.line import read_row
 from opd.settings import validate
 from tests.chatml import CHATML, chat_tokenizer
 from tests.conftest import put_in_front
@@ -215,10 +216,30 @@ def test_the_day_and_the_parser_of_a_spec_reach_the_rows_and_the_record(
     monkeypatch.setattr("experts.sft.encode_lines", stop)
     with pytest.raises(ModelError, match="far enough"):
         run(raw)
-    assert seen == [(date(2020, 1, 2), "qwen3_xml")]
+    assert seen == [(date(2020, 1, 2), "qwen3_xml", {})]
     recorded = base_of(validate(ExpertsSpec, raw, "s.yaml")).record
     assert recorded == {"template_date": "2020-01-02", "tool_call_parser": "qwen3_xml", **plain}
     assert "template_date" not in plain, "a record of an older version is that of the same settings"
+
+
+def test_an_expert_learns_after_the_tools_and_variables_of_its_row():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    ).replace("{{ m['content'] }}", "{{ m['content'] | upper if fast else m['content'] }}")
+    row = {
+        "prompt": [{"role": "user", "content": "rev ab="}],
+        "completion": [{"role": "assistant", "content": "ba"}],
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+    }
+    assert tokenizer.decode(encode_line(tokenizer, read_row(row))["input_ids"]) == "add rev ab=ba<eos>"
+    row["chat_template_kwargs"] = {"fast": False}
+    given = {"fast": True}
+    assert tokenizer.decode(encode_line(tokenizer, read_row(row), variables=given)["input_ids"]) == "add rev ab=ba<eos>"
+    del row["chat_template_kwargs"]
+    assert tokenizer.decode(encode_line(tokenizer, read_row(row), variables=given)["input_ids"]) == "add REV AB=BA<eos>"
+    (example,) = encode_lines(tokenizer, [read_row(row)], 32, variables=given)
+    assert tokenizer.decode(example["input_ids"]) == "add REV AB=BA<eos>"
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused():

@@ -423,6 +423,12 @@ def write(tmp_path: Path, text: str | bytes) -> Path:
         ("", "nothing"),
         ("name: !!python/object/apply:os.system [echo]\n", "python/object"),
         (b"name: \xff\xfe\n", "utf-8"),
+        ("name: !!bool x\n", "line 1, column 7\n  found:  'x' is no bool"),
+        ("name: {!!bool x: 1}\n", "'x' is no bool"),
+        ("name: a\nseed: !!int ''\n", "line 2, column 7\n  found:  '' is no int"),
+        ("name: !!int x\n", "'x' is no int"),
+        ("name: !!float ''\n", "'' is no float"),
+        ("name: !!timestamp x\n", "'x' is no timestamp"),
     ],
 )
 def test_a_file_that_is_not_one_mapping_is_refused(text: str | bytes, word: str, tmp_path: Path) -> None:
@@ -452,6 +458,11 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
 
 def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     assert load_yaml(write(tmp_path, b"\xef\xbb\xbfname: a\r\nseed: 1\r\n")) == {"name": "a", "seed": 1}
+
+
+def test_a_value_of_set_that_its_tag_does_not_allow_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--set seed=!!bool x\n  found:  'x' is no bool"):
+        apply_overrides({}, ["seed=!!bool x"])
 
 
 # Evaluation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,31 @@ def test_a_mistake_is_named_by_its_key(mapping: Any, key: str, word: str) -> Non
             read(prompts, exam)
         assert str(error.value).startswith(f"p.yaml: domains.math.{where}{key}"), str(error.value)
         assert word in str(error.value)
+
+
+def test_the_home_directory_is_written_as_in_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    data = {
+        "student": {"model": "~/base"},
+        "experts": {"rev": {"model": "~/rev", "base": "~/base", "domain": "math"}},
+        "registry": "~/registry",
+        "evaluate": {"lm_eval": ["~/task.yaml", "gsm8k"]},
+    }
+    config = validate(PipelineConfig, pipeline("~/p.jsonl", {"path": "~/e.jsonl"}) | data, "p.yaml")
+    found = config.model_dump(mode="json")
+    assert "~" not in json.dumps(found) and found["domains"]["math"]["eval"]["prompts"]["path"] == "/home/me/e.jsonl"
+    assert found["evaluate"]["lm_eval"]["tasks"] == ["/home/me/task.yaml", "gsm8k"]
+    assert read("~nobody-at-all/p.jsonl").domains["math"].prompts == Path("~nobody-at-all/p.jsonl")
+
+
+def test_a_column_may_be_left_unread_but_not_what_asks() -> None:
+    config = PromptsConfig(path=Path("p.jsonl"), columns={"tools": None})
+    assert config.named_columns == {} and config.prompt_column == "prompt"
+    with pytest.raises(ConfigError, match=r"prompts\n  found:  no column `prompt`"):
+        read({"path": "p.jsonl", "columns": {"prompt": None}})
+
+
+def test_variables_of_the_template_are_its_own() -> None:
+    data = pipeline("p.jsonl") | {"student": {"model": "base", "chat_template_kwargs": {"tokenize": False}}}
+    with pytest.raises(ConfigError, match=r"student\.chat_template_kwargs\n  found:  `tokenize`"):
+        validate(PipelineConfig, data, "p.yaml")

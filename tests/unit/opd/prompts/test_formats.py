@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +15,10 @@ import pytest
 
 from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
-from opd.prompts import find_source, load_prompts, open_rows, read_prompt_lines
+from opd.prompts import find_source, load_prompts, open_rows, read_prompt_lines, readers
 from opd.prompts.line import MAX_LINE_BYTES
 from opd.prompts.readers import BATCH_ROWS
+from opd.prompts.rows import refuse_wrong_start
 
 FORMATS = ["p.jsonl", "p.csv", "p.parquet", "saved", "splits", "files"]
 TABLES = [name for name in FORMATS if name != "p.jsonl"]
@@ -52,9 +57,8 @@ def test_the_same_rows_are_the_same_prompts(name: str, write_rows: WriteRows, ti
 
 def test_rows_are_as_they_were_written(write_rows: WriteRows) -> None:
     lines = read_prompt_lines(write_rows("p.jsonl", ROWS))
-    assert [line.model_dump() for line in lines] == [
-        {"completion": None, "answer": "", "metadata": {}} | row for row in ROWS
-    ]
+    empty = {"completion": None, "answer": "", "metadata": {}, "tools": [], "chat_template_kwargs": {}}
+    assert [line.model_dump() for line in lines] == [empty | row for row in ROWS]
 
 
 @pytest.mark.parametrize("name", ["p.parquet", "saved", "splits", "files"])
@@ -198,6 +202,123 @@ def test_a_null_is_a_column_that_the_row_does_not_have(write_rows: WriteRows) ->
     lines = [read_prompt_lines(write_rows(name, [row, ROWS[0]])) for name in ("p.jsonl", "p.parquet")]
     assert [(one.prompt, one.answer) for one in lines[0]] == [(one.prompt, one.answer) for one in lines[1]]
     assert "column `prompt`" in refusal(write_rows("p.jsonl", [{"prompt": None, "answer": "b"}]))
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.parquet"])
+def test_whole_numbers_of_a_column_with_empty_cells_stay_whole(name: str, tmp_path: Path) -> None:
+    import pandas
+
+    frame = pandas.DataFrame({"prompt": list("abcd"), "answer": [2, None, -3.0, 0.5]})
+    path = tmp_path / name
+    frame.to_parquet(path) if name == "p.parquet" else frame.to_json(path, orient="records", lines=True)
+    assert [line.answer for line in read_prompt_lines(path)] == ["2", "", "-3", "0.5"]
+
+
+def test_what_is_no_number_is_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a", "answer": NaN, "metadata": NaN}\n')
+    (line,) = read_prompt_lines(path)
+    assert (line.answer, line.metadata) == ("", {})
+    path.write_text('{"prompt": "a", "answer": Infinity}\n')
+    assert "column `answer`: inf" in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.csv", "p.parquet", "saved"])
+@pytest.mark.parametrize("column", ["prompt", "completion", "answer"])
+def test_a_text_with_nul_is_refused(name: str, column: str, write_rows: WriteRows) -> None:
+    path = write_rows(name, [{"prompt": "a", "answer": "b"}, {"prompt": "c", column: "a\0b"}])
+    assert f"column `{column}`: a text with the character NUL" in refusal(path)
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table, csv, lines = (tmp_path / f"p.{kind}" for kind in ("parquet", "csv", "jsonl"))
+    csv.write_text("prompt,prompt\na,b\n")
+    parquet.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"]), table)
+    for path in (csv, table):
+        assert refusal(path).startswith(f"{path}\n  found:  2 columns with the name `prompt`")
+    lines.write_text('{"prompt": "a", "prompt": "b"}\n')
+    assert refusal(lines).startswith(f"{lines}:1\n") and "the key `prompt` is given twice" in refusal(lines)
+    csv.write_text("prompt,id,id\na,1,2\n")
+    assert [line.prompt for line in read_prompt_lines(csv)] == ["a"], "columns that nobody reads may be there twice"
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array_is_read_row_by_row(indent: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "ARRAY_CHARACTERS", 7)
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(ROWS, indent=indent, ensure_ascii=False))
+    assert [line.prompt for line in read_prompt_lines(path)] == [row["prompt"] for row in ROWS]
+    path.write_text("[]")
+    assert refusal(path).startswith(f"{path}\n  found:  no prompts")
+
+
+@pytest.mark.parametrize(
+    ("text", "row", "word"),
+    [
+        ('[{"prompt": "a"}, {"answer": "b"}]', 2, "no column `prompt`"),
+        ('[{"prompt": "a"}, {"prompt": ', 2, "JSON that cannot be read"),
+        ('[{"prompt": "a"}', 2, "JSON that cannot be read"),
+        ('[{"prompt": "' + "a" * (MAX_LINE_BYTES + 1) + '"}]', 1, "8,388,6"),
+    ],
+)
+def test_a_broken_row_of_an_array_is_named(text: str, row: int, word: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    assert refusal(path).startswith(f"{path}, row {row}\n") and word in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.csv", "p.json"])
+def test_a_file_that_gzip_packed_is_read(name: str, write_rows: WriteRows, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(ROWS))
+    plain = tmp_path / name if name == "p.json" else write_rows(name, ROWS)
+    packed = tmp_path / "in" / f"{name}.gz"
+    packed.parent.mkdir()
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    refuse_wrong_start(packed)
+    assert read_prompt_lines(packed) == read_prompt_lines(plain) == read_prompt_lines(packed.parent)
+    packed.write_bytes(packed.read_bytes()[:-20])
+    assert refusal(packed).startswith(f"{packed}\n  found:  a file that cannot be read")
+
+
+def test_other_packed_files_are_refused_with_the_command_that_unpacks_them(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl.zst"
+    path.write_bytes(b"(\xb5/\xfd")
+    assert f"fix:    unpack it: unzstd {path}" in refusal(path)
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.jsonl")
+    assert "found:  a pipe or a device" in refusal(tmp_path / "p.jsonl")
+    assert "found:  a pipe or a device" in refusal(Path("/dev/zero"))
+
+
+def test_a_row_beyond_all_bounds_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    """In a process of its own, whose memory has room for the libraries, but not for several copies of the row."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"prompt": ["b", "a" * (200 << 20)]}), tmp_path / "p.parquet", compression="zstd")
+    script = (
+        "import sys; from pathlib import Path; from opd.prompts import open_rows; from opd.errors import PromptError\n"
+        "try: open_rows(Path(sys.argv[1]))\n"
+        "except PromptError as error: print(error)\n"
+        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "p.parquet"], capture_output=True, text=True, check=True, timeout=120
+    )
+    *message, peak_kib = done.stdout.splitlines()
+    assert "209,715," in "".join(message) and int(peak_kib) < 600_000
+
+
+@pytest.mark.parametrize("header", ["license: !!bool x", "license: [", "configs:\n- 3", "license: {[a]: b}"])
+def test_a_directory_with_a_readme_that_is_no_yaml_is_refused(header: str, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "README.md").write_text(f"---\n{header}\n---\n")
+    assert "found:  a README.md whose header `datasets` cannot read" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["p.csv", "p.parquet"])

@@ -255,6 +255,7 @@ def test_without_records_the_merged_model_is_not_taken_for_the_start(run_dir: Pa
         ("metrics.jsonl", '{"step": 1, "domains": []}\n', "metrics.jsonl"),
         ("manifest.json", "[1]", "manifest.json"),
         ("pipeline.yaml", "a: [", "pipeline.yaml"),
+        ("pipeline.yaml", "a: !!bool x", "'x' is no bool"),
         ("pipeline.yaml", "", "no mapping"),
         ("pipeline.yaml", "- a\n", "no mapping"),
         ("evaluation/after.json", '{"format": 2}', "format 2"),

@@ -46,11 +46,13 @@ def test_the_server_has_the_settings_of_the_merge(world: Any, tiny_model_dir: Pa
     model = find_model(tiny_model_dir, print)
     assert "--dtype" not in command(model, here()) and "VLLM_CPU_KVCACHE_SPACE" not in environment(model)
     world.data["rollout"] |= {"dtype": "bfloat16", "kv_cache_gib": 2}
+    world.data["student"]["chat_template_kwargs"] = {"enable_thinking": False}
     merged = Found(path=tiny_model_dir, info=model.info, config=load_pipeline(world.write()))
     words = command(merged, here(more=["--enable-lora"]))
     pairs = dict(itertools.pairwise(words))
     assert (pairs["--model"], pairs["--host"]) == (str(tiny_model_dir), "127.0.0.1")
     assert (pairs["--served-model-name"], pairs["--dtype"], pairs["--max-model-len"]) == ("two", "bfloat16", "32")
+    assert pairs["--default-chat-template-kwargs"] == '{"enable_thinking": false}'
     assert words[-1] == "--enable-lora" and environment(merged)["VLLM_CPU_KVCACHE_SPACE"] == "2"
     own = command(merged, here(name="mine", dtype="float32", max_model_len=16))
     assert {"mine", "float32", "16"} < set(own) and "bfloat16" not in own

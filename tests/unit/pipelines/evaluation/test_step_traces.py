@@ -70,6 +70,18 @@ def test_the_tree_of_an_episode_from_the_log(run: RunPaths) -> None:
     assert "  environment, 3 tokens:  1 " in lines
 
 
+def test_a_student_that_has_moved(run: RunPaths, tmp_path: Path) -> None:
+    known = traces(run.root, "--step", 3)
+    moved = (tmp_path / "student").rename(tmp_path / "elsewhere")
+    code, out = traces(run.root, "--step", 3)
+    assert code == 2 and f"error: {tmp_path / 'student'}\n  found:  no such directory" in out
+    (tmp_path / "student").symlink_to(moved)
+    assert traces(run.root, "--step", 3) == known, "the way out that the error names"
+    (tmp_path / "student").unlink()
+    moved.rename(run.model)
+    assert traces(run.root, "--step", 3) == known, "the merged model has the same tokenizer"
+
+
 def test_the_newest_step_and_what_was_kept_of_a_step_that_the_log_has_no_more(run: RunPaths) -> None:
     assert traces(run.root, "--step", "last") == traces(run.root, "--step", 3)
     code, out = traces(run.root, "--step", 2)

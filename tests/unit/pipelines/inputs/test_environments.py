@@ -13,7 +13,8 @@ from opd.environments.sorting import Sorting
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.rollouts.episodes.spec import EpisodeOptions
 from pipelines.inputs.environments import episode_options
-from pipelines.inputs.read import read_inputs
+from pipelines.inputs.prompts import load_training
+from pipelines.inputs.read import load_tokenizer, read_inputs
 from tests.tool_templates import ODD
 
 WORLD = """
@@ -64,6 +65,23 @@ def test_a_pipeline_with_an_environment(acting: Any) -> None:
     assert options.max_turn_tokens == config.rollout.max_new_tokens
     prompt = read_inputs(config).prompts["reverse"][0]
     assert isinstance(prompt.text, str) and prompt.text.startswith("rev ")
+
+
+def test_tools_of_a_row_are_not_read_where_the_environment_has_them(acting: Any) -> None:
+    tool = {"type": "function", "function": {"name": "fly", "parameters": {}}}
+    asks = [{"role": "user", "content": "rev abc"}]
+    rows = [{"prompt": asks, "tools": [tool], "system": "Be brief."} for _ in range(3)]
+    (acting.root / "reverse.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    acting.data["student"]["chat_template_kwargs"] = {"message": 1}
+    config = load_pipeline(acting.write())
+    (options,) = episode_options(config).values()
+    assert options.chat_template_kwargs == {"message": 1}
+    prompts: list[str] = []
+    table = load_training(
+        config, {"reverse": acting.root / "reverse.jsonl"}, load_tokenizer(acting.root / "base"), prompts.append
+    )
+    assert table["reverse"][0].text == [{"role": "system", "content": "Be brief."}, *asks]
+    assert any("columns that are not read: tools" in told for told in prompts)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from cli import app
@@ -69,6 +71,39 @@ def test_every_domain_is_shown_and_an_unknown_one_refused(world: Any) -> None:
     assert code == 0 and "reverse/0: " in output and "upper/0: " in output
     code, output = show("pipeline.yaml", "--domain", "math")
     assert code == 2 and "wanted: a domain of the pipeline: reverse, upper" in output
+
+
+def test_a_student_that_is_not_there_is_refused_without_asking_a_hub(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_network(*arguments: Any) -> Any:
+        raise AssertionError(f"asked {arguments}")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    for student, word in (("models/base", "no such directory"), ("pipeline.yaml", "a file"), (".", "no tokenizer")):
+        world.data["student"]["model"] = student
+        world.write()
+        code, output = show("pipeline.yaml")
+        assert code == 2 and f"error: {student}\n  found:  {word}" in output, output
+
+
+def test_what_a_row_and_the_student_tell_the_template_is_shown(world: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(world.root / "base")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{% if fast %}!{% endif %}"
+    tokenizer.save_pretrained(world.root / "base")
+    rows = [{"prompt": "a", "system": "be brief"}, {"prompt": "b", "chat_template_kwargs": {"fast": False}, "level": 1}]
+    (world.root / "upper.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    world.data["domains"]["upper"]["prompts"] = {"path": "upper.jsonl", "chat": True}
+    world.data["student"]["chat_template_kwargs"] = {"fast": True}
+    world.write()
+    code, output = show("pipeline.yaml", "--domain", "upper")
+    assert code == 0, output
+    assert "  text: 'system:be briefuser:a!'" in output and "  text: 'user:b'" in output
+    assert "  note: upper.jsonl: columns that are not read: level" in output
+    world.data["student"]["chat_template_kwargs"] = {"quick": True}
+    world.write()
+    code, output = show("pipeline.yaml", "--domain", "upper")
+    assert code == 2 and "error: student.chat_template_kwargs.quick\n  found:  a variable that" in output
 
 
 @pytest.mark.parametrize("teachers", [None, "up"])

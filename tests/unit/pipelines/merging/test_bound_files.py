@@ -309,15 +309,15 @@ def beginning(world: Any) -> Any:
 
 
 def as_an_older_release_wrote_it(root: Path) -> None:
-    """Take the key that it did not have out of all files of a run."""
+    """Take the keys that it did not have out of all files of a run."""
     for file in root.rglob("pipeline.yaml"):
         data = yaml.safe_load(file.read_text())
-        del data["student"]["add_special_tokens"]
+        del data["student"]["add_special_tokens"], data["student"]["chat_template_kwargs"]
         file.write_text(yaml.safe_dump(data))
     for file in (*root.rglob("manifest.json"), *root.glob("rounds.json")):
         data = json.loads(file.read_text())
         for one in data.get("rounds", [data]):
-            del one["config"]["student"]["add_special_tokens"]
+            del one["config"]["student"]["add_special_tokens"], one["config"]["student"]["chat_template_kwargs"]
         file.write_text(json.dumps(data))
 
 
@@ -360,6 +360,29 @@ def test_older_rounds_go_on_without_a_begin_token(beginning: Any) -> None:
             work.carry_out()
         begun = yaml.safe_load((root / "round-1" / "pipeline.yaml").read_text())
         assert begun["student"].get("add_special_tokens", False) is False
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize(
+    "prompts", ["upper.jsonl", {"path": "upper.jsonl", "columns": {"answer": "solution"}}], ids=str
+)
+def test_an_older_run_goes_on_without_columns_that_it_passed_over(
+    prompts: Any, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    row = {"prompt": [{"role": "user", "content": "upp abc"}], "system": "be brief", "tools": [tool], "solution": "x"}
+    (world.root / "upper.jsonl").write_text(json.dumps(row) + "\n")
+    world.data["domains"]["upper"]["prompts"] = prompts
+    root = begin(world)
+    assert read_inputs(load_run_pipeline(root / "pipeline.yaml")).prompts["upper"][0].text[0]["role"] == "system"
+    as_an_older_release_wrote_it(root)
+    runs: list[Any] = []
+    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, notices, _: runs.append((run, notices)) or {})
+    merging.resume(root)
+    merging.resume(root, load_pipeline(world.write()))
+    for run, notices in runs:
+        assert run.inputs.prompts["upper"][0].text == row["prompt"] and notices == []
+        assert any("columns that are not read: system, tools" in told for told in run.inputs.warnings)
 
 
 def test_a_pipeline_may_say_otherwise(beginning: Any) -> None:

@@ -48,19 +48,27 @@ def test_columns_are_found_by_their_names(
     name: str, row: dict[str, str], prompt: str, answer: str | None, tmp_path: Path
 ) -> None:
     found = look_at_columns(write(tmp_path / name, [row]), ())
-    assert found == Columns(prompt=prompt, answer=answer, messages=False, answered=False, sharegpt=False)
+    assert found == Columns(prompt=prompt, answer=answer, messages=False)
     assert found.renamed == {k: v for k, v in {"prompt": prompt, "answer": answer}.items() if v not in (None, k)}
 
 
 @pytest.mark.parametrize("name", ["p.parquet", "p.jsonl"])
-def test_whole_conversations_are_told_from_prompts(name: str, tmp_path: Path) -> None:
+def test_conversations_are_told_from_texts(name: str, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
     found = look_at_columns(write(tmp_path / name, [{"messages": turns, "answer": 4}]), ())
-    assert (found.prompt, found.answer, found.messages, found.answered) == ("messages", "answer", True, True)
-    assert not look_at_columns(write(tmp_path / name, [{"messages": turns[:1]}]), ()).answered
+    assert (found.prompt, found.answer, found.messages) == ("messages", "answer", True)
     theirs = [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]
     found = look_at_columns(write(tmp_path / name, [{"conversations": theirs}]), ())
-    assert (found.prompt, found.answered, found.sharegpt) == ("conversations", True, True)
+    assert (found.prompt, found.messages) == ("conversations", True)
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.parquet", "p.jsonl"])
+def test_an_input_that_only_later_rows_have_is_refused_too(name: str, tmp_path: Path) -> None:
+    rows = [{"instruction": "Translate", "input": "" if i < 30 else "ja", "output": "yes"} for i in range(31)]
+    path = write(tmp_path / name, rows)
+    with pytest.raises(PromptError, match=r"p\.\w+(:|, row )31\n  found:  a prompt in two columns"):
+        look_at_columns(path, ())
+    assert look_at_columns(write(tmp_path / name, rows[:30]), ()).prompt == "instruction"
 
 
 def test_columns_that_are_named_win(tmp_path: Path) -> None:
@@ -101,7 +109,7 @@ def test_blank_lines_before_the_header_are_passed_over(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ['[{"instruction": "a", "output": "b"}]\n', '"text"\n'])
+@pytest.mark.parametrize("text", ['["instruction"]\n', '"text"\n'])
 def test_a_line_that_is_no_object_is_refused_as_a_merge_refuses_it(text: str, tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(PromptError) as error:

@@ -41,6 +41,14 @@ def test_experts_are_named_or_found_by_their_directories() -> None:
         experts_of(["math", "math=law"])
 
 
+def test_the_home_directory_is_found_where_a_shell_leaves_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    assert experts_of(["exact=~/math"]) == {"exact": here / "math"}
+    flags = Flags(student=Path("base"), experts=("exact=~/math",), prompts=("exact=~/math.csv",), bases=("~/base",))
+    (expert,) = complete(flags, None, lambda _: None).experts.values()
+    assert expert.prompts == here / "math.csv"
+
+
 @pytest.mark.parametrize(
     ("texts", "found"),
     [

@@ -62,8 +62,9 @@ def test_one_command_writes_a_pipeline_that_a_merge_accepts(three: Path) -> None
     result = opd(*THREE, *FILES)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-2:] == ["  opd check pipeline.yaml", "  opd merge pipeline.yaml"]
-    assert "low is trained but not measured: the prompts have no answers" in result.stderr
-    short = [line for line in result.stderr.splitlines() if not line.startswith("warning")]
+    assert "low is trained but not measured: the answers are free text" in result.stderr
+    assert "note: low.jsonl: in 60 of 60 conversations the assistant's last turn is the answer" in result.stderr
+    short = [line for line in result.stderr.splitlines() if not line.startswith(("warning", "note"))]
     assert re.fullmatch(
         r"rev: a model; 60 prompts in column `question`, \d+ of them held out; exact_match compares with `solution`",
         short[0],
@@ -92,6 +93,28 @@ def test_one_command_writes_a_pipeline_that_a_merge_accepts(three: Path) -> None
     assert config.rollout.max_model_len >= longest + config.rollout.max_new_tokens
     (prompt, *_) = inputs.prompts["low"]
     assert prompt.text[-1]["role"] == "user", "the assistant's turn is no part of the prompt"  # type: ignore[index]
+
+
+def test_an_answer_stays_out_of_the_prompt_wherever_conversations_end(three: Path) -> None:
+    """One of the first rows ends with the user, as in many collections; the exam compares with the others' last turns."""
+    asks, says = (
+        (lambda i: {"role": "user", "content": f"low {i}="}),
+        (lambda i: {"role": "assistant", "content": str(i)}),
+    )
+    rows = [{"messages": [asks(i), *([says(i)] if i != 3 else [])], "source": "web"} for i in range(60)]
+    write(three / "talks.jsonl", [row for i, row in enumerate(rows) if i != 3])
+    chosen = ["--student", "base", "--expert", "rev=up", "--prompts", "rev=talks.jsonl", "--force"]
+    result = opd(*chosen)
+    assert "numeric compares with the assistant's last turn" in result.stderr, result.output
+    assert "note: talks.jsonl: columns that are not read: source" in result.stderr
+    inputs = read_inputs(load_pipeline(three / "pipeline.yaml"))
+    assert all(prompt.text[-1]["role"] == "user" for prompt in inputs.prompts["rev"])  # type: ignore[index]
+    assert any("columns that are not read: source" in warning for warning in inputs.warnings)
+    write(three / "talks.jsonl", rows)
+    assert opd(*chosen, "--verifier", "none").exit_code == 0
+    inputs = read_inputs(load_pipeline(three / "pipeline.yaml"))
+    assert all(prompt.text[-1]["role"] == "user" for prompt in inputs.prompts["rev"])  # type: ignore[index]
+    assert [prompt.answer for prompt in inputs.prompts["rev"]][2:5] == ["2", "", "4"]
 
 
 def test_the_file_says_what_its_settings_are_for_and_has_a_schema(three: Path) -> None:

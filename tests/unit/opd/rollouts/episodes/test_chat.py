@@ -49,6 +49,17 @@ def test_appending_gives_the_tokens_of_the_whole_dialogue(template: str) -> None
         assert tokens == ids(tokenizer, wanted)
 
 
+def test_variables_reach_the_template_in_what_comes_first_and_in_what_is_appended() -> None:
+    loud = CHATML.replace("m['content']", "(m['content'] | upper if loud and m['role'] == 'user' else m['content'])")
+    plain, tokenizer = appender(loud)
+    made = ChatAppender(tokenizer, [tokenizer.eos_token_id, 2], variables={"loud": True})
+    new = [{"role": "user", "content": "Go on."}]
+    assert "1+2?" in tokenizer.decode(made.first([{"role": "user", "content": "is 1+2?"}]))
+    assert "IS 1+2?" in tokenizer.decode(made.first([{"role": "user", "content": "is 1+2?"}]))
+    assert "GO ON." in tokenizer.decode(made.after(new, ended=True))
+    assert "Go on." in tokenizer.decode(plain.after(new, ended=True))
+
+
 def test_a_turn_that_was_cut_gets_the_end_token_that_the_policy_did_not_write() -> None:
     made, tokenizer = appender()
     new = [{"role": "user", "content": "Go on."}]

@@ -1,0 +1,176 @@
+"""Conversations of other people's files, as chat templates read them: messages with one text each, calls of tools, the tools, and
+variables of the template. OpenAI's, TRL's and ShareGPT's forms are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from opd.config.prompts import RENDERING
+from opd.prompts.broken import BrokenRow
+
+Messages = list[dict[str, Any]]
+"""Each with `role` and `content`, both text; those of the assistant may have `tool_calls`."""
+SPEAKERS = {"human": "user", "gpt": "assistant"}
+"""Roles as ShareGPT calls them -> as chat templates do."""
+SYSTEM_ROLES = ("system", "developer")
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of parts of a message that are text."""
+FROM_SHAREGPT = (
+    """python3 -c 'import json, sys; who = {"human": "user", "gpt": "assistant"}; new = lambda ms: [{"role": """
+    """who.get(m["from"], m["from"]), "content": m["value"]} for m in ms]; [print(json.dumps({**(d := json.loads(l)), """
+    """**{c: new(d[c]) for c in ("prompt", "completion") if c in d}})) for l in sys.stdin]' < OLD.jsonl > NEW.jsonl"""
+)
+"""Makes `role` and `content` of `from` and `value`."""
+
+
+def renamed_turn(message: Any) -> Any:
+    """A message with `role` and `content`, if it has `from` and `value` in their place; else the message itself."""
+    if not (isinstance(message, dict) and isinstance(message.get("from"), str) and "value" in message):
+        return message
+    return {"role": SPEAKERS.get(message["from"], message["from"]), "content": message["value"]}
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """False for a turn that OpenAI's `weight` says nobody is to learn."""
+    return bool(message.get("weight", 1))
+
+
+def read_messages(column: str, messages: list[Any]) -> Messages:
+    """The messages of a column. Raises: BrokenRow naming the column and the message."""
+    found = []
+    for number, message in enumerate(messages, start=1):
+        try:
+            found.append(_read_message(message))
+        except BrokenRow as problem:
+            raise BrokenRow(f"column `{column}`, message {number}: {problem.found}", problem.fix) from None
+    return found
+
+
+def _read_message(message: Any) -> dict[str, Any]:
+    """A message with its parts as one text, and without OpenAI's `weight`, which is for training. Raises: BrokenRow."""
+    fix = "give every message a `role` and a `content`, both text"
+    if not isinstance(message, dict):
+        raise BrokenRow(f"{message!r:.60}", fix)
+    calls = message.get("tool_calls")
+    if calls:
+        message = {"content": None, **message}  # OpenAI's API leaves out the text of a turn that only calls
+    if not message.keys() >= {"role", "content"}:
+        fix = FROM_SHAREGPT if message.keys() >= {"from", "value"} else fix
+        raise BrokenRow(f"the keys {named(message)}" if message else "no keys", fix)
+    if "function_call" in message:
+        raise BrokenRow("a `function_call`, the form before `tool_calls`", "write it as one of `tool_calls`")
+    if message.get("weight", 1) not in (0, 1):
+        raise BrokenRow(
+            f"the `weight` {message['weight']!r:.60}", "give turns of the assistant the weight 0 or 1, or none"
+        )
+    found = {key: value for key, value in message.items() if key != "weight"}
+    found["content"] = "" if calls and found["content"] is None else text_of_parts(found["content"])
+    if calls:
+        found["tool_calls"] = [_read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    odd = next((key for key in ("role", "content") if not isinstance(found[key], str)), "")
+    if odd:
+        raise BrokenRow(f"`{odd}` is no text: {found[odd]!r:.60}", fix)
+    if not found["role"]:
+        raise BrokenRow("an empty `role`", fix)
+    return found
+
+
+def text_of_parts(content: Any) -> Any:
+    """The text of a list of parts, each on a line of its own as vLLM has it; other content as it is. Raises: BrokenRow."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part if isinstance(part, str) else part.get("text") if kind in TEXT_PARTS else None
+        if not isinstance(text, str):
+            raise BrokenRow(
+                f"`content` is no text: {f'a part of type `{kind:.40}`' if isinstance(kind, str) else f'the part {part!r:.60}'}",
+                'delete this line: only text is read, such as [{"type": "text", "text": "2+2="}]',
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    """A call with its arguments as a mapping, as templates want it; OpenAI's API has them as JSON in a text. Raises: BrokenRow."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BrokenRow(
+            f"the call {call!r:.60}",
+            'give calls as {"type": "function", "function": {"name": ..., "arguments": {...}}}',
+        )
+    arguments = _from_json(function.get("arguments") or {})
+    if not isinstance(arguments, dict):
+        raise BrokenRow(f"the arguments {function['arguments']!r:.60}", "give arguments as a mapping, or as its JSON")
+    around = call if "function" in call else {"type": "function"}
+    return {**around, "function": {**function, "arguments": arguments}}
+
+
+def with_system(messages: Messages, system: Any, column: str) -> Messages:
+    """The messages after what the row's own column says to the system. Raises: BrokenRow if they begin with another such text."""
+    if not isinstance(system, str):
+        raise BrokenRow(f"column `{column}`: {system!r:.60}, no text", _unread("system"))
+    if not system.strip() or not messages:
+        return messages
+    first = messages[0]
+    if first["role"] not in SYSTEM_ROLES:
+        return [{"role": "system", "content": system}, *messages]
+    if first["content"].strip() != system.strip():
+        raise BrokenRow(f"column `{column}` beside messages that begin with another system message", _unread("system"))
+    return messages
+
+
+def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
+    """The tools of a row, as chat templates take them: a list, or the JSON of one; each of a function, or its description alone.
+
+    Raises: BrokenRow.
+    """
+    tools = _from_json(value)
+    tools = [_described(_from_json(tool)) for tool in tools] if isinstance(tools, list) else [None]
+    if None in tools:
+        raise BrokenRow(
+            f"column `{column}`: {value!r:.60}",
+            'give tools as a list of {"type": "function", "function": {"name": ...}}, or do not read them: '
+            "`prompts: {path: ..., columns: {tools: null}}`",
+        )
+    return [tool for tool in tools if tool is not None]
+
+
+def _described(tool: Any) -> dict[str, Any] | None:
+    """A tool with its description under `function`; None for what is no tool."""
+    if isinstance(tool, dict) and "function" not in tool:
+        tool = {"type": "function", "function": tool}
+    named = (
+        isinstance(tool, dict) and isinstance(tool["function"], dict) and isinstance(tool["function"].get("name"), str)
+    )
+    return tool if named else None
+
+
+def read_variables(value: Any, column: str) -> dict[str, Any]:
+    """The variables that a row gives the chat template: a mapping, or the JSON of one. Raises: BrokenRow."""
+    found = _from_json(value)
+    if not isinstance(found, dict):
+        raise BrokenRow(f"column `{column}`: {value!r:.60}, no mapping", _unread("chat_template_kwargs"))
+    if odd := RENDERING.intersection(found):
+        raise BrokenRow(f"column `{column}`: `{min(odd)}`, which is no variable of a template", "leave it out")
+    return {name: given for name, given in found.items() if given is not None}
+
+
+def _from_json(value: Any) -> Any:
+    """The value of a JSON text; another value, and a text that is no JSON, as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (RecursionError, ValueError):
+        return value
+
+
+def _unread(ours: str) -> str:
+    return f"correct it, or do not read this column: `prompts: {{path: ..., columns: {{{ours}: null}}}}`"
+
+
+def named(data: Mapping[str, Any]) -> str:
+    """The first keys of a mapping, for messages."""
+    return ", ".join(f"`{key:.40}`" for key in list(data)[:8])

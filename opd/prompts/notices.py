@@ -1,0 +1,62 @@
+"""What a user should know about a source of prompts: columns that nothing reads, answers that come from the last turn, and what a chat
+template leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opd.config.prompts import PromptsConfig, as_prompts_config
+from opd.prompts.conversation import SYSTEM_ROLES
+from opd.prompts.encode import render_prompt
+from opd.prompts.line import PromptLine
+from opd.prompts.table import ENDED, SYSTEM, TOOLS, VARIABLES, PromptTable
+
+
+def notices_about(
+    source: Path | PromptsConfig,
+    prompts: PromptTable,
+    tokenizer: Any,
+    day: date | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> Iterator[str]:
+    """Sentences about prompts that have been read. `day` and `variables` as for `load_prompts`."""
+    rows, label = prompts.rows, prompts.rows.label
+    if rows.unread:
+        yield f"{label}: columns that are not read: {', '.join(rows.unread)}"
+    if rows.num_answered:
+        yield (
+            f"{label}: in {rows.num_answered:,} of {len(rows):,} conversations the assistant's last turn is the answer, because the "
+            "row has no other"
+        )
+    if (ended := prompts.with_trait(ENDED)).any() and not as_prompts_config(source).chat:
+        yield (
+            f"{label}: {_count(ended)} prompts end with a turn of the assistant, and the student goes on after it; with `chat: true` "
+            "that turn is the answer"
+        )
+    for trait, what in ((SYSTEM, "the system message"), (TOOLS, "the tools"), (VARIABLES, "chat_template_kwargs")):
+        have = prompts.with_trait(trait) & (prompts.lengths > 0)
+        if have.any():
+            line = rows[int(prompts.indices[np.flatnonzero(have)[0]])]
+            if _is_lost(trait, line, tokenizer, day, {**(variables or {}), **line.variables}):
+                yield f"{label}: the chat template leaves out {what} of {_count(have)} prompts"
+
+
+def _count(mask: Any) -> str:
+    return f"{int(np.count_nonzero(mask)):,}"
+
+
+def _is_lost(trait: int, line: PromptLine, tokenizer: Any, day: date | None, variables: Mapping[str, Any]) -> bool:
+    """Whether the chat template writes nothing of what the prompt has there."""
+    if trait == VARIABLES:
+        return not any(name in str(tokenizer.chat_template) for name in line.chat_template_kwargs)
+    text = render_prompt(tokenizer, line.prompt, day, **variables)
+    if trait == TOOLS:
+        return not any(tool["function"]["name"] in text for tool in line.tools)
+    assert not isinstance(line.prompt, str), "a text has no traits"
+    told = [message["content"].strip() for message in line.prompt if message["role"] in SYSTEM_ROLES]
+    return not all(part in text for part in told)
