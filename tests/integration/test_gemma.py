@@ -119,18 +119,10 @@ def test_two_lora_experts_of_it_are_registered_checked_and_merged(gemma: Path, t
     }
     (tmp_path / "gemma.yaml").write_text(yaml.safe_dump(pipeline))
     shown = opd(tmp_path, "check", "gemma.yaml", "--samples", 8)
-    assert "fail" not in shown, shown
+    assert "nothing fails" in shown
     opd(tmp_path, "merge", "gemma.yaml", "--run-dir", "run")
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == STEPS
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3]), losses
-    begins = subprocess.run(
-        [sys.executable, "-m", "cli", "prompts", "show", "gemma.yaml"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert "<bos>" in begins.stdout, begins.stdout
+    assert "  ids:  2 " in opd(tmp_path, "prompts", "show", "gemma.yaml"), "prompts begin with <bos>"
