@@ -82,6 +82,11 @@ class RunPaths:
         return self.root / "layouts.json"
 
     @property
+    def probes(self) -> Path:
+        """Probes of experts that the pipeline names by their paths."""
+        return self.root / "probes.json"
+
+    @property
     def targets(self) -> Path:
         return self.root / "targets"
 

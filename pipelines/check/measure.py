@@ -83,7 +83,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     """
     exam = EvaluateConfig(samples=samples)  # one greedy answer to each, whatever the pipeline says
     refuse_without_experts(config, "`opd check`")
-    inputs = take_missing_probes(read_inputs(config, exam))
+    inputs = take_missing_probes(read_inputs(config, exam), lambda line: tell(f"warning: {line}"))
     for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
         tell(f"warning: {warning}")
     tell(f"{config.name}: starting a rollout engine and a worker that compares")

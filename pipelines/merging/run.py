@@ -107,7 +107,8 @@ class Run:
                 replace_inputs(self.paths, self.changed)
             else:
                 finish_inputs(self.paths)
-            run = replace(self, around=around, inputs=take_missing_probes(self.inputs))
+            inputs = take_missing_probes(self.inputs, notices.append, RunPaths(self.paths.whole).probes)
+            run = replace(self, around=around, inputs=inputs)
             # One handler for all attempts: a Ctrl-C while workers start again must not get lost.
             start_error = ""
             with around.signals() as signals:
