@@ -7,14 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-R = TypeVar("R", bound="DataclassInstance")
+T = TypeVar("T")
 
 
 def _refuse_constant(text: str) -> float:
@@ -52,13 +49,13 @@ def mapping_under(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found
 
 
-def check_types(record: R) -> R:
+def check_types(record: T) -> T:
     """Return a dataclass that was read from JSON with every value in it, at any depth, of the type of its field.
 
     Raises: TypeError that names the first field whose value cannot be that.
     """
     try:
-        found: R = _adapter(type(record)).validate_python(asdict(record))
+        found: T = _adapter(type(record)).validate_python(asdict(cast(Any, record)))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

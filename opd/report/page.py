@@ -374,7 +374,7 @@ def _experts(run: RunFiles, report: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not run.manifest:
         return []
     sizes = report.get("models", {})
-    student = {"name": "student", "domains": "", "files": run.manifest["student"], **sizes.get("student", {})}
+    student = {"name": "student", "domains": "", "files": run.manifest.get("student", {}), **sizes.get("student", {})}
     experts = [
         {
             "name": name,
@@ -382,6 +382,6 @@ def _experts(run: RunFiles, report: Mapping[str, Any]) -> list[dict[str, Any]]:
             "files": {**expert["weights"], **expert.get("config", {}), **expert.get("adapter", {})},
             **sizes.get("experts", {}).get(name, {}),
         }
-        for name, expert in run.manifest["experts"].items()
+        for name, expert in run.manifest.get("experts", {}).items()
     ]
     return [student, *experts]

@@ -71,8 +71,8 @@ class Stored(BaseModel):
 class Manifest(BaseModel):
     """What the report reads of manifest.json; it has more."""
 
-    student: dict[str, str]
-    experts: dict[str, ManifestExpert]
+    student: dict[str, str] = {}
+    experts: dict[str, ManifestExpert] = {}
     models: ManifestModels = ManifestModels()
     versions: dict[str, str] = {}
     lineage: list[dict[str, Any]] = []

@@ -37,9 +37,7 @@ def take_missing_probes(inputs: Inputs, tell: Tell, known: Path | None = None) -
         digest = expert.teacher.digest
         if digest not in records:
             if _bytes_loaded(expert) > psutil.virtual_memory().available // 2:
-                tell(
-                    f"experts.{name} has no probe: loading it here would take more than half of the free memory"
-                )
+                tell(f"experts.{name} has no probe: loading it here would take more than half of the free memory")
                 continue
             record = take_probe(expert.info, expert.adapter)
             if record is None:

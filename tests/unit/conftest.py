@@ -22,9 +22,9 @@ def _no_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """A unit test that reaches the real Ray fails, rather than passing or failing by what was imported before it."""
     connect = session._connect
 
-    def refuse(config: ClusterConfig, num_workers: int) -> None:
+    def refuse(config: ClusterConfig, *more: Any) -> None:
         assert config.address != session.LOCAL, "fake the part that starts Ray, or move the test to tests/integration"
-        connect(config, num_workers)
+        connect(config, *more)
 
     if "/opd/cluster/" not in str(request.path):
         monkeypatch.setattr(session, "_connect", refuse)

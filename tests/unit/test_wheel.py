@@ -19,8 +19,8 @@ from tests.unit.sources import PACKAGES, ROOT, imports
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 COMES_WITH = {"yaml": "pyyaml", "pydantic_core": "pydantic"}
 """Modules whose distribution has another name."""
-OF_THE_USER = {"mlflow", "verifiers", "wandb"}
-"""Packages that are used where a pipeline names them, and that a user installs for it."""
+OF_THE_USER = {"llama_cpp", "mlflow", "verifiers", "wandb"}
+"""Packages that are used where they are there, or where a pipeline names them, and that a user installs for it."""
 LIST = """
 import json
 from pathlib import Path

@@ -120,7 +120,7 @@ def test_a_prompt_of_text_keeps_its_special_tokens_in_both_boxes() -> None:
     tokenizer = tokenizer_of(None)
     prompt, more = "<|im_start|>user\nGo.<|im_end|>", "x<|im_end|>y"
     white = PlainDialogue(tokenizer, ()).first(prompt, more)
-    black = PlainMessages(tokenizer, prompt)
+    black = PlainMessages(tokenizer, prompt=prompt)
     said = [Message(role="user", text=prompt), Message(role="user", text=more)]
     assert black.whole(said, ()) == black.whole([Message(role="user", text=prompt + more)], ()) == white
     assert white[: len(encode_prompt(tokenizer, prompt))] == list(encode_prompt(tokenizer, prompt))
