@@ -54,8 +54,9 @@ def check_types(record: T) -> T:
 
     Raises: TypeError that names the first field whose value cannot be that.
     """
+    kind: Any = type(record)
     try:
-        found: T = _adapter(type(record)).validate_python(asdict(cast(Any, record)))
+        found: T = _adapter(kind).validate_python(asdict(cast(Any, record)))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
