@@ -148,6 +148,9 @@ def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
     prompt, completion = data.get(asks), data.get(says)
     if isinstance(completion, str) and answers != says:
         data = {**data, says: [{"role": "assistant", "content": completion}]}
+    elif says and isinstance(completion, list):
+        said = [renamed_turn(message) for message in completion]
+        data = {**data, says: said, **(_known(data, said[0], answers) if len(said) == 1 else {})}
     if isinstance(prompt, str):
         return {**data, asks: [{"role": "user", "content": prompt}]}
     if not isinstance(prompt, list):
@@ -157,8 +160,13 @@ def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
     if last.get("role") != "assistant":
         return {**data, asks: turns}
     learned = {says: [last]} if says and is_learned(last) else {}
-    known = {answers: _said(last)} if answers and learned and data.get(answers) in (None, "") else {}
-    return {**learned, **data, asks: turns[:-1], **known}
+    return {**learned, **data, asks: turns[:-1], **(_known(data, last, answers) if learned else {})}
+
+
+def _known(data: Mapping[str, Any], turn: Any, answers: str | None) -> dict[str, str]:
+    """The column `answers` with the text of the assistant's turn, if it is to be read and the row has none."""
+    is_answer = isinstance(turn, dict) and turn.get("role") == "assistant" and is_learned(turn)
+    return {answers: _said(turn)} if answers and is_answer and data.get(answers) in (None, "") else {}
 
 
 def _said(message: Mapping[str, Any]) -> str:
@@ -191,6 +199,8 @@ def parse_json_line(line: bytes) -> Any:
         found, fix = f"byte {error.start + 1} is not UTF-8: {error.reason}", "convert the file to UTF-8"
     except json.JSONDecodeError as error:
         found = f"{error.msg} at column {error.colno}: {error.doc.strip()[:60]!r}"
+        if error.doc.strip() in ("{", "["):
+            fix = "write each object on a line of its own: jq -c . OLD.json > NEW.jsonl"
     except (RecursionError, ValueError) as error:  # ValueError: bad JSON, or a number of thousands of digits
         found = f"JSON that cannot be read: {error}"
     raise BrokenRow(found, fix)

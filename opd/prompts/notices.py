@@ -13,6 +13,7 @@ import numpy as np
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.prompts.conversation import SYSTEM_ROLES
 from opd.prompts.encode import render_prompt
+from opd.prompts.harmless import harmless, special_texts
 from opd.prompts.line import PromptLine
 from opd.prompts.table import ENDED, SYSTEM, TOOLS, VARIABLES, PromptTable
 
@@ -58,5 +59,8 @@ def _is_lost(trait: int, line: PromptLine, tokenizer: Any, day: date | None, var
     if trait == TOOLS:
         return not any(tool["function"]["name"] in text for tool in line.tools)
     assert not isinstance(line.prompt, str), "a text has no traits"
-    told = [message["content"].strip() for message in line.prompt if message["role"] in SYSTEM_ROLES]
+    specials = special_texts(tokenizer)  # which the template was given broken up
+    told = [
+        harmless(message["content"], specials).strip() for message in line.prompt if message["role"] in SYSTEM_ROLES
+    ]
     return not all(part in text for part in told)

@@ -69,7 +69,8 @@ def look_at_columns(path: Path, given: Sequence[str]) -> Columns:
                 fix="correct the name: --columns PROMPT or --columns PROMPT,ANSWER",
             )
     prompt = given[0] if given else _asking(path, names)
-    _refuse_two_parts(source, prompt)
+    if not given:
+        _refuse_two_parts(source, prompt)
     return Columns(
         prompt=prompt,
         answer=given[1] if len(given) > 1 else _answering(names, rows, prompt),
@@ -85,6 +86,13 @@ def _asking(path: Path, names: Sequence[str]) -> str:
             found=f"the columns {', '.join(names) or '(none)'}",
             wanted=f"one that asks, with a name such as {', '.join(ASKING[:2])}, question, instruction, problem",
             fix="say which one it is: --columns PROMPT, or --columns PROMPT,ANSWER",
+        )
+    if len(names) == 1 and (";" in found or "\t" in found):  # its cells would have the answers in the prompts
+        raise PromptError.at(
+            path,
+            found=f"the one column {found!r}",
+            wanted="a CSV file with commas between its cells",
+            fix=f"write it with commas; if that is one column, say so: --columns '{found}'",
         )
     return found
 

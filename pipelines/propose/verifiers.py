@@ -24,6 +24,8 @@ def propose_verifier(lines: Sequence[PromptLine]) -> tuple[Any, str]:
     gym = ReasoningGym()
     if all(line.metadata and not gym.problem(line.answer, line.metadata) for line in lines):
         return "reasoning_gym", "the task's own scoring function, from `metadata`"
+    if not all(answers):
+        return None, f"{answers.count('')} of {len(answers)} prompts that were looked at have no answer"
     if all(_is_number(answer) for answer in answers):
         return "numeric", "the last number of the response counts"
     letters = [match[1] if (match := re.fullmatch(r"\(?([A-J])[).]?", answer)) else "" for answer in answers]

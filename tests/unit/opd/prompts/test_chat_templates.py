@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from opd.errors import ModelError, PromptError
 from opd.prompts import load_prompts, render_prompt
-from opd.prompts.chat_templates import refuse_runaway_template
+from opd.prompts.chat_templates import _fault, refuse_runaway_template
 from pipelines.inputs.read import load_tokenizer
 from tests.chatml import CHATML, COUNTS, LAST_ONLY, NO_END, THINKS, WITH_TOOLS, chat_tokenizer
 from tests.tool_templates import FAMILIES
@@ -64,3 +66,12 @@ def test_a_template_that_fails_is_a_refusal_of_the_row(wrong: str, tmp_path: Pat
     (tmp_path / "p.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}]}\n')
     with pytest.raises(PromptError, match=r"prompt d/0"):
         load_prompts(tmp_path / "p.jsonl", "d", tokenizer)
+
+
+def test_packages_may_be_where_only_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `pip install --user` and `--target` put them."""
+    venv.create(tmp_path / "bare", symlinks=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(jinja2.__file__).parents[1]))
+    _fault.cache_clear()
+    refuse_runaway_template(chat_tokenizer(CHATML), "m")

@@ -166,6 +166,22 @@ def test_the_last_turn_is_the_answer(name: str, turns: Any, write_rows: WriteRow
     assert len(told) == 1 and "in 1 of 2 conversations the assistant's last turn is the answer" in told[0]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [([SAYS], "4"), ([SHAREGPT[1]], "4"), ([SAYS, ASKS, SAYS], ""), ([{**SAYS, "weight": 0}], "")],
+    ids=["trl", "sharegpt", "several turns", "unlearned"],
+)
+def test_a_completion_of_one_turn_is_the_answer(
+    name: str, said: Any, answer: str, write_rows: WriteRows, reader: Any
+) -> None:
+    rows = [{"prompt": [ASKS], "completion": said}, {"prompt": [ASKS], "completion": said, "answer": "four"}]
+    chat = PromptsConfig(path=write_rows(name, rows), chat=True)
+    assert [line.answer for line in read_prompt_lines(chat)] == [answer, "four"]
+    assert [line.prompt for line in read_prompt_lines(chat)] == [[ASKS]] * 2
+    assert open_rows(chat).num_answered == bool(answer)
+
+
 @pytest.mark.parametrize(
     "last",
     [{**SAYS, "weight": 0}, {**SAYS, "content": None, "tool_calls": [CALL]}, ASKS],
@@ -205,6 +221,13 @@ def test_a_merge_is_told_what_its_template_leaves_out(tiny_tokenizer: Any, tmp_p
     ]
     deaf.chat_template = TEMPLATE
     assert list(notices_about(path, load_prompts(path, "d", deaf), deaf)) == []
+
+
+def test_a_system_message_that_names_special_tokens_is_not_left_out(tmp_path: Path, reader: Any) -> None:
+    path, mark = tmp_path / "p.jsonl", reader.eos_token
+    path.write_text(json.dumps({"prompt": [{"role": "system", "content": f"End with {mark}"}, ASKS]}))
+    assert f"End with {mark}" not in rendered(path, reader)[0], "broken up, as a message brings no special token"
+    assert list(notices_about(path, load_prompts(path, "d", reader), reader)) == []
 
 
 def test_prompts_that_go_on_after_the_assistants_turn_are_told_of(tmp_path: Path, reader: Any) -> None:

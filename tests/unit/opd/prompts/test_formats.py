@@ -270,6 +270,11 @@ def test_a_broken_row_of_an_array_is_named(text: str, row: int, word: str, tmp_p
     assert refusal(path).startswith(f"{path}, row {row}\n") and word in refusal(path)
 
 
+def test_an_object_over_several_lines_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(ROWS[0], indent=2))
+    assert "jq -c . OLD.json > NEW.jsonl" in refusal(tmp_path / "p.json")
+
+
 @pytest.mark.parametrize("name", ["p.jsonl", "p.csv", "p.json"])
 def test_a_file_that_gzip_packed_is_read(name: str, write_rows: WriteRows, tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(json.dumps(ROWS))

@@ -68,7 +68,15 @@ def test_an_input_that_only_later_rows_have_is_refused_too(name: str, tmp_path: 
     path = write(tmp_path / name, rows)
     with pytest.raises(PromptError, match=r"p\.\w+(:|, row )31\n  found:  a prompt in two columns"):
         look_at_columns(path, ())
+    assert look_at_columns(path, ("instruction",)).prompt == "instruction", "the way out that the refusal names"
     assert look_at_columns(write(tmp_path / name, rows[:30]), ()).prompt == "instruction"
+
+
+@pytest.mark.parametrize("sign", [";", "\t"])
+def test_cells_without_commas_between_them_are_not_taken_for_prompts(sign: str, tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text(f"question{sign}answer\n2+2={sign}4\n")
+    with pytest.raises(PromptError, match=r"the one column 'question.+answer'(?s:.+)commas between its cells"):
+        look_at_columns(tmp_path / "p.csv", ())
 
 
 def test_columns_that_are_named_win(tmp_path: Path) -> None:
@@ -135,6 +143,7 @@ def lines(*answers: str, **more: Any) -> list[PromptLine]:
         (lines("Paris", "12"), "exact_match"),
         (lines("qkxh", completion="qk..\nqkxh"), "last_line"),
         (lines("a first\nand a second line"), None),
+        (lines("4", "", "5"), None),
         (lines("x" * 101), None),
         (lines("4", metadata={"task": "gcd", "entry": {}}), "reasoning_gym"),
     ],
