@@ -36,6 +36,7 @@ from opd.rollouts.endpoint.draws import Draws
 from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, digests, refused
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
 from opd.rollouts.episodes.runner import UNREADABLE, seed_of
+from opd.rollouts.episodes.thoughts import without_thoughts
 from opd.rollouts.episodes.threads import read_aside
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Audit, Segment, Trace
@@ -336,7 +337,7 @@ class Session:
 
     def _begins(self, turn: Turn) -> bool:
         """Whether a request begins a dialogue of its own: it has no turn of the policy, and quotes none as a summary."""
-        said = self.last_text.strip()
+        said = without_thoughts(self.last_text).strip()
         quoted = len(said) >= QUOTED and any(said in message.text for message in turn.request.messages)
         return turn.number == 0 and not quoted
 

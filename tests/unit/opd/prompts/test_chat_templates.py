@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,17 @@ def test_other_templates_are_taken_even_if_they_refuse_what_is_tried(template: s
     refuse_runaway_template(
         chat_tokenizer(f"{{% generation %}}{template}{{% endgeneration %}}{{{{ bos_token }}}}"), "m"
     )
+
+
+def test_a_template_is_tried_where_only_pythonpath_has_the_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # without site-packages
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PYTHONPATH", str(Path(jinja2.__file__).parents[1]))
+    refuse_runaway_template(chat_tokenizer(f"{CHATML}{{# a template that nobody has tried yet #}}"), "m")
 
 
 @pytest.mark.parametrize("wrong", ["{{ 1 / 0 }}", "{{ messages[7].content }}", "{{ x.y.z }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ [1].pop(5) }}", "{{ 'a'.index('b') }}"])  # fmt: skip
