@@ -40,6 +40,7 @@ from opd.rollouts.episodes.thoughts import without_thoughts
 from opd.rollouts.episodes.threads import read_aside
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Audit, Segment, Trace
+from opd.rollouts.episodes.turns import History
 from opd.types import Sampled
 
 End = Literal["closed", "turns", "tokens", "foreign", "engine"]
@@ -275,11 +276,11 @@ class Session:
         known = await read_aside(_digest, request.context, messages[:number])
         if number and (places := self._places.get(known)):
             place = next((one for one in places if one.last), places[-1])
-            before = place.segment.ids[: place.end]
+            history, turn = _history(place.segment, place.end), place.segment.ids[place.begin : place.end]
             told = _woven(_in_order(messages[number:], messages[number - 1].calls), place.dummies)
             with suppress(Unreadable):  # then all of it is rendered anew, which the trace counts as a fork
-                await read_aside(self._dialogue.prove_kept, before[place.segment.prompt_len :], told)
-                after = await read_aside(self._dialogue.after, before[place.begin :], told, request.tools)
+                before = await read_aside(self._dialogue.before, history, told)
+                after = await read_aside(self._dialogue.after, turn, told, request.tools)
                 return [*before, *after], place.turns
         try:
             ids = await read_aside(self._dialogue.whole, messages, request.tools)
@@ -399,6 +400,24 @@ class Session:
 def _digest(context: str, messages: Sequence[Message]) -> str:
     """Return the digest of a whole conversation."""
     return deque(digests(context, messages), maxlen=1).pop() if messages else ""
+
+
+def _history(segment: Segment, end: int) -> History:
+    """Return what stands in a segment up to a place of it, turn by turn."""
+    history, at, answered = History(segment.ids[: segment.prompt_len]), segment.prompt_len, True
+    for span in segment.spans:
+        if at >= end:
+            break
+        part = segment.ids[at : at + span.length]
+        at += span.length
+        if span.origin == "environment":
+            (history.turns[-1][1] if history.turns else history.head).extend(part)
+        elif answered:
+            history.turns.append((part, []))
+        else:
+            history.turns[-1][0].extend(part)
+        answered = span.origin == "environment"
+    return history
 
 
 def _results(calls: Sequence[Call], texts: Sequence[str]) -> list[Message]:
