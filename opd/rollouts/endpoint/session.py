@@ -37,7 +37,7 @@ from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Reque
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
 from opd.rollouts.episodes.runner import UNREADABLE, seed_of
 from opd.rollouts.episodes.thoughts import without_thoughts
-from opd.rollouts.episodes.threads import read_aside
+from opd.rollouts.episodes.threads import hand_over, read_aside
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Audit, Segment, Trace
 from opd.rollouts.episodes.turns import History
@@ -128,8 +128,15 @@ class Session:
     """The requests of one episode's agent."""
 
     def __init__(
-        self, trace: Trace, engine: TokenEngine, dialogue: Dialogue, terms: Terms, watch: Watch | None = None
+        self,
+        trace: Trace,
+        engine: TokenEngine,
+        dialogue: Dialogue,
+        terms: Terms,
+        watch: Watch | None = None,
+        handover: asyncio.Lock | None = None,
     ) -> None:
+        """`handover` is that of all sessions of a loop: see `opd.rollouts.episodes.threads.hand_over`."""
         self.secret = secrets.token_urlsafe(24)
         self.ended = asyncio.Event()
         """Set when the session takes no more requests; `why` says why."""
@@ -149,6 +156,7 @@ class Session:
         """Whether a request was refused because it left no room in the context."""
         self._trace, self._engine, self._dialogue, self._terms = trace, engine, dialogue, terms
         self._watch = watch
+        self._handover = handover or asyncio.Lock()
         self._budget = Budget(terms.max_tokens, lambda: trace.audit.sampled)
         self._places: dict[str, list[_Place]] = {}
         """Digest of a conversation up to a reply -> where such replies end."""
@@ -229,10 +237,11 @@ class Session:
         finally:
             self._running.discard(task)
         read = await read_aside(self._read, written, request)
-        if self._watch is None:
-            return read
-        made = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in read.calls)
-        return replace(read, looked=await self._watch.look(turn.number, read.text, made))
+        if self._watch is not None:
+            made = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in read.calls)
+            read = replace(read, looked=await self._watch.look(turn.number, read.text, made))
+        await hand_over(self._handover)
+        return read
 
     async def _go_on(self, turn: Turn, written: _Written) -> Turn:
         """The turn that follows one of which nothing happens: the session answers it itself. Raises: ApiError."""
