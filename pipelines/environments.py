@@ -9,9 +9,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from experts.episodes.play import Play, play_tasks
 from experts.episodes.prefixes import read_prefixes
 from experts.model_dir import inspect_model
+from opd.config.prompts import ChatTemplateKwargs
 from opd.environments import ENVIRONMENTS, find
 from opd.environments.records import Action, Outcome, ToolCall
 from opd.errors import ConfigError
@@ -52,16 +55,32 @@ def write_episodes(name: str, n: int, play: Play, options: list[str], output: Pa
 
 
 def write_prefixes(
-    episodes: Path, model: Path, output: Path, day: date | None = None, parser: str = AUTO
+    episodes: Path,
+    model: Path,
+    output: Path,
+    day: date | None = None,
+    parser: str = AUTO,
+    variables: str = "{}",
+    add_special_tokens: bool = True,
 ) -> tuple[int, int]:
-    """Write a prompts file of the prefixes of recorded episodes, in the words of the student in `model`; `day` and `parser` are its
-    `template_date` and `tool_call_parser`. Returns the numbers of rows, and of prefixes that were left out.
+    """Write a prompts file of the prefixes of recorded episodes, in the words of the student in `model`; `day`, `parser`, `variables`,
+    which are JSON, and `add_special_tokens` are its `template_date`, `tool_call_parser`, `chat_template_kwargs` and
+    `add_special_tokens`. Returns the numbers of rows, and of prefixes that were left out.
 
-    Raises: PromptError, ModelError: see `experts.episodes.prefixes`; ModelError for a directory that is no model.
+    Raises: PromptError, ModelError: see `experts.episodes.prefixes`; ModelError for a directory that is no model; ConfigError.
     """
+    try:
+        given = TypeAdapter(ChatTemplateKwargs).validate_json(variables)
+    except ValidationError as error:
+        raise ConfigError.at(
+            "--chat-template-kwargs",
+            found=f"{variables!r:.80} ({error.errors()[0]['msg']})",
+            wanted="variables of the chat template's own, as JSON",
+            fix="for example --chat-template-kwargs '{\"enable_thinking\": false}'",
+        ) from None
     ends = inspect_model(model, hash_weights=False).eos_token_ids
     find_source(episodes)  # a missing file is found before the tokenizer's package is imported
-    found = read_prefixes(episodes, load_tokenizer(model), ends, day, parser)
+    found = read_prefixes(episodes, load_tokenizer(model, add_special_tokens), ends, day, parser, given)
     return _write(found.rows, output), found.left_out
 
 

@@ -11,7 +11,7 @@ rollout of the same turns has: so the expert is asked about sequences that it kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -40,14 +40,19 @@ class Prefixes:
 
 
 def read_prefixes(
-    episodes: Path, tokenizer: Any, ends: Sequence[int] = (), day: date | None = None, parser: str = AUTO
+    episodes: Path,
+    tokenizer: Any,
+    ends: Sequence[int] = (),
+    day: date | None = None,
+    parser: str = AUTO,
+    variables: Mapping[str, Any] | None = None,
 ) -> Prefixes:
     """A row for every turn of every episode in a file, in order. The answer is the turn, unless it is a mistake. `ends` are the
-    model's end tokens, beside the tokenizer's own; `day` and `parser` as for `EpisodeEncoder`.
+    model's end tokens, beside the tokenizer's own; `day`, `parser` and `variables` as for `EpisodeEncoder`.
 
     Raises: PromptError for a broken row, or if no prefix is left; ModelError for a chat template that cannot append.
     """
-    encoder = EpisodeEncoder(tokenizer, day, parser, ends)
+    encoder = EpisodeEncoder(tokenizer, day, parser, ends, variables)
     found: list[dict[str, Any]] = []
     left_out = 0
     for row, (_, data) in zip(

@@ -67,6 +67,7 @@ def _fault(template: str, variables: str) -> str:
     """What is wrong with a template, empty if nothing is."""
     asked = {"template": template, "variables": json.loads(variables), "chats": _CHATS, "tools": [_TOOL]}
     limits = {"cpu_s": CPU_S, "bytes": BYTES, "characters": CHARACTERS}
+    # Not -I: jinja2 may be found by PYTHONPATH, or stand in the user's own site-packages.
     command = [sys.executable, "-P", str(Path(__file__).with_name("template_child.py"))]
     too_long = f"it takes more than {CPU_S} s"
     try:

@@ -9,7 +9,7 @@ The same for prompts, system messages, tools, results, summaries and what sub-ag
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,10 @@ _MARK = re.compile(r"<[|｜][^<>\n]{1,40}[|｜]>|</?[A-Za-z][\w:.-]*>|\[/?[A-Z][
 """What marks a turn in plain text."""
 _HEADER = re.compile(r"(?:#+ *)?[A-Za-z]{4,}:\s*\Z")
 """What introduces a turn where a template has no such marks: `### Instruction:`, `USER:`."""
+_TAG = re.compile(r"<(/?)([A-Za-z][\w:.-]*)>")
+"""What a pair of tags is made of."""
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Roles of special tokens, as transformers names them."""
 _SAID = ("zq1zq", "zq2zq", "zq3zq")
 """Texts of probes, which occur in no template."""
 
@@ -54,8 +58,17 @@ def _special_texts(tokenizer: Any, template: str) -> Sequence[str]:
         if header and not marks and not any(text in gap for text in found if text):
             marks.add(header[0].strip())
         found |= marks
+    found -= _pairs_of_tags(tokenizer, template, [*found, *others])
     found |= {*FRAMES} if template else set()
     return sorted(found - {"", *OWN}, key=lambda text: (-len(text), text))
+
+
+def _pairs_of_tags(tokenizer: Any, template: str, added: Iterable[str]) -> set[str]:
+    """Return tokens such as `<answer>` and `</answer>`, of which the chat template knows nothing: what stands between them is
+    marked, and no turn begins or ends. Prompts name them, and the model writes them itself."""
+    named = {getattr(tokenizer, name, None) for name in _NAMED}
+    tags = {text: tag for text in added if text not in named and text not in template and (tag := _TAG.fullmatch(text))}
+    return {text for text, tag in tags.items() if f"<{'' if tag[1] else '/'}{tag[2]}>" in tags}
 
 
 def _between_messages(tokenizer: Any) -> Iterator[str]:

@@ -83,12 +83,18 @@ def prefixes(
     tool_call_parser: Annotated[
         ToolCallParser, typer.Option(help="The pipeline's `student.tool_call_parser`.", metavar="NAME")
     ] = "auto",
+    chat_template_kwargs: Annotated[
+        str, typer.Option(help="The pipeline's `student.chat_template_kwargs`, as JSON.", metavar="JSON")
+    ] = "{}",
+    add_special_tokens: Annotated[bool, typer.Option(help="The pipeline's `student.add_special_tokens`.")] = True,
 ) -> None:
     """Write what stands before each turn of recorded episodes as prompts."""
     from pipelines import environments
 
     day = None if template_date is None else template_date.date()
-    written, left_out = environments.write_prefixes(episodes, model, output, day, tool_call_parser)
+    written, left_out = environments.write_prefixes(
+        episodes, model, output, day, tool_call_parser, chat_template_kwargs, add_special_tokens
+    )
     more = f"; {left_out} left out, because their text would become other tokens" if left_out else ""
     say(f"{written} prefixes in {output}{more}", err=False)
 

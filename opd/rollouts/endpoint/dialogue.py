@@ -17,6 +17,7 @@ from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import ChatAppender, call_id, without_tool_role
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import plain_calls
+from opd.rollouts.episodes.turns import History
 
 
 class Unreadable(Exception):
@@ -34,8 +35,8 @@ class Dialogue(Protocol):
         """Tokens of the messages that come after a turn of the policy, up to where its next one begins. Raises: Unreadable."""
         ...
 
-    def prove_kept(self, written: Sequence[int], messages: Sequence[Message]) -> None:
-        """Prove that what was written so far stays as it is when these messages follow. Raises: Unreadable."""
+    def before(self, history: History, messages: Sequence[Message]) -> list[int]:
+        """Tokens of what was written so far, as the policy reads them when these messages follow. Raises: Unreadable."""
         ...
 
     def text(self, turn: Sequence[int]) -> str:
@@ -70,9 +71,18 @@ class ChatMessages:
         except (TemplateError, ValueError, TypeError) as error:  # an error of ours about the template is a ValueError
             raise Unreadable(str(error)) from None
 
-    def prove_kept(self, written: Sequence[int], messages: Sequence[Message]) -> None:
-        if self._appender.drops(written, [message.role for message in messages]):
-            raise Unreadable("the chat template leaves out the thoughts of earlier turns")
+    def before(self, history: History, messages: Sequence[Message]) -> list[int]:
+        from jinja2 import TemplateError
+
+        roles = {message.role for message in messages}
+        if not any(self._appender.drops(turn, roles) for turn, _ in history.turns):
+            return history.ids
+        if self._appender.drops(history.head, roles):
+            raise Unreadable("thoughts that the chat template leaves out, in turns that were rendered")
+        try:
+            return history.without_thoughts(self._appender).ids
+        except (TemplateError, ValueError, TypeError) as error:
+            raise Unreadable(str(error)) from None
 
     def text(self, turn: Sequence[int]) -> str:
         return self._appender.text(turn)
@@ -134,8 +144,8 @@ class PlainMessages:
         except (ValueError, TypeError) as error:  # a lone surrogate is no text
             raise Unreadable(str(error)) from None
 
-    def prove_kept(self, written: Sequence[int], messages: Sequence[Message]) -> None:
-        """Plain text stays."""
+    def before(self, history: History, messages: Sequence[Message]) -> list[int]:
+        return history.ids
 
     def text(self, turn: Sequence[int]) -> str:
         return written_text(self._tokenizer, turn, self._ends)

@@ -49,7 +49,8 @@ async def play(
     if not theirs:
         return await run_episodes(requests, engine, dialogues, context, version, expert)
     ours = [request for request in requests if not isinstance(request.options, AgentOptions)]
-    agents = [_Agent(request, engine, dialogues, context, version) for request in theirs]
+    handover = asyncio.Lock()
+    agents = [_Agent(request, engine, dialogues, context, version, handover) for request in theirs]
     slots = {agent.domain: asyncio.Semaphore(agent.parallel) for agent in agents}
     try:
         async with Endpoint() as endpoint, asyncio.TaskGroup() as group:
@@ -66,7 +67,13 @@ class _Agent:
     """One episode while its program runs."""
 
     def __init__(
-        self, request: EpisodeRequest, engine: TokenEngine, dialogues: Dialogues, context: int, version: int
+        self,
+        request: EpisodeRequest,
+        engine: TokenEngine,
+        dialogues: Dialogues,
+        context: int,
+        version: int,
+        handover: asyncio.Lock,
     ) -> None:
         assert isinstance(request.options, AgentOptions)
         self._request, self._options = request, request.options
@@ -80,7 +87,7 @@ class _Agent:
             seed=f"{request.seed}/{request.sample.sample_id}",
         )
         self._watch = watch_of(request)
-        self._session = Session(self._trace, engine, _dialogue(dialogues, request), terms, self._watch)
+        self._session = Session(self._trace, engine, _dialogue(dialogues, request), terms, self._watch, handover)
 
     async def run(self, endpoint: Endpoint, slots: asyncio.Semaphore) -> EpisodeResult:
         """Run the program to its end. Raises: RunError if the engine fails."""

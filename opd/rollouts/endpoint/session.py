@@ -36,9 +36,11 @@ from opd.rollouts.endpoint.draws import Draws
 from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, digests, refused
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
 from opd.rollouts.episodes.runner import UNREADABLE, seed_of
-from opd.rollouts.episodes.threads import read_aside
+from opd.rollouts.episodes.thoughts import without_thoughts
+from opd.rollouts.episodes.threads import hand_over, read_aside
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Audit, Segment, Trace
+from opd.rollouts.episodes.turns import History
 from opd.types import Sampled
 
 End = Literal["closed", "turns", "tokens", "foreign", "engine"]
@@ -126,8 +128,15 @@ class Session:
     """The requests of one episode's agent."""
 
     def __init__(
-        self, trace: Trace, engine: TokenEngine, dialogue: Dialogue, terms: Terms, watch: Watch | None = None
+        self,
+        trace: Trace,
+        engine: TokenEngine,
+        dialogue: Dialogue,
+        terms: Terms,
+        watch: Watch | None = None,
+        handover: asyncio.Lock | None = None,
     ) -> None:
+        """`handover` is that of all sessions of a loop: see `opd.rollouts.episodes.threads.hand_over`."""
         self.secret = secrets.token_urlsafe(24)
         self.ended = asyncio.Event()
         """Set when the session takes no more requests; `why` says why."""
@@ -147,6 +156,7 @@ class Session:
         """Whether a request was refused because it left no room in the context."""
         self._trace, self._engine, self._dialogue, self._terms = trace, engine, dialogue, terms
         self._watch = watch
+        self._handover = handover or asyncio.Lock()
         self._budget = Budget(terms.max_tokens, lambda: trace.audit.sampled)
         self._places: dict[str, list[_Place]] = {}
         """Digest of a conversation up to a reply -> where such replies end."""
@@ -227,10 +237,11 @@ class Session:
         finally:
             self._running.discard(task)
         read = await read_aside(self._read, written, request)
-        if self._watch is None:
-            return read
-        made = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in read.calls)
-        return replace(read, looked=await self._watch.look(turn.number, read.text, made))
+        if self._watch is not None:
+            made = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in read.calls)
+            read = replace(read, looked=await self._watch.look(turn.number, read.text, made))
+        await hand_over(self._handover)
+        return read
 
     async def _go_on(self, turn: Turn, written: _Written) -> Turn:
         """The turn that follows one of which nothing happens: the session answers it itself. Raises: ApiError."""
@@ -274,11 +285,11 @@ class Session:
         known = await read_aside(_digest, request.context, messages[:number])
         if number and (places := self._places.get(known)):
             place = next((one for one in places if one.last), places[-1])
-            before = place.segment.ids[: place.end]
+            history, turn = _history(place.segment, place.end), place.segment.ids[place.begin : place.end]
             told = _woven(_in_order(messages[number:], messages[number - 1].calls), place.dummies)
             with suppress(Unreadable):  # then all of it is rendered anew, which the trace counts as a fork
-                await read_aside(self._dialogue.prove_kept, before[place.segment.prompt_len :], told)
-                after = await read_aside(self._dialogue.after, before[place.begin :], told, request.tools)
+                before = await read_aside(self._dialogue.before, history, told)
+                after = await read_aside(self._dialogue.after, turn, told, request.tools)
                 return [*before, *after], place.turns
         try:
             ids = await read_aside(self._dialogue.whole, messages, request.tools)
@@ -336,7 +347,7 @@ class Session:
 
     def _begins(self, turn: Turn) -> bool:
         """Whether a request begins a dialogue of its own: it has no turn of the policy, and quotes none as a summary."""
-        said = self.last_text.strip()
+        said = without_thoughts(self.last_text).strip()
         quoted = len(said) >= QUOTED and any(said in message.text for message in turn.request.messages)
         return turn.number == 0 and not quoted
 
@@ -398,6 +409,24 @@ class Session:
 def _digest(context: str, messages: Sequence[Message]) -> str:
     """Return the digest of a whole conversation."""
     return deque(digests(context, messages), maxlen=1).pop() if messages else ""
+
+
+def _history(segment: Segment, end: int) -> History:
+    """Return what stands in a segment up to a place of it, turn by turn."""
+    history, at, answered = History(segment.ids[: segment.prompt_len]), segment.prompt_len, True
+    for span in segment.spans:
+        if at >= end:
+            break
+        part = segment.ids[at : at + span.length]
+        at += span.length
+        if span.origin == "environment":
+            (history.turns[-1][1] if history.turns else history.head).extend(part)
+        elif answered:
+            history.turns.append((part, []))
+        else:
+            history.turns[-1][0].extend(part)
+        answered = span.origin == "environment"
+    return history
 
 
 def _results(calls: Sequence[Call], texts: Sequence[str]) -> list[Message]:

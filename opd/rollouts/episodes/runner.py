@@ -33,7 +33,7 @@ from opd.rollouts.episodes.delegation import Delegation, in_order
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, checked
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
 from opd.rollouts.episodes.thoughts import without_thoughts
-from opd.rollouts.episodes.threads import read_aside
+from opd.rollouts.episodes.threads import hand_over, read_aside
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
@@ -124,7 +124,7 @@ class _Site:
     expert: TokenEngine | None
     """Writes the turns of a request's guide."""
     handover: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by one turn at a time that has just been sampled: where all end together, the loop gets to other work between them."""
+    """See `opd.rollouts.episodes.threads.hand_over`."""
 
 
 class _Agent:
@@ -251,8 +251,7 @@ class _Agent:
     async def _write(self, engine: TokenEngine, segment: Segment, max_tokens: int, *what: object) -> Sampled:
         """What an engine writes after the segment; `what` decides the seed."""
         sampled = await engine.generate(segment.ids, max_tokens=max_tokens, seed=self._seed(*what))
-        async with self._site.handover:
-            await asyncio.sleep(0)
+        await hand_over(self._site.handover)
         return sampled
 
     def _seed(self, *what: object) -> int:

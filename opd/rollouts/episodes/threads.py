@@ -24,6 +24,13 @@ async def read_aside(function: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(_READER, function, *arguments)
 
 
+async def hand_over(lock: asyncio.Lock) -> None:
+    """Wait until no other turn is taken up in this round of the loop: where many end together, it gets to other work between them.
+    `lock` is that of all of them."""
+    async with lock:
+        await asyncio.sleep(0)
+
+
 class Failed(Exception):
     """The call raised; the message is its error's last line."""
 

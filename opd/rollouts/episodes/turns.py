@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import Dialogue
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class History:
         """The same with something else after the last turn."""
         return History(self.head, [*self.turns[:-1], (self.turns[-1][0], following)])
 
-    def without_thoughts(self, dialogue: Dialogue) -> History:
+    def without_thoughts(self, dialogue: Dialogue | ChatAppender) -> History:
         """The same as the policy reads it where the thoughts of its turns are left out. Raises: what a chat template raises."""
         return History(self.head, [(dialogue.without_thoughts(turn), following) for turn, following in self.turns])
 

@@ -17,8 +17,9 @@ from experts.episodes.play import Play, play_tasks
 from experts.episodes.prefixes import read_prefixes
 from experts.suites.letters import build_tokenizer
 from opd.environments import ENVIRONMENTS, find
-from opd.errors import PromptError
+from opd.errors import ConfigError, PromptError
 from opd.prompts import load_prompts
+from pipelines.environments import write_prefixes
 from tests.chatml import CHATML, bpe_tokenizer, chat_tokenizer
 from tests.conftest import put_in_front
 from tests.spoken import spoken
@@ -81,7 +82,7 @@ def test_a_prefix_whose_text_gives_other_tokens_is_left_out_and_counted(tmp_path
 
 
 def test_prefixes_are_read_on_the_day_and_with_the_calls_of_the_merge(tmp_path: Path) -> None:
-    dated = "{{ '<|im_start|>system\n' + strftime_now('%Y-%m-%d') + '<|im_end|>\n' }}" + CHATML
+    dated = "{{ '<|im_start|>system\n' + strftime_now('%Y-%m-%d') + (mood or '') + '<|im_end|>\n' }}" + CHATML
     tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
     row = {"prompt": [{"role": "user", "content": "1+2"}], "messages": [{"role": "assistant", "content": "3"}]}
     path = tmp_path / "episodes.jsonl"
@@ -105,8 +106,26 @@ def test_prefixes_are_read_on_the_day_and_with_the_calls_of_the_merge(tmp_path: 
     one, other = (json.loads(line)["prompt"] for line in output.read_text().splitlines())
     assert one.startswith("<|im_start|>system\n2020-01-02<|im_end|>") and other.startswith("<|im_start|>system\n2020")
     assert "<function=NAME>" in other
+    done = CliRunner().invoke(app, [*asked, "hermes", "--chat-template-kwargs", '{"mood": " calm"}'])
+    assert done.exit_code == 0 and output.read_text().count(" calm<|im_end|>") == 2, done.output
     done = CliRunner().invoke(app, [*asked, "odd"])
     assert done.exit_code == 2 and "odd" in done.output
+    for odd in ("{", "[]", '{"tools": []}'):
+        done = CliRunner().invoke(app, [*asked, "hermes", "--chat-template-kwargs", odd])
+        assert isinstance(done.exception, ConfigError) or done.exit_code == 2, done.output
+
+
+def test_prefixes_of_a_pipeline_without_a_begin_token_have_none(tmp_path: Path) -> None:
+    tokenizer, model = chat_tokenizer(None, ["<bos>"]), tmp_path / "model"
+    put_in_front(tokenizer, "<bos>")
+    tokenizer.save_pretrained(model)
+    LlamaConfig(vocab_size=106, architectures=["LlamaForCausalLM"], torch_dtype="float32").save_pretrained(model)
+    save_file({"model.norm.weight": torch.zeros(4096)}, model / "model.safetensors")
+    path = tmp_path / "episodes.jsonl"
+    path.write_text(json.dumps({"prompt": "1+2", "messages": [{"role": "assistant", "content": "3"}]}) + "\n")
+    for add, begin in ((True, "<bos>1+2"), (False, "1+2")):
+        write_prefixes(path, model, tmp_path / "prefixes.jsonl", add_special_tokens=add)
+        assert json.loads((tmp_path / "prefixes.jsonl").read_text())["prompt"] == begin
 
 
 def test_a_file_of_which_no_prefix_is_left_is_refused(tmp_path: Path) -> None:

@@ -58,6 +58,17 @@ def test_other_templates_are_taken_even_if_they_refuse_what_is_tried(template: s
     )
 
 
+def test_a_template_is_tried_where_only_pythonpath_has_the_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # without site-packages
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PYTHONPATH", str(Path(jinja2.__file__).parents[1]))
+    refuse_runaway_template(chat_tokenizer(f"{CHATML}{{# a template that nobody has tried yet #}}"), "m")
+
+
 @pytest.mark.parametrize("wrong", ["{{ 1 / 0 }}", "{{ messages[7].content }}", "{{ x.y.z }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ [1].pop(5) }}", "{{ 'a'.index('b') }}"])  # fmt: skip
 def test_a_template_that_fails_is_a_refusal_of_the_row(wrong: str, tmp_path: Path) -> None:
     tokenizer: Any = chat_tokenizer(wrong)

@@ -164,3 +164,25 @@ def test_a_completion_may_call_and_may_not_begin_a_turn() -> None:
         episode_row({"messages": [*line.prompt, {"role": "assistant", "content": said}]})
     )
     assert tokenizer.decode(ids) == learned
+
+
+@pytest.mark.parametrize("template", [CHATML, WITH_TOOLS])
+def test_tags_that_are_special_tokens_are_named_in_prompts_and_learned(template: str) -> None:
+    tokenizer = chat_tokenizer(template, ["<answer>", "</answer>", "<s>", "<left>"])
+    said = "<answer>cba</answer>"
+    chat = [{"role": "system", "content": f"Answer as in {said}."}, {"role": "user", "content": "abc"}]
+    row = encode_line(tokenizer, PromptLine(prompt=chat, completion=[{"role": "assistant", "content": said}]))
+    (_, ids, _) = EpisodeEncoder(tokenizer).split(
+        episode_row({"messages": [*chat, {"role": "assistant", "content": said}]})
+    )
+    assert f"Answer as in {said}." in tokenizer.decode(encode_prompt(tokenizer, chat))
+    assert tokenizer.decode(ids) == f"{said}<|im_end|>"
+    assert [label for label in row["labels"] if label != IGNORED] == ids
+    assert harmless("<s>, <left>, </tools>", special_texts(tokenizer)) == "< s>, < left>, < /tools>"
+
+
+def test_a_pair_of_tags_that_marks_turns_is_broken_up() -> None:
+    ends = {"bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = chat_tokenizer(DEEPSEEK.replace("<｜User｜>", "<user>"), ["<user>", "</user>", "<s>", "</s>"])
+    tokenizer.add_special_tokens(ends)
+    assert harmless("<s></s><user></user>", special_texts(tokenizer)) == "< s>< /s>< user>< /user>"

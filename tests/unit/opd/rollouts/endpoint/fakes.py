@@ -22,6 +22,7 @@ from opd.rollouts.episodes.chat import call_id
 from opd.rollouts.episodes.tool_formats.hermes import Hermes
 from opd.rollouts.episodes.tool_formats.records import Written
 from opd.rollouts.episodes.trace import Trace
+from opd.rollouts.episodes.turns import History
 from opd.types import Sampled
 
 BEGIN, END = 1, 2
@@ -49,8 +50,8 @@ class Letters:
         close = [] if turn[-1] == END else [END]
         return [*close, *self._render(messages), BEGIN, *encode("assistant\n")]
 
-    def prove_kept(self, written: Sequence[int], messages: Sequence[Message]) -> None:
-        """It keeps everything."""
+    def before(self, history: History, messages: Sequence[Message]) -> list[int]:
+        return history.ids
 
     def text(self, turn: Sequence[int]) -> str:
         return decode(turn)

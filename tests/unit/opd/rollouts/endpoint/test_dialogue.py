@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 
 from opd.environments.records import Tool
+from opd.prompts.encode import encode_text
 from opd.rollouts.endpoint.dialogue import ChatMessages, Dialogue, PlainMessages, Unreadable
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import ChatAppender
+from opd.rollouts.episodes.dialogue import ChatDialogue
 from opd.rollouts.episodes.tool_formats.records import BadCall
-from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
+from opd.rollouts.episodes.turns import History
+from tests.chatml import CHATML, WITH_TOOLS, bpe_tokenizer, chat_tokenizer
 from tests.conftest import put_in_front
-from tests.tool_templates import FAMILIES, Family
+from tests.tool_templates import FAMILIES, QWEN3, Family
 
 ADD = Tool(name="add", description="Add.", parameters={"type": "object", "properties": {"a": {"type": "integer"}}})
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -168,3 +171,22 @@ def test_a_client_reads_marks_of_a_call_that_cannot_be_read_as_text() -> None:
         Message(role="user", text="?"),
     )
     assert "[ TOOL_CALLS]add[ ARGS]" in tokenizer.decode(found.whole(history, [ADD]))
+
+
+def test_turns_without_thoughts_stay_as_they_were_sampled_where_the_template_drops_those_of_others() -> None:
+    tokenizer = bpe_tokenizer()
+    tokenizer.chat_template = QWEN3
+    appender = ChatAppender(tokenizer, [tokenizer.eos_token_id])
+    sampled = [tokenizer.convert_tokens_to_ids(letter) for letter in "left"]  # which is written in two tokens as a rule
+    assert sampled != encode_text(tokenizer, "left") and tokenizer.decode(sampled) == "left"
+    thinking = encode_text(tokenizer, "<think>\nhm\n</think>\n\nright")
+    first, said = encode_text(tokenizer, "Go."), [Message(role="user", text="And </think>?")]
+    follows = appender.after([said[0].for_template()], ended=False)
+    history = History(first, [(sampled, follows), (thinking, [])])
+    black, white = ChatMessages(appender, frozenset()), ChatDialogue(appender, ())
+    assert black.before(history, said) == history.without_thoughts(white).ids
+    assert black.before(history, said) == [*first, *sampled, *follows, *encode_text(tokenizer, "right")]
+    quiet = History(first, [(sampled, follows), (sampled, [])])
+    assert black.before(quiet, said) == quiet.ids, "what a user says of thoughts is none"
+    with pytest.raises(Unreadable, match="rendered"):
+        black.before(History([*first, *thinking], history.turns), said)

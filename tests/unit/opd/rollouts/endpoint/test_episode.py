@@ -329,10 +329,12 @@ def test_dialogues_that_a_program_leads_one_after_the_other_are_lines_of_their_o
     ]  # fmt: skip
 
 
-def test_a_summary_that_a_program_quotes_goes_on_in_its_line(tmp_path: Path) -> None:
-    said = "so far the way was north, north, west and then south"
+@pytest.mark.parametrize("thought", ["", "<think>\nHow did I come here?\n</think>\n\n"])
+def test_a_summary_that_a_program_quotes_goes_on_in_its_line(thought: str, tmp_path: Path) -> None:
+    said = f"{thought}so far the way was north, north, west and then south"
     code = BARE + (
         "summary = ask([{'role': 'user', 'content': 'walk, then sum up'}])['content']\n"
+        "summary = summary.split('</think>')[-1].strip()\n"
         "ask([{'role': 'user', 'content': 'walk on. ' + summary}])\n"
     )
     (found,), _ = run(agent(code, tmp_path), policy=lambda _: said)

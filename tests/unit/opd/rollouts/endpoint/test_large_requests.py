@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Sequence
@@ -11,10 +12,11 @@ import aiohttp
 import pytest
 
 from opd.environments.records import Tool
-from opd.rollouts.endpoint.messages import Call, Message, Request, pieces
+from opd.rollouts.endpoint.messages import Call, Message, Reply, Request, pieces
 from opd.rollouts.endpoint.server import Endpoint
 from opd.rollouts.endpoint.session import Session
-from opd.rollouts.episodes.trace import Trace
+from opd.rollouts.episodes.trace import Segment, Trace
+from opd.types import Sampled
 from tests.unit.opd.rollouts.endpoint.clients import ask_openai, echo, in_a_loop
 from tests.unit.opd.rollouts.endpoint.fakes import FakeEngine, Letters, Served, serving, terms
 
@@ -138,3 +140,35 @@ def test_a_call_with_a_number_that_json_has_not_goes_to_no_program(number: str) 
 
 def _refuse(text: str) -> None:
     raise AssertionError(f"{text} is no JSON")
+
+
+def test_replies_that_end_together_are_taken_up_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop comes to itself between any two of them."""
+    rounds, taken = 0, list[int]()
+    sampled = Segment.sampled
+
+    def took(segment: Segment, turn: Sampled) -> None:
+        taken.append(rounds)
+        sampled(segment, turn)
+
+    monkeypatch.setattr(Segment, "sampled", took)
+
+    async def count() -> None:
+        nonlocal rounds
+        while True:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    async def work() -> None:
+        counting, handover, engine = asyncio.create_task(count()), asyncio.Lock(), FakeEngine(lambda before, seed: "x")
+        chat = (Message(role="user", text="hello"),)
+
+        async def ask() -> Reply:
+            session = Session(Trace(), engine, Letters(), terms(), handover=handover)
+            return await (await session.accept(Request(model="m", messages=chat, tools=(), identity="a"))).reply()
+
+        assert [reply.text for reply in await asyncio.gather(*(ask() for _ in range(64)))] == ["x"] * 64
+        counting.cancel()
+
+    in_a_loop(work)
+    assert len(taken) == len(set(taken)) == 64
