@@ -15,14 +15,14 @@ from typing import Any
 
 __version__ = "0.1.0"
 _OFFERED = ("MergeResult", "check", "evaluate", "load_pipeline", "merge", "plan", "register_expert", "resume")
-_PACKAGES = ("experts", "teachers", "pipelines")
+PACKAGES = ("experts", "teachers", "pipelines")
 """Our other packages. Their names are common, and a notebook searches its own directory first."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _OFFERED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for package in _PACKAGES:
+    for package in PACKAGES:
         _load_ours(package)
     return getattr(import_module("pipelines.api"), name)
 

@@ -38,18 +38,28 @@ def keep_compiled_code_private() -> None:
     """Let torch keep what it compiles where this user alone can write, unless `TORCHINDUCTOR_CACHE_DIR` names a place.
 
     Torch's own place has a known name in the temporary directory. Torch takes it whoever made it, and loads the libraries and
-    headers that lie there. So we make it first. If another user was faster, torch compiles anew, in a directory of this process.
+    headers that lie there. So we make it first. If another user was faster, or may write to it (torch makes it by the umask, which
+    often lets the group write), torch has a place of ours beside it; if that is not private either, a directory of this process.
     """
     if CACHE in os.environ:
         return
     place = _torchs_place()
+    if not _make_private(place):
+        ours = place.with_name(f"opd-{place.name}")
+        os.environ[CACHE] = (
+            str(ours) if _make_private(ours) else tempfile.mkdtemp(prefix=f"{leftovers.prefix()}torch-")
+        )
+        os.environ[HEADERS] = "0"  # they are in torch's own place whatever the other variable says
+
+
+def _make_private(directory: Path) -> bool:
+    """Make a directory unless it is there. Returns True if it is this user's, and no other may write to it."""
     try:
-        place.mkdir(mode=0o700)
+        directory.mkdir(mode=0o700)
     except FileExistsError:
-        found = place.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            os.environ[CACHE] = tempfile.mkdtemp(prefix=f"{leftovers.prefix()}torch-")
-            os.environ[HEADERS] = "0"  # they are in torch's own place whatever the other variable says
+        found = directory.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return True
 
 
 def _torchs_place() -> Path:

@@ -12,7 +12,7 @@ import typer
 
 from opd.text import printable
 from pipelines.commands import completion
-from pipelines.commands.shell import examples, say, wait_passively
+from pipelines.commands.shell import examples, is_terminal, say, wait_passively
 
 app = typer.Typer()
 
@@ -48,7 +48,7 @@ def chat(
 
     options = ChatOptions(temperature=temperature, seed=seed, system=system, plain=plain)
     longest = max_new_tokens or (found.config.rollout.max_new_tokens if found.config else options.max_new_tokens)
-    terminal = sys.stdin.isatty()
+    terminal = is_terminal(sys.stdin)
     dialogue = Chat(found, replace(options, max_new_tokens=longest))
     if terminal:
         way = "its chat template" if dialogue.templated else "plain text: it continues what you write"
@@ -72,5 +72,6 @@ def _typed() -> Iterator[str]:
 
 
 def _piped() -> Iterator[str]:
-    for line in typer.get_text_stream("stdin", errors="replace"):
-        yield line.rstrip("\n")
+    if sys.stdin is not None:
+        for line in typer.get_text_stream("stdin", errors="replace"):
+            yield line.rstrip("\n")

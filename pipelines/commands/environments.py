@@ -11,7 +11,7 @@ import typer
 
 from opd.types import ToolCallParser
 from pipelines.commands import completion
-from pipelines.commands.shell import examples, print_table, say
+from pipelines.commands.shell import examples, is_terminal, print_table, say
 
 app = typer.Typer(no_args_is_help=True, help="What agents can be trained on: games, tools, a sandbox.")
 
@@ -109,7 +109,7 @@ def play(
     from opd.errors import ConfigError
     from pipelines import environments
 
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not is_terminal(sys.stdin, sys.stdout):
         raise ConfigError.at(
             "opd environments play",
             found="no terminal",

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import examples, say, wait_passively
+from pipelines.commands.shell import examples, is_terminal, say, wait_passively
 
 app = typer.Typer()
 
@@ -109,7 +109,7 @@ def init(
 
 def _asker() -> Callable[[str, str], str] | None:
     """Who answers what no option says; None without a terminal."""
-    return _ask if sys.stdin.isatty() and sys.stdout.isatty() else None
+    return _ask if is_terminal(sys.stdin, sys.stdout) else None
 
 
 def _ask(question: str, proposal: str) -> str:

@@ -49,6 +49,8 @@ def plan(
 ) -> None:
     """What will a merge need, and how long will it take? From configs alone: no weights, no compute; exit code 1 if it does not fit."""
     if cluster == LIST:
+        if as_json:
+            raise typer.BadParameter("--cluster list is a table: leave --json out")
         print_table("shipped clusters", CLUSTER_COLUMNS, list_clusters())
         return
     if pipeline is None:

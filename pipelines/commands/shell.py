@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -195,7 +195,12 @@ def print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, 
     for row in rows:
         table.add_row(*(escape(printable(cell)) for cell in row))
     # Piped output has no width: take one at which no cell is cut.
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    Console(width=None if is_terminal(sys.stdout) else 160).print(table)
+
+
+def is_terminal(*streams: TextIO | None) -> bool:
+    """Return True if each of these standard streams is a terminal; one that the shell closed is None."""
+    return all(stream is not None and stream.isatty() for stream in streams)
 
 
 def split(names: str | None) -> list[str] | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import examples, print_table, say
+from pipelines.commands.shell import examples, is_terminal, print_table, say
 
 if TYPE_CHECKING:
     from opd.live.view import View
@@ -46,7 +46,7 @@ def status(
     if not watch:
         seen = status_of(run_dir)
         _print_json(seen) if as_json else _print(seen)
-    elif as_json or not sys.stdout.isatty():
+    elif as_json or not is_terminal(sys.stdout):
         _follow(run_dir, as_json)
     else:
         _watch(run_dir)

@@ -20,6 +20,7 @@ from opd.evaluation.scores import FORMAT, Evaluation
 from opd.files import atomic_write_text
 from opd.near import did_you_mean
 from opd.run_dir import RunPaths
+from opd.settings import apply_overrides
 from pipelines.catalog import find
 from pipelines.evaluation.lm_eval import lm_eval_models
 from pipelines.evaluation.matrix import Matrix, evaluate_matrix
@@ -72,7 +73,9 @@ def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
     """Evaluate models on a pipeline's exams and public tasks, and on the tasks of the options; without a pipeline on these alone."""
     dirs = [RunPaths(path).model if RunPaths(path).is_run else path for path in options.models]
     file, load = (
-        (find(options.pipeline), load_pipeline) if options.pipeline else (_pipeline_of(dirs[0]), load_run_pipeline)
+        (find(options.pipeline), load_pipeline)
+        if options.pipeline is not None
+        else (_pipeline_of(dirs[0]), load_run_pipeline)
     )
     config = None if file is None else with_all_domains(load(file, options.overrides))
     if config is None and not options.tasks:
@@ -94,8 +97,8 @@ def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
     domains = options.domains
     if config is not None and options.prompts:
         files = name_exam_files(options.prompts, domains or list(config.domains))
-        asked = any(change.startswith("evaluate.samples=") for change in options.overrides or ())
-        config, domains = use_exam_files(config, files, whole=not asked), domains or list(files)
+        asked = apply_overrides({}, options.overrides or []).get("evaluate") or {}
+        config, domains = use_exam_files(config, files, whole="samples" not in asked), domains or list(files)
     settings = _with_tasks(config, options.tasks)
     harness.check_tasks(settings)
     found = {} if config is None else evaluate_models(config, dirs, domains, tell)
@@ -123,6 +126,13 @@ def name_exam_files(given: Sequence[str], domains: Sequence[str]) -> dict[str, P
         name, equals, path = value.partition("=")
         if not equals and len(domains) == 1:
             name, path = domains[0], value
+        if not value or (equals and not path):
+            raise ConfigError.at(
+                f"--prompts {value}",
+                found="no file",
+                wanted="DOMAIN=FILE",
+                fix=f"--prompts {name or domains[0]}=QUESTIONS.jsonl",
+            )
         if not equals and len(domains) > 1:
             raise ConfigError.at(
                 f"--prompts {value}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -910,3 +911,15 @@ def test_exit_codes_reach_the_shell(world: Any) -> None:
     assert done.stderr.startswith("error: pipeline.yaml: line 2")
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [(["init", "--student", "x"], "no terminal to ask at"), (["environments", "play", "maze"], "no terminal")],
+)
+def test_a_closed_standard_input_is_no_terminal(args: list[str], says: str, tmp_path: Path) -> None:
+    """As a service manager or `<&-` leaves it: Python has no stream then."""
+    command = ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-P", "-m", "cli", *args]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and says in done.stderr, done.stderr

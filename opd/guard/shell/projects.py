@@ -83,7 +83,7 @@ def changes(walker: Walker, run: Run, files: list[str]) -> None:
 def patched(walker: Walker, text: str) -> Iterator[Call]:
     """The calls of a patch: its lines that begin with `+` or `-` are the arguments."""
     heads = list(_FILE.finditer(text))
-    for head, end in zip(heads, [*(one.start() for one in heads[1:]), len(text)], strict=True):
+    for head, end in zip(heads, [*(one.start() for one in heads), len(text)][1:], strict=True):
         path = head[1].strip() if head[1].strip() != "/dev/null" else ""
         lines = tuple(line for line in text[head.end() : end].split("\n") if line[:1] in ("+", "-"))
         added = "\n".join(line[1:] for line in lines if line[0] == "+")

@@ -45,7 +45,7 @@ def test_one_that_is_named_stays(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     assert os.environ[compiler.CACHE] == "/mine" and not cache.exists()
 
 
-@pytest.mark.parametrize("planted", ["open", "link", "file", "another user's"])
+@pytest.mark.parametrize("planted", ["open", "group", "link", "file", "another user's"])
 def test_what_others_may_have_put_there_is_not_used(cache: Path, planted: str, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir(mode=0o700)
@@ -55,14 +55,20 @@ def test_what_others_may_have_put_there_is_not_used(cache: Path, planted: str, t
         cache.touch(mode=0o600)
     else:
         cache.mkdir(mode=0o700)
-        cache.chmod(0o777 if planted == "open" else 0o700)
+        cache.chmod({"open": 0o777, "group": 0o775}.get(planted, 0o700))
     if planted == "another user's":
         if os.geteuid() != 0:
             pytest.skip("only root can give a directory away")
         os.chown(cache, 65534, 65534)
     compiler.keep_compiled_code_private()
-    used = Path(os.environ[compiler.CACHE])
-    assert used.name.startswith("opd-run-") and used.stat().st_mode & 0o777 == 0o700
+    used = Path(os.environ.pop(compiler.CACHE))
+    assert used == cache.with_name(f"opd-{cache.name}") and used.stat().st_mode & 0o777 == 0o700
+    compiler.keep_compiled_code_private()
+    assert os.environ.pop(compiler.CACHE) == str(used), "what was compiled is found again"
+    used.chmod(0o777)
+    compiler.keep_compiled_code_private()
+    last = Path(os.environ[compiler.CACHE])
+    assert last.name.startswith("opd-run-") and last.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("planted", [False, True])

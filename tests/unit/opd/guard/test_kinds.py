@@ -142,6 +142,8 @@ def test_files_that_an_earlier_call_wrote_are_looked_at_once_something_runs_them
         ("write_file", {"path": "README.md", "content": "The tests are in /tests."}, "none"),
         ("edit", {"path": "src/a.py", "edits": [{"old": "a", "new": "b"}]}, "none"),
         ("apply_patch", {"patch": "--- a/src/a.py\n+++ b/src/a.py\n@@\n-x\n+y\n"}, "none"),
+        ("release", {"patch": "3", "diff": "rename from a.py\nrename to b.py\n"}, "none"),
+        ("apply_patch", {"patch": "@@\n-open('/tests/a')\n"}, "rule"),
         ("bash", {"command": "ls", "description": "List what is beside /tests", "timeout": "10s"}, "none"),
         ("search", {"query": "def parse"}, "none"),
     ],

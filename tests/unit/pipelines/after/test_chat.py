@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from pipelines.after.models import find_model
 from tests.conftest import CHARACTERS, put_in_front
 
 NEW = 6
+ROOT = Path(__file__).parents[4]
 
 
 def chat(path: Path, **options: Any) -> Chat:
@@ -110,3 +115,26 @@ def test_without_a_terminal_it_answers_the_lines_of_its_input(tiny_model_dir: Pa
     )
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{greedy(tiny_model_dir, 'ab=')}\n{greedy(tiny_model_dir, 'cd=')}\n"
+
+
+def test_through_a_pipe_an_answer_comes_before_the_next_line(tiny_model_dir: Path) -> None:
+    command = [sys.executable, "-P", "-m", "cli", "chat", str(tiny_model_dir), "--max-new-tokens", str(NEW)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        late = Timer(120, process.kill)
+        late.start()
+        for line in ("ab", "/new\ncd"):
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == greedy(tiny_model_dir, f"{line[-2:]}=") + "\n"
+        process.stdin.close()
+        assert process.wait() == 0
+        late.cancel()
+
+
+def test_without_any_input_it_ends(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipelines.commands import chat as command
+
+    monkeypatch.setattr(sys, "stdin", None)  # as with `<&-`
+    command.chat(tiny_model_dir)

@@ -146,6 +146,8 @@ def test_questions_of_the_users_take_the_place_of_a_domains(world: Any, run_dir:
     assert found["models"][next(iter(found["models"]))]["scores"]["upper"]["questions"] == 4
     alone = opd("run", "--prompts", "new.jsonl", "--domains", "upper", "--set", "evaluate.samples=2", "--json")
     assert data(alone)["accuracy"] == {"upper": 1.0}
+    as_mapping = opd("run", "--prompts", "upper=new.jsonl", "--set", "evaluate={samples: 2}", "--json")
+    assert data(as_mapping)["accuracy"] == {"upper": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,9 @@ def test_questions_of_the_users_take_the_place_of_a_domains(world: Any, run_dir:
         (["--prompts", "uper=new.jsonl"], ("the domain uper", "upper")),
         (["--prompts", "upper=a.jsonl", "--prompts", "upper=b.jsonl"], ("upper twice",)),
         (["--prompts", "upper=nowhere.jsonl"], ("nowhere.jsonl", "no such file")),
+        (["--prompts", "upper="], ("--prompts upper=\n", "no file", "--prompts upper=QUESTIONS.jsonl")),
+        (["--prompts", ""], ("no file", "--prompts reverse=QUESTIONS.jsonl")),
+        (["--pipeline", ""], ("one YAML mapping",)),
     ],
 )
 def test_questions_that_belong_nowhere_are_refused(run_dir: Path, given: list[str], words: tuple[str, ...]) -> None:

@@ -286,6 +286,8 @@ def test_the_shipped_clusters_are_listed() -> None:
     listed = CliRunner().invoke(app, ["plan", "--cluster", "list"])
     assert listed.exit_code == 0 and all(name in listed.output for name in shipped_specs())
     assert CliRunner().invoke(app, ["plan"]).exit_code == 2
+    as_json = CliRunner().invoke(app, ["plan", "--cluster", "list", "--json"])
+    assert as_json.exit_code == 2 and "leave --json out" in as_json.stderr and not as_json.stdout
 
 
 def test_the_command(world: Any, tmp_path: Path) -> None:
