@@ -17,6 +17,8 @@ __version__ = "0.1.0"
 _OFFERED = ("MergeResult", "check", "evaluate", "load_pipeline", "merge", "plan", "register_expert", "resume")
 PACKAGES = ("experts", "teachers", "pipelines")
 """Our other packages. Their names are common, and a notebook searches its own directory first."""
+ROOT = str(Path(__file__).parents[1])
+"""The directory in which our packages lie. With an editable install it is on no path."""
 
 
 def __getattr__(name: str) -> Any:
@@ -36,8 +38,7 @@ def _load_ours(package: str) -> None:
 
     Raises: ImportError if something else of that name was loaded before.
     """
-    beside = str(Path(__file__).parents[1])
-    spec = PathFinder.find_spec(package, [beside])
+    spec = PathFinder.find_spec(package, [ROOT])
     assert spec is not None and spec.loader is not None, f"no {package} beside {__file__}"
     loaded = sys.modules.get(package)
     if loaded is None:

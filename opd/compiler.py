@@ -46,9 +46,7 @@ def keep_compiled_code_private() -> None:
     place = _torchs_place()
     if not _make_private(place):
         ours = place.with_name(f"opd-{place.name}")
-        os.environ[CACHE] = (
-            str(ours) if _make_private(ours) else tempfile.mkdtemp(prefix=f"{leftovers.prefix()}torch-")
-        )
+        os.environ[CACHE] = str(ours) if _make_private(ours) else tempfile.mkdtemp(prefix=f"{leftovers.prefix()}torch-")
         os.environ[HEADERS] = "0"  # they are in torch's own place whatever the other variable says
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from opd import ROOT
 from opd.errors import ConfigError
 
 
@@ -45,9 +46,8 @@ def users(place: str, where: str, wanted: str) -> Any:
 
 
 def _users_module(module: str, where: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # last: no file here may stand in for an installed module
+    # The current directory is last: no file in it may stand in for an installed module, nor for one of ours that is imported later.
+    sys.path += [entry for entry in (ROOT, str(Path.cwd())) if entry not in sys.path]
     fix = f"correct the name before the colon, or start `opd` in the directory that holds {module.partition('.')[0]}.py"
     try:
         return import_module(module)

@@ -7,10 +7,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from opd import PACKAGES
-
-ROOT = str(Path(__file__).parents[2])
-"""The directory in which our packages lie."""
+from opd import PACKAGES, ROOT
 
 
 def job_config() -> Any:
@@ -24,17 +21,20 @@ def job_config() -> Any:
         def _serialize(self) -> Any:
             # The last moment before it is sent, after Ray has added its directories. Workers insert them one by one in front of their
             # own path, so the last one comes first. An empty entry is the current directory.
-            self._py_driver_sys_path = [str(Path.cwd()), *reversed(worker_path())]
+            self._py_driver_sys_path = list(reversed(worker_path()))
             return super()._serialize()
 
     return DriverPath()
 
 
 def worker_path() -> list[str]:
-    """Return the driver's path, but what has a package of one of our names behind us: the driver takes ours by their place."""
+    """Return the driver's path, and behind it our own place, what has a package of one of our names, and the current directory.
+
+    Our place may be on no path: an editable install finds us by a hook, which Python asks only after all of its path.
+    """
     entries = [entry for entry in sys.path if entry]
     hiding = [entry for entry in entries if entry != ROOT and any(_has(entry, package) for package in PACKAGES)]
-    return [*(entry for entry in entries if entry not in hiding), *([ROOT, *hiding] if hiding else [])]
+    return [*(entry for entry in entries if entry not in hiding), ROOT, *hiding, str(Path.cwd())]
 
 
 def _has(entry: str, package: str) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from opd import ROOT
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.losses.reverse_kl import ReverseKL
@@ -85,3 +87,17 @@ def test_a_rollout_engine_that_is_none_is_refused_before_a_worker_starts(module:
 
 def test_what_is_there_is_given(module: str) -> None:
     assert users(f"{module}:Halved", "here", "a class").__name__ == "Halved"
+
+
+def test_no_file_here_stands_in_for_a_package_of_ours_that_is_imported_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an editable install our packages are on no path: Python would ask for them after the current directory."""
+    (tmp_path / "mine.py").write_text("def judge(): ...\n")
+    (tmp_path / "teachers.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ROOT)])
+    users("mine:judge", "here", "a function")
+    found = PathFinder.find_spec("teachers", sys.path)
+    assert found is not None and found.origin == str(Path(ROOT, "teachers", "__init__.py"))
+    del sys.modules["mine"]

@@ -32,6 +32,9 @@ def test_folders_beside_a_program_do_not_stand_in_for_our_packages(
     assert str(mine) in path and path[0] == str(folders)
 
 
-def test_without_such_folders_it_is_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_drivers_and_the_current_directory_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an editable install we are on no path, and a `teachers.py` in the current directory would come before us."""
+    (tmp_path / "teachers.py").touch()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", "/a", "/b"])
-    assert search_path.worker_path() == ["/a", "/b"]
+    assert search_path.worker_path() == ["/a", "/b", search_path.ROOT, str(tmp_path)]
