@@ -221,7 +221,10 @@ def _reopened(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConf
     refuse_changed_inputs(recorded, found, paths.manifest)
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
     refuse_columns_of_registered_prompts(recorded, config, inputs, paths.manifest)
-    older = [*unrecorded(recorded), *changed_rules(recorded, config)]
+    older = unrecorded(recorded)
+    steps = checkpoints.steps_of(paths.checkpoints)
+    if wanted != checkpoints.LATEST or not steps or steps[-1] < config.trainer.steps:
+        older += changed_rules(recorded, config)
     return Run(
         config=config,
         inputs=inputs,

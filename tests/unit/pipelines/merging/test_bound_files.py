@@ -18,10 +18,12 @@ from experts.registry import Registry
 from opd.config import load_pipeline, load_run_pipeline
 from opd.config.prompts import OF_CHATS
 from opd.errors import RunDirError, RunError
+from opd.run_dir import RunPaths
 from pipelines.inputs import template_date
 from pipelines.inputs.read import read_inputs
 from pipelines.merging import rounds
 from pipelines.merging import run as merging
+from pipelines.merging.longer import longer
 from pipelines.specs import rollout_spec
 from tests.conftest import build_tokenizer, put_in_front
 
@@ -196,6 +198,20 @@ def test_a_run_that_was_begun_under_other_rules_says_so_once(
     merging.resume(root)
     assert notices[1] == []
     assert [said in notice for notice in notices[0]] == [True] if said else notices[0] == []
+
+
+def test_other_rules_are_not_spoken_of_where_no_step_follows(
+    world: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.data["domains"]["upper"]["weight"] = 3
+    root: Path = request.getfixturevalue("interrupted")  # with the checkpoint of its last step
+    (root / "manifest.json").write_text(json.dumps(manifest_of(root) | {"format": 3}))
+    notices: list[list[str]] = []
+    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, found, signals: notices.append(found) or {})
+    merging.resume(root)
+    assert notices == [[]] and manifest_of(root)["format"] == 3
+    merging.extend(root, longer(RunPaths(root), 1)).carry_out()
+    assert any("how many prompts of each domain" in notice for notice in notices[1])
 
 
 @pytest.mark.usefixtures("stopped")
