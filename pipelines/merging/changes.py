@@ -277,13 +277,18 @@ def unrecorded(recorded: Mapping[str, Any]) -> list[str]:
 
 def changed_rules(recorded: Mapping[str, Any], config: PipelineConfig) -> list[str]:
     """A warning about a run that an older release began, if its next steps are not those that this release would have had it take."""
-    other = list(_other_rules(config)) if recorded["format"] < 4 else []
+    other = other_rules(recorded, config)
     if not other:
         return []
     return [
         f"this run was begun by a release that decided otherwise {'; '.join(other)}: from here it is decided as in a run that begins "
         "now, so the weights become others than that release would have made"
     ]
+
+
+def other_rules(recorded: Mapping[str, Any], config: PipelineConfig) -> list[str]:
+    """Return what the release that began a run decided otherwise, as far as it matters to its pipeline."""
+    return list(_other_rules(config)) if recorded["format"] < 4 else []
 
 
 def _other_rules(config: PipelineConfig) -> Iterator[str]:
