@@ -53,7 +53,7 @@ def keep_compiled_code_private() -> None:
 
 
 def _torchs_place() -> Path:
-    """As `torch._inductor` has it, without the seconds that an import of torch takes."""
+    """Return the directory of `torch._inductor`, without the seconds that an import of torch takes."""
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):

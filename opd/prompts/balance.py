@@ -152,7 +152,7 @@ def samples_by_weight(total: int, weights: Mapping[str, float]) -> dict[str, flo
 
 
 def at_least_one(base: Mapping[str, float], pull: Mapping[str, float]) -> dict[str, float]:
-    """As `fitted`, with at least one sample for each domain."""
+    """Return what `fitted` does, with at least one sample for each domain."""
     return fitted(base, pull, dict.fromkeys(base, 1.0), dict.fromkeys(base, sum(base.values())))
 
 
