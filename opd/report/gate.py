@@ -34,6 +34,8 @@ class Gate:
     def failures(self, report: Mapping[str, Any]) -> list[str]:
         """One sentence for each threshold that a domain misses. The report is that of a finished merge."""
         found = []
+        if self.min_headroom is not None and all(domain["headroom"] is None for domain in report["domains"].values()):
+            found.append("no domain has a headroom beyond chance: --min-headroom has nothing to judge")
         for name, domain in report["domains"].items():
             share, lost = domain["headroom"], domain["before"] - domain["after"]
             if self.min_headroom is not None and share is not None and share < self.min_headroom - SLACK:

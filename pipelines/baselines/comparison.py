@@ -32,8 +32,8 @@ from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.inputs.read import Inputs, read_inputs, refuse_without_experts
 from pipelines.inputs.template_date import as_recorded, on_day
 from pipelines.merging import run as merging
-from pipelines.merging.changes import TEMPLATE_DATE, refused_keys
-from pipelines.merging.manifest import resolved
+from pipelines.merging.changes import TEMPLATE_DATE, other_rules, refused_keys
+from pipelines.merging.manifest import read_manifest, resolved
 from pipelines.merging.results import trained
 
 FORMAT = 1
@@ -127,6 +127,7 @@ def compare(
     merges = [(config.model_copy(update={"seed": seed}), paths.seed(seed)) for seed in seeds]
     for seeded, its in merges:
         _refuse_another_merge(seeded, inputs, its)
+    _tell_of_older_seeds(merges, tell)
     # Merges of weights that do not depend on the seed are made once.
     again = [m for m in methods if m not in WEIGHT_METHODS or WEIGHT_METHODS[m].random]
     found = [_one_seed(*one, methods if one is merges[0] else again, shares, tell) for one in merges]
@@ -194,6 +195,21 @@ def _refuse_another_merge(config: PipelineConfig, inputs: Inputs, paths: RunPath
             found=f"a merge with other settings: {', '.join(others)}",
             wanted="the merge of this pipeline, begun earlier",
             fix="give another --run-dir, or remove this directory",
+        )
+
+
+def _tell_of_older_seeds(merges: Sequence[tuple[PipelineConfig, RunPaths]], tell: Callable[[str], None]) -> None:
+    """Say which seeds are finished merges of an older release, if others are not: they differ by more than chance."""
+    other = {
+        paths.root.name: other_rules(read_manifest(paths), config)
+        for config, paths in merges
+        if paths.manifest.exists() and paths.report.exists()
+    }
+    older = [name for name, rules in other.items() if rules]
+    if older and len(older) < len(merges):
+        tell(
+            f"warning: {', '.join(older)}: merged by a release that decided otherwise {'; '.join(other[older[0]])}: the seeds differ by "
+            "more than chance; another --run-dir takes them all anew"
         )
 
 

@@ -63,9 +63,12 @@ are left behind."""
 DECIDE_EXAMS = (
     "seed",
     "student.*",
+    "domains.*.prompts*",
     "domains.*.eval*",
     "domains.*.environment*",
     "domains.*.agent*",
+    "domains.*.guard*",
+    "guard*",
     "evaluate.*",
     "rollout.*",
 )
@@ -100,7 +103,7 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
     }
     manifest |= {"identity": identity(manifest), LINEAGE: [*events_until(recorded, origin.step), event]}
     as_written = not any(among(key, DECIDE_ROLLOUTS) for key in changed) and _same_writers(config, recorded, manifest)
-    same_files = all(recorded.get(key) == manifest[key] for key in ("prompts", "versions"))
+    same_files = all(recorded.get(key) == manifest.get(key) for key in ("prompts", "versions", "guard"))
     same_exams = same_files and not any(among(key, DECIDE_EXAMS) for key in changed)
     with new_directory(root) as temporary:
         _take_over(origin, recorded["identity"], temporary, manifest["identity"], as_written)

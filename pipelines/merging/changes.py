@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opd.checkpoints import Checkpoint
 from opd.config import PipelineConfig
 from opd.config.balance import SamplesBalance
-from opd.config.prompts import as_prompts_config
+from opd.config.prompts import OF_CHATS, as_prompts_config
 from opd.errors import RunDirError
 from opd.files import blake3_json
 from opd.metrics import MetricsFile
+from opd.prompts import open_rows
+from opd.prompts.table import SYSTEM, TOOLS, VARIABLES
 from opd.run_dir import RunPaths
 from opd.settings import validate
+
+if TYPE_CHECKING:
+    from pipelines.inputs.read import Inputs
 
 SAME_WEIGHTS = (
     "checkpoint.*",
@@ -99,6 +104,12 @@ STEPS = "trainer.steps"
 
 TEMPLATE_DATE = "student.template_date"
 """This key may be added to a run that an older release began without it."""
+
+OF_COLUMNS = SYSTEM | TOOLS | VARIABLES
+"""Traits of a prompt that may come from columns of their own."""
+
+UNREAD = "null (not read)"
+"""Stands for a column of prompts that the pipeline says not to read."""
 
 Key = tuple[str, ...]
 """The keys on the way to a value. They are not joined, because names may have dots."""
@@ -224,6 +235,31 @@ def without_unread_weights(before: Mapping[str, Any], now: Mapping[str, Any]) ->
     }
 
 
+def refuse_columns_of_registered_prompts(
+    recorded: Mapping[str, Any], config: PipelineConfig, inputs: Inputs, manifest: Path
+) -> None:
+    """Refuse a run that an older release began on prompts of the registry, if it passed over a column that is read now.
+
+    Of prompts that the pipeline names it can say so (`opd.config.as_begun`). Raises: RunDirError.
+    """
+    if "chat_template_kwargs" in recorded["config"]["student"]:
+        return
+    for name, domain in config.domains.items():
+        source = inputs.registered_prompts(name)
+        if domain.prompts is not None or source is None or not inputs.prompts[name].with_trait(OF_COLUMNS).any():
+            continue
+        columns = ("system",) if domain.acts else OF_CHATS
+        passed_over = open_rows(as_prompts_config(source).without_columns(*columns)).unread
+        if read := [column for column in columns if column in passed_over]:
+            raise RunDirError.at(
+                manifest,
+                found=f"domains.{name}: the registry's {source} has columns that the release which began this run passed over: "
+                + ", ".join(read),
+                wanted="the prompts that the run began with",
+                fix="resume with that release, or start a new run",
+            )
+
+
 def unrecorded(recorded: Mapping[str, Any]) -> list[str]:
     """A warning about a run that an older release began, with hashes of weights only.
 
@@ -241,13 +277,18 @@ def unrecorded(recorded: Mapping[str, Any]) -> list[str]:
 
 def changed_rules(recorded: Mapping[str, Any], config: PipelineConfig) -> list[str]:
     """A warning about a run that an older release began, if its next steps are not those that this release would have had it take."""
-    other = list(_other_rules(config)) if recorded["format"] < 4 else []
+    other = other_rules(recorded, config)
     if not other:
         return []
     return [
         f"this run was begun by a release that decided otherwise {'; '.join(other)}: from here it is decided as in a run that begins "
         "now, so the weights become others than that release would have made"
     ]
+
+
+def other_rules(recorded: Mapping[str, Any], config: PipelineConfig) -> list[str]:
+    """Return what the release that began a run decided otherwise, as far as it matters to its pipeline."""
+    return list(_other_rules(config)) if recorded["format"] < 4 else []
 
 
 def _other_rules(config: PipelineConfig) -> Iterator[str]:
@@ -332,7 +373,12 @@ def _with_mappings(pipeline: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_mapping(prompts: Any) -> Any:
-    return as_prompts_config(Path(prompts)).model_dump(mode="json") if isinstance(prompts, str) else prompts
+    found = as_prompts_config(Path(prompts)).model_dump(mode="json") if isinstance(prompts, str) else prompts
+    if not isinstance(found, Mapping):
+        return found
+    # A column that is not read is another thing than one that keeps its name, which is no key at all.
+    columns = {ours: UNREAD if name is None else name for ours, name in (found.get("columns") or {}).items()}
+    return {**found, "columns": columns}
 
 
 def _shown(value: Any) -> str:

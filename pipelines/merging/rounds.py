@@ -35,7 +35,12 @@ from pipelines.inputs.read import Inputs, read_inputs, read_rounds
 from pipelines.inputs.template_date import as_recorded, on_day
 from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
-from pipelines.merging.changes import accept_changes, refuse_changed_inputs, unrecorded
+from pipelines.merging.changes import (
+    accept_changes,
+    refuse_changed_inputs,
+    refuse_columns_of_registered_prompts,
+    unrecorded,
+)
 from pipelines.merging.directory import link_files, locked, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, with_absolute_paths, write_inputs
 from pipelines.merging.run import Run
@@ -98,7 +103,8 @@ def reopen(
         return merging.reopen(root, config, overrides, wanted)
     recorded = _read_plan(paths.rounds)
     config = config or load_pipeline(paths.pipeline, overrides)
-    config = as_recorded(config, validate(PipelineConfig, recorded[0]["config"], paths.rounds))
+    begun = [validate(PipelineConfig, facts["config"], paths.rounds) for facts in recorded]
+    config = as_recorded(config, begun[0])
     configs = rounds_of(config)
     if len(configs) != len(recorded):
         raise RunDirError.at(
@@ -107,6 +113,7 @@ def reopen(
             wanted=f"{len(recorded)}, as when the run began",
             fix="put `rounds` back; for further rounds start a new merge from this run's model",
         )
+    configs = [as_recorded(one, its) for one, its in zip(configs, begun, strict=True)]  # domains of their own, too
     return Rounds(config=config, configs=configs, root=root, plan=recorded, resume_from=wanted, tell=tell)
 
 
@@ -119,8 +126,9 @@ def _checked_again(run: Rounds) -> list[Facts]:
     inputs = _check_all(run.configs[first:])
     found = [_facts(one, its) for one, its in zip(run.configs[first:], inputs, strict=True)]
     changes = []
-    for before, now in zip(run.plan[first:], found, strict=True):
+    for before, now, config, its in zip(run.plan[first:], found, run.configs[first:], inputs, strict=True):
         refuse_changed_inputs(before, now, paths.rounds)
+        refuse_columns_of_registered_prompts(before, config, its, paths.rounds)
         changes += unrecorded(before) + accept_changes(before["config"], now["config"], paths.rounds)
     plan = [*run.plan[:first], *found]
     if changes:

@@ -46,6 +46,7 @@ from pipelines.merging.changes import (
     changed_rules,
     identity,
     refuse_changed_inputs,
+    refuse_columns_of_registered_prompts,
     refuse_foreign,
     refuse_lost_records,
     unrecorded,
@@ -219,7 +220,11 @@ def _reopened(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConf
     found = manifest_of(config, inputs)
     refuse_changed_inputs(recorded, found, paths.manifest)
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
-    older = [*unrecorded(recorded), *changed_rules(recorded, config)]
+    refuse_columns_of_registered_prompts(recorded, config, inputs, paths.manifest)
+    older = unrecorded(recorded)
+    steps = checkpoints.steps_of(paths.checkpoints)
+    if wanted != checkpoints.LATEST or not steps or steps[-1] < config.trainer.steps:
+        older += changed_rules(recorded, config)
     return Run(
         config=config,
         inputs=inputs,

@@ -54,3 +54,10 @@ def test_a_threshold_is_a_share(value: float) -> None:
         Gate(min_headroom=value)
     with pytest.raises(ConfigError, match="--max-regression\n"):
         Gate(max_regression=value)
+
+
+def test_a_gate_that_can_judge_no_domain_does_not_pass() -> None:
+    domains = {"a": {"before": 0.5, "after": 0.5, "expert": 0.51, "headroom": None}}
+    verdict = Gate(min_headroom=0.0).verdict({"domains": domains})
+    assert not verdict["passed"] and "nothing to judge" in verdict["failures"][0]
+    assert Gate(max_regression=0.1).verdict({"domains": domains})["passed"]

@@ -248,6 +248,24 @@ def test_seeds_go_on_with_the_beginning_that_the_first_one_has(world: Any, runs:
     assert runs.merges[1:] == ["start seed-1 seed 1"] and begun.student.add_special_tokens is False
 
 
+@pytest.mark.parametrize(("formats", "said"), [((3, 4), ["seed-0"]), ((3, 3), []), ((4, 4), [])], ids=str)
+def test_seeds_of_an_older_release_beside_others_are_named(
+    formats: tuple[int, int], said: list[str], world: Any, runs: FakeRuns, tmp_path: Path
+) -> None:
+    world.data["domains"]["upper"]["weight"] = 3
+    config, told = load_pipeline(world.write()), list[str]()
+    compare(config, tmp_path / "c", [0, 1], ["ties"], [1.0], told.append)
+    assert not any("release" in line for line in told)
+    for seed, number in enumerate(formats):
+        root = tmp_path / "c" / f"seed-{seed}"
+        recorded = json.loads((root / "pipeline.yaml").read_text())
+        (root / "manifest.json").write_text(json.dumps({"format": number, "config": recorded}))
+    told.clear()
+    compare(config, tmp_path / "c", [0, 1], ["ties"], [1.0], told.append)
+    found = [line for line in told if "decided otherwise how many prompts of each domain" in line]
+    assert [line.split(": ")[1] for line in found] == said
+
+
 def test_a_task_file_of_the_harness_is_the_same_by_another_path(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     (world.root / "mine.yaml").touch()
     world.data["evaluate"] = {"lm_eval": [str(world.root / "mine.yaml")]}

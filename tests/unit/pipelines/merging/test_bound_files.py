@@ -14,12 +14,16 @@ import yaml
 from typer.testing import CliRunner
 
 import cli
+from experts.registry import Registry
 from opd.config import load_pipeline, load_run_pipeline
+from opd.config.prompts import OF_CHATS
 from opd.errors import RunDirError, RunError
+from opd.run_dir import RunPaths
 from pipelines.inputs import template_date
 from pipelines.inputs.read import read_inputs
 from pipelines.merging import rounds
 from pipelines.merging import run as merging
+from pipelines.merging.longer import longer
 from pipelines.specs import rollout_spec
 from tests.conftest import build_tokenizer, put_in_front
 
@@ -194,6 +198,20 @@ def test_a_run_that_was_begun_under_other_rules_says_so_once(
     merging.resume(root)
     assert notices[1] == []
     assert [said in notice for notice in notices[0]] == [True] if said else notices[0] == []
+
+
+def test_other_rules_are_not_spoken_of_where_no_step_follows(
+    world: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.data["domains"]["upper"]["weight"] = 3
+    root: Path = request.getfixturevalue("interrupted")  # with the checkpoint of its last step
+    (root / "manifest.json").write_text(json.dumps(manifest_of(root) | {"format": 3}))
+    notices: list[list[str]] = []
+    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, found, signals: notices.append(found) or {})
+    merging.resume(root)
+    assert notices == [[]] and manifest_of(root)["format"] == 3
+    merging.extend(root, longer(RunPaths(root), 1)).carry_out()
+    assert any("how many prompts of each domain" in notice for notice in notices[1])
 
 
 @pytest.mark.usefixtures("stopped")
@@ -383,6 +401,43 @@ def test_an_older_run_goes_on_without_columns_that_it_passed_over(
     for run, notices in runs:
         assert run.inputs.prompts["upper"][0].text == row["prompt"] and notices == []
         assert any("columns that are not read: system, tools" in told for told in run.inputs.warnings)
+
+
+@pytest.mark.usefixtures("stopped")
+def test_older_rounds_with_domains_of_their_own_go_on_without_these_columns(world: Any) -> None:
+    upper = world.data["domains"]["upper"]
+    world.data["rounds"] = [{}, {"domains": {**world.data["domains"], "upper": {**upper, "weight": 2}}}]
+    root = begin(world)
+    as_an_older_release_wrote_it(root)
+    for config in (None, load_pipeline(world.write())):
+        work = rounds.reopen(root, config, None, "latest", print)
+        assert isinstance(work, rounds.Rounds)
+        found = [domain.prompts for one in work.configs for domain in one.domains.values()]
+        assert [getattr(prompts, "columns", {}) for prompts in found] == [dict.fromkeys(OF_CHATS)] * 4
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("column", ["system", "more"])
+def test_an_older_run_on_registered_prompts_with_these_columns_is_refused(
+    column: str, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = (world.root / "upper.jsonl").read_text().splitlines()
+    chats = ({**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in map(json.loads, rows))
+    (world.root / "upper.jsonl").write_text("".join(json.dumps({**row, column: "be brief"}) + "\n" for row in chats))
+    registry = Registry(world.root / "registry")
+    for name, domain in (("rev", "reverse"), ("up", "upper")):
+        registry.add(name, world.root / name, domain, prompts=world.root / f"{domain}.jsonl")
+        del world.data["domains"][domain]["prompts"]
+    world.data |= {"experts": {"use": "all"}, "registry": str(world.root / "registry")}
+    root = begin(world)
+    monkeypatch.setattr(merging, "_session", lambda *_: {})
+    merging.resume(root)
+    as_an_older_release_wrote_it(root)
+    if column == "system":
+        with pytest.raises(RunDirError, match="passed over: system"):
+            merging.resume(root)
+    else:
+        merging.resume(root)
 
 
 def test_a_pipeline_may_say_otherwise(beginning: Any) -> None:

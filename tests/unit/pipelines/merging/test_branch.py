@@ -22,7 +22,8 @@ from opd.files import blake3_file
 from opd.run_dir import RunPaths
 from opd.stream import written
 from pipelines.merging import run as merging
-from pipelines.merging.branch import _same_writers, branch
+from pipelines.merging.branch import DECIDE_EXAMS, _same_writers, branch
+from pipelines.merging.changes import among
 from pipelines.merging.origin import Origin, origin_of
 from tests.unit.pipelines.merging.test_longer import files
 
@@ -86,6 +87,7 @@ def test_what_was_written_ahead_goes_along_if_it_would_be_written_again(
         ("evaluate.cache=false", False),
         ("domains.upper.eval.verifier=last_line", False),
         ("rollout.max_new_tokens=3", False),
+        ("domains.upper.prompts={path: upper.jsonl, limit: 2}", False),  # with `holdout` a part of them is asked
     ],
 )
 def test_exams_of_the_origin_are_not_taken_again(change: str, kept: bool, interrupted: Path, tmp_path: Path) -> None:
@@ -96,6 +98,12 @@ def test_exams_of_the_origin_are_not_taken_again(change: str, kept: bool, interr
     found = tmp_path / "branch" / "evaluation"
     assert ({p.name: p.read_text() for p in found.iterdir()} if found.exists() else {}) == (
         {"before.json": "before", "expert.json": "expert"} if kept else {}
+    )
+
+
+def test_a_guard_decides_exams() -> None:
+    assert all(
+        among(key, DECIDE_EXAMS) for key in (("guard",), ("guard", "rules"), ("domains", "upper", "guard", "rules"))
     )
 
 

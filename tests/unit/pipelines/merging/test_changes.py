@@ -66,6 +66,17 @@ def test_hashes_of_files_beside_the_models_own_bind_nothing() -> None:
         refuse_changed_inputs(before, now, MANIFEST)
 
 
+@pytest.mark.parametrize("where", ["prompts", "eval__prompts"])
+def test_to_read_a_column_no_more_is_a_change(where: str) -> None:
+    path = {"path": "/p.jsonl"}
+    read = config(**{f"domains__d__{where}": path})
+    unread = config(**{f"domains__d__{where}": {**path, "columns": {"system": None}}})
+    for before, now in ((read, unread), (unread, read)):
+        with pytest.raises(RunDirError, match=rf"{where.replace('__', '.')}\.columns\.system .*null \(not read\)"):
+            accept_changes(before, now, MANIFEST)
+    assert accept_changes(unread, unread, MANIFEST) == []
+
+
 def test_the_same_pipeline_goes_on_without_a_word() -> None:
     assert accept_changes(config(), config(), MANIFEST) == []
 
