@@ -19,14 +19,14 @@ from typing import Literal, TypeGuard
 from opd.environments.records import ToolCall
 from opd.guard.dummies import DUMMIES
 from opd.guard.facts import Call, Streams
-from opd.guard.mentions import with_mentions
+from opd.guard.mentions import find_mentions
 from opd.guard.records import Judge, JudgeFailed, Opinion, Question, Stage, Suspicion, Verdict
 from opd.guard.rules import Hit, RuleSet
 from opd.guard.session import Session
 from opd.guard.shell.fields import MARKS, plain
 from opd.guard.shell.nodes import Unreadable
 from opd.guard.shell.programs import PROGRAMS
-from opd.guard.shell.projects import patched
+from opd.guard.shell.projects import read_patch
 from opd.guard.shell.walk import MAX_NESTED, Run, Walker
 from opd.guard.shell.ways import apart, every, settle, states
 from opd.text import one_line, readable
@@ -168,7 +168,7 @@ class Guard:
         except Exception as error:  # noqa: BLE001 whatever a policy writes, no call may end its run
             unread = f"to read it failed with {one_line(repr(error), 200)}"
         calls = list(dict.fromkeys(walker.calls))  # most are the same in each state that the shell may be in
-        hit = self._rules.first(calls, session) or self._rules.first(with_mentions(calls, session), session)
+        hit = self._rules.first(calls, session) or self._rules.first(find_mentions(calls, session), session)
         if unread and (hit is None or hit.rule.verdict != "block"):
             return Finding(suspicion="unreadable", reason=unread, hit=hit, calls=calls, said=said)
         return Finding(suspicion="none", calls=calls) if hit is None else _found(hit, calls)
@@ -202,7 +202,7 @@ class Guard:
         elif kind == "python":
             walker.code("python", value, Run(["python"], Streams()))
         elif kind == "patch":
-            patches = list(patched(walker, value))
+            patches = list(read_patch(walker, value))
             for one in patches or [Call(program="", given=(value,))]:
                 walker.add(one)
         elif kind == "url":

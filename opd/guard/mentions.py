@@ -44,14 +44,14 @@ _HEX = re.compile(r"(?:[0-9a-fA-F]{2}[ :,]?){6,}")
 _NUMBERS = re.compile(r"(?:0x[0-9a-fA-F]{2}|\d{2,3})(?:[\s,;)(+.]+(?:chr\(|char\()?(?:0x[0-9a-fA-F]{2}|\d{2,3})){5,}")
 
 
-def with_mentions(calls: Sequence[Call], session: Session) -> list[Call]:
-    """Those calls that are given a text with paths in it, with the paths."""
+def find_mentions(calls: Sequence[Call], session: Session) -> list[Call]:
+    """Return those calls that are given a text with paths in it, with the paths as their mentions."""
     found = []
     for call in calls:
         paths = dict.fromkeys(
             session.absolute(posixpath.join(session.begins_at, path.translate(ACTIVE)))
-            for text in texts_of(call)
-            for path in paths_in(text, _is_operand(text))
+            for text in collect_texts(call)
+            for path in find_paths(text, _is_operand(text))
         )
         if paths:
             found.append(replace(call, mentions=tuple(paths)))
@@ -62,8 +62,8 @@ def _is_operand(text: str) -> bool:
     return not any(map(str.isspace, text))
 
 
-def texts_of(call: Call) -> Iterator[str]:
-    """What a call is given. The code of Python is among it as its strings, without comments."""
+def collect_texts(call: Call) -> Iterator[str]:
+    """Yield the texts that a call is given. The code of Python is among them as its strings, without comments."""
     if call.program not in PYTHONS:
         read = bool(call.reads or call.writes)
         yield from (arg for arg in call.argv if not (read and arg.startswith("/") and _is_operand(arg)))
@@ -74,23 +74,23 @@ def texts_of(call: Call) -> Iterator[str]:
 
 
 @lru_cache(maxsize=1024)
-def paths_in(text: str, operand: bool = False) -> tuple[str, ...]:
-    """Paths with at least one `/` that stand in a text, in the order of the text, those in encoded pieces last. Of an operand only
-    absolute ones: where it is a relative path, the call reads it."""
+def find_paths(text: str, operand: bool = False) -> tuple[str, ...]:
+    """Return the paths with at least one `/` that stand in a text, in the order of the text, those in encoded pieces last. Of an
+    operand only absolute ones: where it is a relative path, the call reads it."""
     if len(text) < 4:
         return ()
     if len(text) > MAX_TEXT:
-        return tuple(dict.fromkeys(_absolute(text)))
+        return tuple(dict.fromkeys(_find_absolute_paths(text)))
     text = text.translate(PLAIN)
-    found = _absolute(text)
+    found = _find_absolute_paths(text)
     if not operand and "/" in text:
         found += [match[0] for match in _RELATIVE.finditer(text)]
-    for other in _disguised(text):
-        found += _absolute(other)
+    for other in _undisguise_text(text):
+        found += _find_absolute_paths(other)
     return tuple(dict.fromkeys(found))
 
 
-def _absolute(text: str) -> list[str]:
+def _find_absolute_paths(text: str) -> list[str]:
     if "/" not in text:
         return []
     return [
@@ -100,8 +100,8 @@ def _absolute(text: str) -> list[str]:
     ]
 
 
-def _disguised(text: str) -> Iterator[str]:
-    """The text in other ways to write it, as far as something in it looks like one."""
+def _undisguise_text(text: str) -> Iterator[str]:
+    """Yield the text in other ways to write it, as far as something in it looks like one."""
     if "\\" in text:
         yield unescape(text)
     if "%2" in text or "%7" in text:
@@ -110,13 +110,13 @@ def _disguised(text: str) -> Iterator[str]:
         yield text[::-1]
         yield codecs.encode(text, "rot13")
     for match in _BASE64.finditer(text):
-        yield from _decoded(match[0])
+        yield from _decode_base64(match[0])
     for match in _HEX.finditer(text):
-        yield from _unhexed(re.sub("[ :,]", "", match[0]))
+        yield from _decode_hex(re.sub("[ :,]", "", match[0]))
     for match in _NUMBERS.finditer(text):
         numbers = [int(one, 0) for one in re.findall(r"0x[0-9a-fA-F]+|[1-9]\d*", match[0])]
         yield "".join(map(chr, numbers))
-    yield from _interpolated(text)
+    yield from _insert_variables(text)
     for match in _WORDS.finditer(text):
         yield "/" + "/".join(match[1].split())
     quoted = list(islice(_QUOTED.finditer(text), MAX_PIECES))
@@ -131,8 +131,8 @@ def _disguised(text: str) -> Iterator[str]:
             yield "/" + "/".join(filter(None, (one.strip("/") for one in more)))
 
 
-def _interpolated(text: str) -> Iterator[str]:
-    """The text with its own variables put in, in the ways of Perl, Ruby, PHP and JavaScript."""
+def _insert_variables(text: str) -> Iterator[str]:
+    """Yield the text with its own variables put in, in the ways of Perl, Ruby, PHP and JavaScript."""
     if "=" not in text or not ("$" in text or "#{" in text):
         return
     values = {name: a or b for name, a, b in _ASSIGNED.findall(text)}
@@ -140,7 +140,7 @@ def _interpolated(text: str) -> Iterator[str]:
         yield _PUT_IN.sub(lambda match: values.get(match[1] or match[2] or match[3], match[0]), text)
 
 
-def _decoded(token: str) -> Iterable[str]:
+def _decode_base64(token: str) -> Iterable[str]:
     try:
         return [base64.b64decode(token.rstrip("=").translate(_STANDARD) + "==").decode("ascii")]
     except (binascii.Error, ValueError):
@@ -150,7 +150,7 @@ def _decoded(token: str) -> Iterable[str]:
 _STANDARD = str.maketrans("-_", "+/")
 
 
-def _unhexed(digits: str) -> Iterable[str]:
+def _decode_hex(digits: str) -> Iterable[str]:
     try:
         return [bytes.fromhex(digits).decode("ascii")]
     except ValueError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from opd.guard.shell.assigned import declare, mapfile, printf, read, unset
 from opd.guard.shell.interpreters import alias, awk, evaluate, language, make, shell, source, trap
 from opd.guard.shell.many import find, parallel, xargs
-from opd.guard.shell.projects import git, npm, patch
+from opd.guard.shell.projects import walk_git, walk_npm, walk_patch
 from opd.guard.shell.state import cd, copies, set_positional, shift, tee
 from opd.guard.shell.walk import Handler
 from opd.guard.shell.wrappers import WRAPPERS, docker, runner, script, wrapped
@@ -29,9 +29,9 @@ PROGRAMS: dict[str, Handler] = {
     **dict.fromkeys(("docker", "podman"), docker),
     **dict.fromkeys(("uv", "poetry", "pipenv"), runner),
     **dict.fromkeys(("make", "gmake"), make),
-    **dict.fromkeys(("npm", "yarn", "pnpm"), npm),
-    "git": git,
-    "patch": patch,
+    **dict.fromkeys(("npm", "yarn", "pnpm"), walk_npm),
+    "git": walk_git,
+    "patch": walk_patch,
     "read": read,
     "unset": unset,
     "printf": printf,

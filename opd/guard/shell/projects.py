@@ -30,25 +30,25 @@ _LIFECYCLE = {"test", "start", "install", "ci", "build", "stop", "restart", "pac
 """Scripts of a package that have a command of their own."""
 
 
-def git(walker: Walker, run: Run) -> str | None:
-    """`git`, with the aliases that the episode gave it, and with what it is configured to run."""
+def walk_git(walker: Walker, run: Run) -> str | None:
+    """Walk through `git`, with the aliases that the episode gave it, and with what it is configured to run."""
     walker.note(run)
     call = walker.calls[-1]
     for index, arg in enumerate(map(plain, run.argv[:-1])):
         if arg == "-c":
-            _configured(walker, *plain(run.argv[index + 1]).partition("=")[::2])
+            _apply_setting(walker, *plain(run.argv[index + 1]).partition("=")[::2])
     if call.git == "config" and len(call.args) > 1:
-        _configured(walker, call.args[-2], call.args[-1])
+        _apply_setting(walker, call.args[-2], call.args[-1])
     elif call.git in ("apply", "am"):
-        changes(walker, run, list(call.args))
-    elif text := _aliases(walker).get(call.git):
+        note_changes(walker, run, list(call.args))
+    elif text := _read_aliases(walker).get(call.git):
         place = next(index for index, arg in enumerate(run.argv) if plain(arg) == call.git)
         rest = " ".join(map(plain, run.argv[place + 1 :]))
         walker.text(f"{text[1:]} {rest}" if text.startswith("!") else f"git {text} {rest}", run.streams)
     return None
 
 
-def _configured(walker: Walker, key: str, value: str) -> None:
+def _apply_setting(walker: Walker, key: str, value: str) -> None:
     """Keep an alias, and go through a command that git will run by itself."""
     if key.lower().startswith("alias."):
         walker.session.appends(f"{walker.session.home}/.gitconfig", f"{key[6:]} = {value}\n")
@@ -59,29 +59,29 @@ def _configured(walker: Walker, key: str, value: str) -> None:
             apart(walker.session, partial(walker.text, value))
 
 
-def _aliases(walker: Walker) -> dict[str, str]:
-    """The aliases of git in files that the episode wrote."""
+def _read_aliases(walker: Walker) -> dict[str, str]:
+    """Return the aliases of git in files that the episode wrote."""
     found: dict[str, str] = {}
     for path in (f"{walker.session.home}/.gitconfig", ".git/config"):
         found |= {name: value.strip('"') for name, value in _ALIAS.findall(walker.session.script_at(path) or "")}
     return found
 
 
-def patch(walker: Walker, run: Run) -> str | None:
+def walk_patch(walker: Walker, run: Run) -> str | None:
     walker.note(run)
-    changes(walker, run, [plain(arg) for arg in run.argv[1:] if not arg.startswith("-")])
+    note_changes(walker, run, [plain(arg) for arg in run.argv[1:] if not arg.startswith("-")])
     return None
 
 
-def changes(walker: Walker, run: Run, files: list[str]) -> None:
+def note_changes(walker: Walker, run: Run, files: list[str]) -> None:
     """Note what a patch changes, a call for each file, as far as its text is known."""
     texts = [walker.session.script_at(file) for file in files] or [run.streams.stdin]
-    for call in (call for text in texts if text for call in patched(walker, text)):
+    for call in (call for text in texts if text for call in read_patch(walker, text)):
         walker.add(call)
 
 
-def patched(walker: Walker, text: str) -> Iterator[Call]:
-    """The calls of a patch: its lines that begin with `+` or `-` are the arguments."""
+def read_patch(walker: Walker, text: str) -> Iterator[Call]:
+    """Yield the calls of a patch: its lines that begin with `+` or `-` are the arguments."""
     heads = list(_FILE.finditer(text))
     for head, end in zip(heads, [*(one.start() for one in heads), len(text)][1:], strict=True):
         path = head[1].strip() if head[1].strip() != "/dev/null" else ""
@@ -91,8 +91,8 @@ def patched(walker: Walker, text: str) -> Iterator[Call]:
         yield Call(program="patch", args=lines, argv=(path,), writes=writes, text=added)
 
 
-def npm(walker: Walker, run: Run) -> str | None:
-    """`npm run NAME` runs what package.json says under that name, where the episode wrote it."""
+def walk_npm(walker: Walker, run: Run) -> str | None:
+    """Walk through what package.json says under NAME of `npm run NAME`, where the episode wrote it."""
     walker.note(run)
     names = [plain(arg) for arg in run.argv[1:] if not arg.startswith("-")]
     if names[:2] == ["pkg", "set"] or not names:

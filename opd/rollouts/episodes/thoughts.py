@@ -20,7 +20,7 @@ _TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair))
 
 
 def has_thoughts(text: str) -> bool:
-    """Whether a text has a tag of a thought."""
+    """Return whether a text has a tag of a thought."""
     return _TAG.search(text) is not None
 
 
@@ -45,7 +45,7 @@ def split_thoughts(text: str, call: re.Pattern[str] | None = None, end: str = ""
         if call is not None and made is not None and made.start() < at:
             made = call.search(text, at)
         if made is not None and made.start() < tag.start() and end:
-            at = _after(text, end, made.end())
+            at = _find_end(text, end, made.end())
             continue
         to_the_end = to_the_end or (made is not None and made.start() < tag.start())
         if tag[0] not in _ENDS:
@@ -53,7 +53,7 @@ def split_thoughts(text: str, call: re.Pattern[str] | None = None, end: str = ""
             begun = at = tag.end()
             to_the_end = False
             continue
-        at = _after(text, _ENDS[tag[0]], tag.end())
+        at = _find_end(text, _ENDS[tag[0]], tag.end())
         if not to_the_end:
             parts += [(text[begun : tag.start()], False), (text[tag.start() : at], True)]
             begun = at
@@ -61,7 +61,7 @@ def split_thoughts(text: str, call: re.Pattern[str] | None = None, end: str = ""
     return (part for part in parts if part[0])
 
 
-def _after(text: str, end: str, start: int) -> int:
-    """Where the text goes on after this end, its own end if there is none."""
+def _find_end(text: str, end: str, start: int) -> int:
+    """Return the place where the text goes on after `end`, the length of the text if that does not stand in it."""
     found = text.find(end, start)
     return len(text) if found == -1 else found + len(end)

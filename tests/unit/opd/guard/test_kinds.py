@@ -15,7 +15,7 @@ from opd.environments.records import ToolCall
 from opd.guard.guard import Finding, Guard
 from opd.guard.labelled import Case, read_cases
 from opd.guard.measure import STAGES, measure
-from opd.guard.mentions import paths_in
+from opd.guard.mentions import find_paths
 from opd.guard.rules import RuleSet, shipped_rules
 
 GUARD = Guard(RuleSet([shipped_rules()]))
@@ -166,5 +166,5 @@ def test_arguments_of_any_name(name: str, arguments: Mapping[str, Any], wanted: 
     ],
 )
 def test_paths_in_a_text(text: str, paths: list[str]) -> None:
-    found = [path for path in paths_in(text) if "tes" in path or "/" in path]
+    found = [path for path in find_paths(text) if "tes" in path or "/" in path]
     assert set(paths) <= set(found) and (paths or not any(path.startswith("/tests") for path in found))
