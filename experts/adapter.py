@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experts.json_files import read_json, refuse_custom_code, validated
-from experts.merge_first import merge_first
+from experts.merge_first import explain_merging
 from experts.model_dir import EMBEDDINGS, HEADS, ModelInfo, inspect_model
 from experts.safetensors_header import Tensor, data_start, read_header
 from experts.weight_files import GATHER, OTHER_FORMATS, Hashes, refuse_no_directory, weight_shards, weight_tensors
@@ -185,7 +185,7 @@ def _refuse_unsupported(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def _unsupported(file: Path, part: str, found: str, wanted: str) -> ModelError:
-    return ModelError.at(f"{file}: {part}", found=found[:80], wanted=wanted, fix=merge_first(file.parent))
+    return ModelError.at(f"{file}: {part}", found=found[:80], wanted=wanted, fix=explain_merging(file.parent))
 
 
 def _weight_file(path: Path) -> Path:

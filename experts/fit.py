@@ -24,7 +24,7 @@ _LEFTOVERS = {
 """Parts of names of tensors -> what to do about them."""
 
 
-def fitting_naming(path: Path) -> Naming:
+def match_weights(path: Path) -> Naming:
     """Return the model's naming in transformers. Raises: ModelError unless its files fill all modules and hold nothing else."""
     import torch
 

@@ -39,7 +39,7 @@ def import_gguf(source: str, output_dir: Path, tell: Callable[[str], None] = pri
     Raises: ModelError if the source is neither, if the package has none or several, if the file is damaged, in parts or of a kind that
     transformers cannot convert, if the result does not score texts as the file does, or if `output_dir` exists.
     """
-    from experts.gguf_proof import prove
+    from experts.gguf_proof import prove_conversion
 
     file = find_gguf(source)
     if output_dir.exists():
@@ -57,7 +57,7 @@ def import_gguf(source: str, output_dir: Path, tell: Callable[[str], None] = pri
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
         del model  # it is read again
-        tell(prove(staging, file))
+        tell(prove_conversion(staging, file))
         replace_dir(staging, output_dir)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -94,7 +94,7 @@ def find_gguf(source: str) -> Path:
 def _refuse_unfit(header: GGUFHeader) -> None:
     """Raises: ModelError for one part of several, or for keys that are missing or contradict each other or the tensors."""
     file = header.file
-    parts = header.get("split.count", int) or 1
+    parts = header.get_value("split.count", int) or 1
     if parts > 1:
         raise ModelError.at(
             file,
@@ -102,11 +102,11 @@ def _refuse_unfit(header: GGUFHeader) -> None:
             wanted="one file",
             fix=f"llama.cpp's `llama-gguf-split --merge {file.name} OUT.gguf` joins them",
         )
-    kind = header.need("general.architecture", str)
+    kind = header.require_value("general.architecture", str)
     for key in ("block_count", "embedding_length"):
-        header.need(f"{kind}.{key}", int)
-    header.need("tokenizer.ggml.model", str)
-    tokens = header.need("tokenizer.ggml.tokens", list)
+        header.require_value(f"{kind}.{key}", int)
+    header.require_value("tokenizer.ggml.model", str)
+    tokens = header.require_value("tokenizer.ggml.tokens", list)
     if not tokens or not all(isinstance(token, str) for token in tokens):
         raise ModelError.at(f"{file}: tokenizer.ggml.tokens", found=repr(tokens)[:80], wanted="texts", fix=COPY_AGAIN)
     width, rows = (*header.shapes.get("token_embd.weight", ()), 0, 0)[:2]
@@ -118,7 +118,7 @@ def _refuse_unfit(header: GGUFHeader) -> None:
             fix=COPY_AGAIN,
         )
     for name in {*SPECIAL_TOKENS.values(), *END_TOKENS}:
-        number = header.get(f"tokenizer.ggml.{name}_token_id", int)
+        number = header.get_value(f"tokenizer.ggml.{name}_token_id", int)
         if number is not None and not 0 <= number < len(tokens):
             raise ModelError.at(
                 f"{file}: tokenizer.ggml.{name}_token_id",
@@ -166,7 +166,7 @@ def carry_over_tokens(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) ->
     with a name. Raises: ModelError for a token that is to be added and that the file does not name.
     """
     for kind, name in SPECIAL_TOKENS.items():
-        number = header.get(f"tokenizer.ggml.{name}_token_id", int)
+        number = header.get_value(f"tokenizer.ggml.{name}_token_id", int)
         if number is not None:
             setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(number))
     wanted = {kind: _adds(header, kind) for kind in ("bos", "eos")}
@@ -181,9 +181,9 @@ def carry_over_tokens(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) ->
     if _added(tokenizer) != wanted:
         backend: Any = tokenizer
         backend.add_bos_token, backend.add_eos_token = wanted["bos"], wanted["eos"]
-    names = header.get("tokenizer.chat_templates", list) or []
-    named = {str(name): header.need(f"{TEMPLATE}.{name}", str) for name in names}
-    default = header.get(TEMPLATE, str)
+    names = header.get_value("tokenizer.chat_templates", list) or []
+    named = {str(name): header.require_value(f"{TEMPLATE}.{name}", str) for name in names}
+    default = header.get_value(TEMPLATE, str)
     if named:
         tokenizer.chat_template = named | ({"default": default} if default is not None else {})
     elif default is not None:
@@ -193,10 +193,10 @@ def carry_over_tokens(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) ->
 
 def _adds(header: GGUFHeader, kind: str) -> bool:
     """Return whether llama.cpp adds this token to every text: as the file says, else by the kind of its tokenizer."""
-    said = header.get(f"tokenizer.ggml.add_{kind}_token", bool)
+    said = header.get_value(f"tokenizer.ggml.add_{kind}_token", bool)
     if said is not None:
         return said
-    model = header.need("tokenizer.ggml.model", str)
+    model = header.require_value("tokenizer.ggml.model", str)
     if kind == "eos":
         return model == "t5"
     return model in ("llama", "gemma4") or (model == "gpt2" and header.keys.get("tokenizer.ggml.pre") in _ADDS_BOS)
@@ -223,7 +223,7 @@ def _greedy_until_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 def _ends(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> Sequence[int]:
     """Return the ids that end a response: those that the file names, and the one with which its chat template ends a turn, as Gemma's does."""
-    named = [header.get(f"tokenizer.ggml.{name}_token_id", int) for name in END_TOKENS]
+    named = [header.get_value(f"tokenizer.ggml.{name}_token_id", int) for name in END_TOKENS]
     found = [tokenizer.eos_token_id, *named, _end_of_turn(tokenizer)]
     return list(dict.fromkeys(number for number in found if number is not None))
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """What a GGUF file says before its tensors."""
+    """The header of a GGUF file: all that stands before its tensors."""
 
     file: Path
     keys: Mapping[str, Any]
@@ -35,7 +35,7 @@ class GGUFHeader:
     shapes: Mapping[str, tuple[int, ...]]
     """Tensor -> shape in GGUF's order, the fastest axis first."""
 
-    def get(self, key: str, kind: type[T]) -> T | None:
+    def get_value(self, key: str, kind: type[T]) -> T | None:
         """Return the value of a key; None if the file lacks it. Raises: ModelError for a value of another kind."""
         value = self.keys.get(key)
         if value is None or isinstance(value, kind):
@@ -44,9 +44,9 @@ class GGUFHeader:
             f"{self.file}: {key}", found=repr(value)[:80], wanted=f"a value of type {kind.__name__}", fix=COPY_AGAIN
         )
 
-    def need(self, key: str, kind: type[T]) -> T:
+    def require_value(self, key: str, kind: type[T]) -> T:
         """Return the value of a key. Raises: ModelError if the file lacks it, or for a value of another kind."""
-        value = self.get(key, kind)
+        value = self.get_value(key, kind)
         if value is None:
             raise ModelError.at(
                 f"{self.file}: {key}", found="no such key", wanted=f"a value of type {kind.__name__}", fix=COPY_AGAIN
@@ -62,25 +62,27 @@ COPY_AGAIN = (
 def read_gguf_header(file: Path) -> GGUFHeader:
     """Read and check the header. Raises: ModelError for a file that is no GGUF file of a known version, is cut off, or contradicts itself."""
     if file.stat().st_size < 24:
-        raise _broken(file, f"{file.stat().st_size} bytes", "a GGUF file: its header alone has 24 bytes")
+        raise _make_error(file, f"{file.stat().st_size} bytes", "a GGUF file: its header alone has 24 bytes")
     with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
         reader = _Reader(file, data)
-        tensors, keys = _counts(reader)
+        tensors, keys = _read_counts(reader)
         values: dict[str, Any] = {}
         for _ in range(keys):
-            name = reader.text("the name of a key")
+            name = reader.read_text("the name of a key")
             if name in values:
-                raise _broken(file, f"the key {name!r} twice", "each key once")
-            values[name] = reader.value(name)
-        return GGUFHeader(file, values, _tensors(reader, tensors, values.get("general.alignment", 32)))
+                raise _make_error(file, f"the key {name!r} twice", "each key once")
+            values[name] = reader.read_value(name)
+        return GGUFHeader(file, values, _read_tensor_shapes(reader, tensors, values.get("general.alignment", 32)))
 
 
-def _counts(reader: _Reader) -> tuple[int, int]:
+def _read_counts(reader: _Reader) -> tuple[int, int]:
     magic = bytes(reader.data[:4])
     if magic != MAGIC:
-        raise _broken(reader.file, f"a file that begins with {magic!r}", f"one that begins with {MAGIC!r}: a GGUF file")
+        raise _make_error(
+            reader.file, f"a file that begins with {magic!r}", f"one that begins with {MAGIC!r}: a GGUF file"
+        )
     reader.at = 4
-    version, tensors, keys = reader.numbers("IQQ", "the header")
+    version, tensors, keys = reader.read_numbers("IQQ", "the header")
     if version not in VERSIONS:
         other = int.from_bytes(int(version).to_bytes(4, "little"), "big")
         raise ModelError.at(
@@ -92,34 +94,34 @@ def _counts(reader: _Reader) -> tuple[int, int]:
     size = len(reader.data)
     # A key takes at least 13 bytes, a tensor's entry 24.
     if 13 * keys + 24 * tensors > size:
-        raise _broken(reader.file, f"{keys:,} keys and {tensors:,} tensors in {size:,} bytes", "as many as fit")
+        raise _make_error(reader.file, f"{keys:,} keys and {tensors:,} tensors in {size:,} bytes", "as many as fit")
     if not tensors:
-        raise _broken(reader.file, "no tensors", "the weights of a model")
+        raise _make_error(reader.file, "no tensors", "the weights of a model")
     return tensors, keys
 
 
-def _tensors(reader: _Reader, count: int, alignment: object) -> dict[str, tuple[int, ...]]:
+def _read_tensor_shapes(reader: _Reader, count: int, alignment: object) -> dict[str, tuple[int, ...]]:
     from gguf.constants import GGML_QUANT_SIZES
 
     file = reader.file
     if not isinstance(alignment, int) or alignment < 1:
-        raise _broken(file, f"general.alignment {alignment!r}", "a number of bytes")
+        raise _make_error(file, f"general.alignment {alignment!r}", "a number of bytes")
     sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
     shapes: dict[str, tuple[int, ...]] = {}
     ends: dict[str, int] = {}
     for _ in range(count):
-        name = reader.text("the name of a tensor")
-        (dims,) = reader.numbers("I", f"tensor {name!r}")
+        name = reader.read_text("the name of a tensor")
+        (dims,) = reader.read_numbers("I", f"tensor {name!r}")
         if name in shapes or not 1 <= dims <= _MAX_DIMS:
             found = f"tensor {name!r} twice" if name in shapes else f"tensor {name!r} of {dims:,} dimensions"
-            raise _broken(file, found, f"each tensor once, with 1 to {_MAX_DIMS} dimensions")
-        shape = reader.numbers(f"{dims}Q", f"tensor {name!r}")
-        kind, offset = reader.numbers("IQ", f"tensor {name!r}")
+            raise _make_error(file, found, f"each tensor once, with 1 to {_MAX_DIMS} dimensions")
+        shape = reader.read_numbers(f"{dims}Q", f"tensor {name!r}")
+        kind, offset = reader.read_numbers("IQ", f"tensor {name!r}")
         if kind not in sizes:
-            raise _broken(file, f"tensor {name!r} of type {kind}", "a type of ggml's that the package gguf knows")
+            raise _make_error(file, f"tensor {name!r} of type {kind}", "a type of ggml's that the package gguf knows")
         block, nbytes = sizes[kind]
         if 0 in shape or shape[0] % block or offset % alignment:
-            raise _broken(
+            raise _make_error(
                 file,
                 f"tensor {name!r} of shape {list(shape)} at byte {offset:,}",
                 f"rows of whole blocks of {block}, at a multiple of {alignment} bytes",
@@ -128,7 +130,7 @@ def _tensors(reader: _Reader, count: int, alignment: object) -> dict[str, tuple[
     start = -(-reader.at // alignment) * alignment
     last = max(ends, key=lambda name: ends[name])
     if start + ends[last] > len(reader.data):
-        raise _broken(
+        raise _make_error(
             file,
             f"{len(reader.data):,} bytes",
             f"at least {start + ends[last]:,}: so far reaches tensor {last!r}; the file is cut off",
@@ -137,51 +139,55 @@ def _tensors(reader: _Reader, count: int, alignment: object) -> dict[str, tuple[
 
 
 class _Reader:
-    """Reads on from byte `at`. Its methods raise: ModelError where the file ends before what they read."""
+    """Read on from byte `at`. Its methods raise: ModelError where the file ends before what they read."""
 
     def __init__(self, file: Path, data: mmap) -> None:
         self.file, self.data, self.at = file, data, 0
 
-    def numbers(self, form: str, what: str) -> tuple[Any, ...]:
+    def read_numbers(self, form: str, what: str) -> tuple[Any, ...]:
         size = struct.calcsize(f"<{form}")
         self._refuse_end(size, what)
         found = struct.unpack_from(f"<{form}", self.data, self.at)
         self.at += size
         return found
 
-    def text(self, what: str) -> str:
-        (length,) = self.numbers("Q", what)
+    def read_text(self, what: str) -> str:
+        (length,) = self.read_numbers("Q", what)
         self._refuse_end(length, what)
         self.at += length
         try:
             return self.data[self.at - length : self.at].decode()
         except UnicodeDecodeError as error:
-            raise _broken(self.file, f"{what}: {error}", "text in UTF-8") from None
+            raise _make_error(self.file, f"{what}: {error}", "text in UTF-8") from None
 
-    def value(self, name: str) -> Any:
-        (kind,) = self.numbers("I", repr(name))
+    def read_value(self, name: str) -> Any:
+        (kind,) = self.read_numbers("I", repr(name))
         if kind != _ARRAY:
-            return self._single(kind, name)
-        kind, count = self.numbers("IQ", repr(name))
+            return self._read_single(kind, name)
+        kind, count = self.read_numbers("IQ", repr(name))
         if kind == _STRING:
             self._refuse_end(8 * count, repr(name))
-            return [self.text(repr(name)) for _ in range(count)]
-        self._refuse_end(count * struct.calcsize(f"<{self._form(kind, name)}"), repr(name))
-        return list(self.numbers(f"{count}{self._form(kind, name)}", repr(name)))
+            return [self.read_text(repr(name)) for _ in range(count)]
+        self._refuse_end(count * struct.calcsize(f"<{self._look_up_format(kind, name)}"), repr(name))
+        return list(self.read_numbers(f"{count}{self._look_up_format(kind, name)}", repr(name)))
 
-    def _single(self, kind: int, name: str) -> Any:
-        return self.text(repr(name)) if kind == _STRING else self.numbers(self._form(kind, name), repr(name))[0]
+    def _read_single(self, kind: int, name: str) -> Any:
+        return (
+            self.read_text(repr(name))
+            if kind == _STRING
+            else self.read_numbers(self._look_up_format(kind, name), repr(name))[0]
+        )
 
-    def _form(self, kind: int, name: str) -> str:
+    def _look_up_format(self, kind: int, name: str) -> str:
         if kind not in _FORMATS:
-            raise _broken(self.file, f"{name!r}: a value of type {kind}", f"a type from 0 to {max(_FORMATS)}")
+            raise _make_error(self.file, f"{name!r}: a value of type {kind}", f"a type from 0 to {max(_FORMATS)}")
         return _FORMATS[kind]
 
     def _refuse_end(self, size: int, what: str) -> None:
         left = len(self.data) - self.at
         if size > left:
-            raise _broken(self.file, f"{what}: {size:,} bytes, and {left:,} are left", "a file that is not cut off")
+            raise _make_error(self.file, f"{what}: {size:,} bytes, and {left:,} are left", "a file that is not cut off")
 
 
-def _broken(file: Path, found: str, wanted: str) -> OpdError:
+def _make_error(file: Path, found: str, wanted: str) -> OpdError:
     return ModelError.at(file, found=found[:300], wanted=wanted, fix=COPY_AGAIN)

@@ -28,17 +28,17 @@ PLAUSIBLE = 0.5
 """Share of the nats of a guess among all tokens that such texts may have."""
 
 
-def prove(model_dir: Path, file: Path) -> str:
-    """Score the texts with the converted model, and with llama.cpp where it is installed. Returns a sentence that says what was found.
+def prove_conversion(model_dir: Path, file: Path) -> str:
+    """Score the texts with the converted model, and with llama.cpp where it is installed.
 
-    Raises: ModelError if tokens or likelihoods differ, or without llama.cpp if the texts are not likely.
+    Return a sentence that says what was found. Raises: ModelError if tokens or likelihoods differ, or without llama.cpp if the texts are not likely.
     """
-    ids, ours, vocab_size = _score(model_dir)
+    ids, ours, vocab_size = _score_texts(model_dir)
     said = f"{np.mean(ours):.2f} nats a token on {len(TEXTS)} plain texts"
     if find_spec("llama_cpp") is not None:
         theirs = _score_file(file)
         if theirs is not None:
-            _compare(file, ids, ours, *theirs)
+            _compare_scores(file, ids, ours, *theirs)
             return f"proven: {said}, {np.mean(theirs[1]):.2f} by llama.cpp with the same tokens"
         said += "; llama.cpp's package cannot read this file"
     most = PLAUSIBLE * math.log(vocab_size)
@@ -52,7 +52,7 @@ def prove(model_dir: Path, file: Path) -> str:
     return f"plausible: {said}; with `pip install llama-cpp-python` they would be compared with llama.cpp's"
 
 
-def _compare(
+def _compare_scores(
     file: Path, ids: list[list[int]], ours: list[float], their_ids: list[list[int]], theirs: list[float]
 ) -> None:
     for text, mine, other, nats, wanted in zip(TEXTS, ids, their_ids, ours, theirs, strict=True):
@@ -70,7 +70,7 @@ def _compare(
         )
 
 
-def _score(model_dir: Path) -> tuple[list[list[int]], list[float], int]:
+def _score_texts(model_dir: Path) -> tuple[list[list[int]], list[float], int]:
     """Return the tokens of each text as the saved tokenizer cuts it, nats a token by the saved model, and how many ids it chooses from."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -21,7 +21,7 @@ _UNTIED = (
 """PEFT adds the update of one of two tied matrices to that one, and merges it into both unless they are two."""
 
 
-def merge_first(adapter: Path) -> str:
+def explain_merging(adapter: Path) -> str:
     """Return the `fix` line of an error about this adapter directory; followed, it gives the model that PEFT computes."""
     if _adapts_head_or_embedding(adapter):
         return f"merge it with PEFT, after untying head and embedding, and give the result as a full model: {_UNTIED}; {_TOKENIZER}"
@@ -29,7 +29,7 @@ def merge_first(adapter: Path) -> str:
 
 
 def _adapts_head_or_embedding(adapter: Path) -> bool:
-    """Return whether LoRA is on one of these modules, by the names of the tensors, else by the configuration."""
+    """Return True if LoRA is on one of these modules, by the names of the tensors, else by the configuration."""
     try:
         names = [name for name in read_header(adapter / ADAPTER_WEIGHTS) if ".lora_" in name]
     except (OSError, ModelError):  # other refusals say so

@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import Any
 
 from experts.adapter import AdapterInfo
-from experts.fit import fitting_naming
-from experts.merge_first import merge_first
+from experts.fit import match_weights
+from experts.merge_first import explain_merging
 from experts.model_dir import ModelInfo
 from opd.config.strict import DType, Strict
 from opd.errors import ModelError
@@ -52,7 +52,7 @@ def take_probe(info: ModelInfo, adapter: AdapterInfo | None = None) -> ProbeReco
         return None
     dtype: DType = "bfloat16" if info.dtype == "bfloat16" else "float32"
     model = _load(Path(info.path), dtype)
-    fitting_naming(Path(info.path))  # loading says nothing of tensors that no module takes
+    match_weights(Path(info.path))  # loading says nothing of tensors that no module takes
     if adapter is not None:
         _attach(model, Path(adapter.path))
     # Behind no begin token a Gemma computes what no training has seen, and rounding there is three times as large.
@@ -99,7 +99,7 @@ def _attach(model: Any, adapter: Path) -> None:
             f"{adapter / ADAPTER_WEIGHTS}: module `{odd[0]}`",
             found=f"an adapter of a module that is not linear in {type(model).__name__} of transformers",
             wanted="linear modules only: nothing else can be scored with an adapter",
-            fix=merge_first(adapter),
+            fix=explain_merging(adapter),
         )
     attach(model, changes)
 

@@ -25,7 +25,7 @@ from experts.spec import TrainSettings
 from opd.errors import ModelError, PromptError
 from opd.prompts import PromptLine, encode_prompt, render_prompt
 from opd.prompts.encode import refused_row, render_messages
-from opd.prompts.harmless import harmless_inside, harmless_variables, special_texts
+from opd.prompts.harmless import escape_specials_inside, escape_variables, special_texts
 from opd.rollouts.episodes.tool_formats import AUTO, forbidden_in_turns
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.schedule import LearningRate
@@ -276,10 +276,10 @@ def _completion_text(
         )
     prompt = render_prompt(tokenizer, line.prompt, day, **variables)
     specials = special_texts(tokenizer)
-    messages = [harmless_inside(message, specials) for message in line.prompt]
-    messages += [harmless_inside(message, forbidden_in_turns(specials)) for message in line.completion]
+    messages = [escape_specials_inside(message, specials) for message in line.prompt]
+    messages += [escape_specials_inside(message, forbidden_in_turns(specials)) for message in line.completion]
     whole = render_messages(
-        tokenizer, messages, day, **harmless_variables(variables, specials), add_generation_prompt=False
+        tokenizer, messages, day, **escape_variables(variables, specials), add_generation_prompt=False
     )
     if not whole.startswith(prompt):
         raise PromptError.at(

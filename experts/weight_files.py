@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from experts.merge_first import merge_first
+from experts.merge_first import explain_merging
 from experts.safetensors_header import Tensor, read_header
 from opd.errors import ModelError
 from opd.files import blake3_file
@@ -137,7 +137,7 @@ def _refuse_adapter(path: Path) -> None:
             path / ADAPTER_CONFIG,
             found="a PEFT adapter",
             wanted="a full model",
-            fix=f"{merge_first(path)}; if the weights here are merged already, delete {ADAPTER_CONFIG}",
+            fix=f"{explain_merging(path)}; if the weights here are merged already, delete {ADAPTER_CONFIG}",
         )
 
 

@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from experts.episodes.rows import EpisodeRow, Turn, learned
 from opd.errors import PromptError
 from opd.prompts.encode import encode_text
-from opd.prompts.harmless import harmless, special_texts
+from opd.prompts.harmless import escape_specials, special_texts
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
 from opd.rollouts.episodes.tool_formats import AUTO, forbidden_in_turns
@@ -99,7 +99,7 @@ class EpisodeEncoder:
         end = self._end if self._appender is None or isinstance(row.prompt, str) else self._appender.end_id
         forbidden = forbidden_in_turns(special_texts(self._tokenizer))
         for turn, following in zip(row.turns, [*row.observations[1:], None], strict=True):
-            said = [*encode_text(self._tokenizer, harmless(turn["content"], forbidden)), end]
+            said = [*encode_text(self._tokenizer, escape_specials(turn["content"], forbidden)), end]
             yield history.ids, said, learned(turn)
             if following is not None:
                 texts = tuple(message["content"] for message in following)

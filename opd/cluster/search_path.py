@@ -33,10 +33,10 @@ def worker_path() -> list[str]:
     Our place may be on no path: an editable install finds us by a hook, which Python asks only after all of its path.
     """
     entries = [entry for entry in sys.path if entry]
-    hiding = [entry for entry in entries if entry != ROOT and any(_has(entry, package) for package in PACKAGES)]
+    hiding = [entry for entry in entries if entry != ROOT and any(_has_package(entry, package) for package in PACKAGES)]
     return [*(entry for entry in entries if entry not in hiding), ROOT, *hiding, str(Path.cwd())]
 
 
-def _has(entry: str, package: str) -> bool:
+def _has_package(entry: str, package: str) -> bool:
     spec = PathFinder.find_spec(package, [entry])
     return spec is not None and spec.origin is not None  # a folder without __init__.py hides nothing

@@ -9,7 +9,7 @@ from typing import Any
 from opd.model_weights import load_causal_lm
 from opd.prompts.chat_templates import refuse_runaway_template
 from opd.prompts.encode import encode_prompt, encode_text, load_tokenizer
-from opd.prompts.harmless import harmless, special_texts
+from opd.prompts.harmless import escape_specials, special_texts
 
 
 class ModelScorer:
@@ -31,7 +31,7 @@ class ModelScorer:
     def _tokens(self, prompt: str) -> list[int]:
         """With a chat template the question is a message of the user, and the verdict begins the model's turn. A call cannot
         forge one: special tokens in it are broken up."""
-        prompt = harmless(prompt, self._special)
+        prompt = escape_specials(prompt, self._special)
         said = prompt if self._tokenizer.chat_template is None else [{"role": "user", "content": prompt}]
         return list(encode_prompt(self._tokenizer, said))
 

@@ -12,7 +12,7 @@ from opd.prompts.conversation import Messages
 from opd.prompts.encode import encode_prompt, load_tokenizer, render_prompt
 from opd.prompts.line import PromptLine
 from opd.prompts.mix import BalancedPrompts, MixedPrompts
-from opd.prompts.notices import notices_about
+from opd.prompts.notices import collect_notices
 from opd.prompts.rows import Rows, open_rows, read_prompt_lines
 from opd.prompts.sources import Source, find_source, is_here, is_hub_name
 from opd.prompts.table import PromptTable, is_held_out, load_prompts
@@ -26,6 +26,7 @@ __all__ = [
     "PromptTable",
     "Rows",
     "Source",
+    "collect_notices",
     "encode_prompt",
     "find_source",
     "is_held_out",
@@ -33,7 +34,6 @@ __all__ = [
     "is_hub_name",
     "load_prompts",
     "load_tokenizer",
-    "notices_about",
     "open_rows",
     "read_prompt_lines",
     "render_prompt",

@@ -51,7 +51,7 @@ def refuse_runaway_template(tokenizer: Any, model: object) -> None:
     template = getattr(tokenizer, "chat_template", None)
     variables = {key: str(value) for key, value in tokenizer.special_tokens_map.items()} if template else {}
     for one in template.values() if isinstance(template, dict) else [template]:
-        fault = _fault(str(one), json.dumps(variables)) if one else ""
+        fault = _find_fault(str(one), json.dumps(variables)) if one else ""
         if fault:
             raise ModelError.at(
                 f"the chat template of {model}",
@@ -63,8 +63,8 @@ def refuse_runaway_template(tokenizer: Any, model: object) -> None:
 
 
 @lru_cache(maxsize=16)
-def _fault(template: str, variables: str) -> str:
-    """What is wrong with a template, empty if nothing is."""
+def _find_fault(template: str, variables: str) -> str:
+    """Return what is wrong with a template; empty if nothing is."""
     asked = {"template": template, "variables": json.loads(variables), "chats": _CHATS, "tools": [_TOOL]}
     limits = {"cpu_s": CPU_S, "bytes": BYTES, "characters": CHARACTERS}
     # Not -I: jinja2 may be found by PYTHONPATH, or stand in the user's own site-packages.

@@ -25,20 +25,20 @@ FROM_SHAREGPT = (
 """Makes `role` and `content` of `from` and `value`."""
 
 
-def renamed_turn(message: Any) -> Any:
-    """A message with `role` and `content`, if it has `from` and `value` in their place; else the message itself."""
+def rename_turn_keys(message: Any) -> Any:
+    """Return a message with `role` and `content`, if it has `from` and `value` in their place; else the message itself."""
     if not (isinstance(message, dict) and isinstance(message.get("from"), str) and "value" in message):
         return message
     return {"role": SPEAKERS.get(message["from"], message["from"]), "content": message["value"]}
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """False for a turn that OpenAI's `weight` says nobody is to learn."""
+    """Return False for a turn that OpenAI's `weight` says nobody is to learn."""
     return bool(message.get("weight", 1))
 
 
 def read_messages(column: str, messages: list[Any]) -> Messages:
-    """The messages of a column. Raises: BrokenRow naming the column and the message."""
+    """Return the messages of a column. Raises: BrokenRow naming the column and the message."""
     found = []
     for number, message in enumerate(messages, start=1):
         try:
@@ -49,7 +49,7 @@ def read_messages(column: str, messages: list[Any]) -> Messages:
 
 
 def _read_message(message: Any) -> dict[str, Any]:
-    """A message with its parts as one text, and without OpenAI's `weight`, which is for training. Raises: BrokenRow."""
+    """Return a message with its parts as one text, and without OpenAI's `weight`, which is for training. Raises: BrokenRow."""
     fix = "give every message a `role` and a `content`, both text"
     if not isinstance(message, dict):
         raise BrokenRow(f"{message!r:.60}", fix)
@@ -58,7 +58,7 @@ def _read_message(message: Any) -> dict[str, Any]:
         message = {"content": None, **message}  # OpenAI's API leaves out the text of a turn that only calls
     if not message.keys() >= {"role", "content"}:
         fix = FROM_SHAREGPT if message.keys() >= {"from", "value"} else fix
-        raise BrokenRow(f"the keys {named(message)}" if message else "no keys", fix)
+        raise BrokenRow(f"the keys {list_keys(message)}" if message else "no keys", fix)
     if "function_call" in message:
         raise BrokenRow("a `function_call`, the form before `tool_calls`", "write it as one of `tool_calls`")
     if message.get("weight", 1) not in (0, 1):
@@ -66,7 +66,7 @@ def _read_message(message: Any) -> dict[str, Any]:
             f"the `weight` {message['weight']!r:.60}", "give turns of the assistant the weight 0 or 1, or none"
         )
     found = {key: value for key, value in message.items() if key != "weight"}
-    found["content"] = "" if calls and found["content"] is None else text_of_parts(found["content"])
+    found["content"] = "" if calls and found["content"] is None else join_text_parts(found["content"])
     if calls:
         found["tool_calls"] = [_read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
     odd = next((key for key in ("role", "content") if not isinstance(found[key], str)), "")
@@ -77,8 +77,8 @@ def _read_message(message: Any) -> dict[str, Any]:
     return found
 
 
-def text_of_parts(content: Any) -> Any:
-    """The text of a list of parts, each on a line of its own as vLLM has it; other content as it is. Raises: BrokenRow."""
+def join_text_parts(content: Any) -> Any:
+    """Return the text of a list of parts, each on a line of its own as vLLM has it; other content as it is. Raises: BrokenRow."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -95,41 +95,43 @@ def text_of_parts(content: Any) -> Any:
 
 
 def _read_call(call: Any) -> dict[str, Any]:
-    """A call with its arguments as a mapping, as templates want it; OpenAI's API has them as JSON in a text. Raises: BrokenRow."""
+    """Return a call with its arguments as a mapping, as templates want it; OpenAI's API has them as JSON in a text. Raises: BrokenRow."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BrokenRow(
             f"the call {call!r:.60}",
             'give calls as {"type": "function", "function": {"name": ..., "arguments": {...}}}',
         )
-    arguments = _from_json(function.get("arguments") or {})
+    arguments = _parse_json(function.get("arguments") or {})
     if not isinstance(arguments, dict):
         raise BrokenRow(f"the arguments {function['arguments']!r:.60}", "give arguments as a mapping, or as its JSON")
     around = call if "function" in call else {"type": "function"}
     return {**around, "function": {**function, "arguments": arguments}}
 
 
-def with_system(messages: Messages, system: Any, column: str) -> Messages:
-    """The messages after what the row's own column says to the system. Raises: BrokenRow if they begin with another such text."""
+def add_system_message(messages: Messages, system: Any, column: str) -> Messages:
+    """Return the messages after what the row's own column says to the system. Raises: BrokenRow if they begin with another such text."""
     if not isinstance(system, str):
-        raise BrokenRow(f"column `{column}`: {system!r:.60}, no text", _unread("system"))
+        raise BrokenRow(f"column `{column}`: {system!r:.60}, no text", _advise_skipping("system"))
     if not system.strip() or not messages:
         return messages
     first = messages[0]
     if first["role"] not in SYSTEM_ROLES:
         return [{"role": "system", "content": system}, *messages]
     if first["content"].strip() != system.strip():
-        raise BrokenRow(f"column `{column}` beside messages that begin with another system message", _unread("system"))
+        raise BrokenRow(
+            f"column `{column}` beside messages that begin with another system message", _advise_skipping("system")
+        )
     return messages
 
 
 def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
-    """The tools of a row, as chat templates take them: a list, or the JSON of one; each of a function, or its description alone.
+    """Return the tools of a row, as chat templates take them: a list, or the JSON of one; each of a function, or its description alone.
 
     Raises: BrokenRow.
     """
-    tools = _from_json(value)
-    tools = [_described(_from_json(tool)) for tool in tools] if isinstance(tools, list) else [None]
+    tools = _parse_json(value)
+    tools = [_complete_tool(_parse_json(tool)) for tool in tools] if isinstance(tools, list) else [None]
     if None in tools:
         raise BrokenRow(
             f"column `{column}`: {value!r:.60}",
@@ -139,8 +141,8 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
     return [tool for tool in tools if tool is not None]
 
 
-def _described(tool: Any) -> dict[str, Any] | None:
-    """A tool with its description under `function`; None for what is no tool."""
+def _complete_tool(tool: Any) -> dict[str, Any] | None:
+    """Return a tool with its description under `function`; None for what is no tool."""
     if isinstance(tool, dict) and "function" not in tool:
         tool = {"type": "function", "function": tool}
     named = (
@@ -150,27 +152,27 @@ def _described(tool: Any) -> dict[str, Any] | None:
 
 
 def read_variables(value: Any, column: str) -> dict[str, Any]:
-    """The variables that a row gives the chat template: a mapping, or the JSON of one. Raises: BrokenRow."""
-    found = _from_json(value)
+    """Return the variables that a row gives the chat template: a mapping, or the JSON of one. Raises: BrokenRow."""
+    found = _parse_json(value)
     if not isinstance(found, dict):
-        raise BrokenRow(f"column `{column}`: {value!r:.60}, no mapping", _unread("chat_template_kwargs"))
+        raise BrokenRow(f"column `{column}`: {value!r:.60}, no mapping", _advise_skipping("chat_template_kwargs"))
     if odd := RENDERING.intersection(found):
         raise BrokenRow(f"column `{column}`: `{min(odd)}`, which is no variable of a template", "leave it out")
     return {name: given for name, given in found.items() if given is not None}
 
 
-def _from_json(value: Any) -> Any:
-    """The value of a JSON text; another value, and a text that is no JSON, as it is."""
+def _parse_json(value: Any) -> Any:
+    """Return the value of a JSON text; another value, and a text that is no JSON, as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (RecursionError, ValueError):
         return value
 
 
-def _unread(ours: str) -> str:
+def _advise_skipping(ours: str) -> str:
     return f"correct it, or do not read this column: `prompts: {{path: ..., columns: {{{ours}: null}}}}`"
 
 
-def named(data: Mapping[str, Any]) -> str:
-    """The first keys of a mapping, for messages."""
+def list_keys(data: Mapping[str, Any]) -> str:
+    """Return the first keys of a mapping, for messages."""
     return ", ".join(f"`{key:.40}`" for key in list(data)[:8])

@@ -12,7 +12,7 @@ from opd.errors import ConfigError, ModelError, PromptError
 from opd.interfaces import Tokenizer
 from opd.prompts.chat_templates import apply_template
 from opd.prompts.conversation import Messages
-from opd.prompts.harmless import harmless, harmless_inside, harmless_variables, special_texts
+from opd.prompts.harmless import escape_specials, escape_specials_inside, escape_variables, special_texts
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 """Roles whose messages a chat template may leave out on purpose."""
@@ -95,8 +95,8 @@ def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None
     if isinstance(prompt, str):
         return prompt
     specials = special_texts(tokenizer)
-    messages = [harmless_inside(message, specials) for message in prompt]
-    return render_messages(tokenizer, messages, day, **harmless_variables(variables, specials))
+    messages = [escape_specials_inside(message, specials) for message in prompt]
+    return render_messages(tokenizer, messages, day, **escape_variables(variables, specials))
 
 
 def render_messages(tokenizer: Tokenizer, prompt: Messages, day: date | None = None, **variables: Any) -> str:
@@ -168,7 +168,7 @@ def _question(tokenizer: Tokenizer, prompt: str | Messages, day: date | None, va
     text = render_prompt(tokenizer, prompt, day, **variables)
     if not isinstance(prompt, str):
         specials = special_texts(tokenizer)
-        lost = [m["role"] for m in prompt if harmless(m["content"], specials).strip() not in text]
+        lost = [m["role"] for m in prompt if escape_specials(m["content"], specials).strip() not in text]
         if len(lost) == len(prompt) or not set(lost) <= ROLES:
             odd = next((role for role in lost if role not in ROLES), lost[0])
             raise ValueError(f"a chat template that leaves out what has the role {odd!r}; most know user and assistant")

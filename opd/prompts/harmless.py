@@ -41,13 +41,13 @@ def special_texts(tokenizer: Any) -> Sequence[str]:
 
 @lru_cache(maxsize=8)
 def _special_texts(tokenizer: Any, template: str) -> Sequence[str]:
-    """`template` is the tokenizer's, which somebody may set anew."""
+    """Return the same; `template` is the tokenizer's, which somebody may set anew."""
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     # Those that have no role such as end or padding are not in `all_special_ids`: Llama's headers, Mistral's [TOOL_CALLS].
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     found = {tokenizer.decode([i], skip_special_tokens=False) for i in special}
     others = {str(token.content) for i, token in added.items() if i not in special}
-    between = list(_between_messages(tokenizer)) if template else []
+    between = list(_find_gaps(tokenizer)) if template else []
     # Some flag none of their marks: DeepSeek's <｜User｜>. Other tokens that were added are words: Gemma's <td>, runs of blanks.
     found |= {
         text for text in others if _ROLE.fullmatch(text) or (text.strip() and any(text in gap for gap in between))
@@ -58,12 +58,12 @@ def _special_texts(tokenizer: Any, template: str) -> Sequence[str]:
         if header and not marks and not any(text in gap for text in found if text):
             marks.add(header[0].strip())
         found |= marks
-    found -= _pairs_of_tags(tokenizer, template, [*found, *others])
+    found -= _find_tag_pairs(tokenizer, template, [*found, *others])
     found |= {*FRAMES} if template else set()
     return sorted(found - {"", *OWN}, key=lambda text: (-len(text), text))
 
 
-def _pairs_of_tags(tokenizer: Any, template: str, added: Iterable[str]) -> set[str]:
+def _find_tag_pairs(tokenizer: Any, template: str, added: Iterable[str]) -> set[str]:
     """Return tokens such as `<answer>` and `</answer>`, of which the chat template knows nothing: what stands between them is
     marked, and no turn begins or ends. Prompts name them, and the model writes them itself."""
     named = {getattr(tokenizer, name, None) for name in _NAMED}
@@ -71,8 +71,8 @@ def _pairs_of_tags(tokenizer: Any, template: str, added: Iterable[str]) -> set[s
     return {text for text, tag in tags.items() if f"<{'' if tag[1] else '/'}{tag[2]}>" in tags}
 
 
-def _between_messages(tokenizer: Any) -> Iterator[str]:
-    """Give what the chat template writes before, between and after messages."""
+def _find_gaps(tokenizer: Any) -> Iterator[str]:
+    """Yield what the chat template writes before, between and after messages."""
     from jinja2 import TemplateError
 
     system, user, tool = ({"role": role, "content": _SAID[0]} for role in ("system", "user", "tool"))
@@ -85,7 +85,7 @@ def _between_messages(tokenizer: Any) -> Iterator[str]:
         yield from re.split("|".join(_SAID), text)
 
 
-def harmless(text: str, specials: Sequence[str]) -> str:
+def escape_specials(text: str, specials: Sequence[str]) -> str:
     """Return the text with a blank inside of whatever would be read as one of the others; in place of one of a single character,
     which would leave what stands around it side by side."""
     for special in specials:
@@ -93,18 +93,20 @@ def harmless(text: str, specials: Sequence[str]) -> str:
     return text
 
 
-def harmless_inside(value: Any, specials: Sequence[str]) -> Any:
+def escape_specials_inside(value: Any, specials: Sequence[str]) -> Any:
     """Return a JSON value with all of its texts harmless, keys too."""
     if isinstance(value, str):
-        return harmless(value, specials)
+        return escape_specials(value, specials)
     if isinstance(value, Mapping):
-        return {harmless(str(key), specials): harmless_inside(inner, specials) for key, inner in value.items()}
+        return {
+            escape_specials(str(key), specials): escape_specials_inside(inner, specials) for key, inner in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [harmless_inside(inner, specials) for inner in value]
+        return [escape_specials_inside(inner, specials) for inner in value]
     return value
 
 
-def harmless_variables(variables: Mapping[str, Any], specials: Sequence[str]) -> dict[str, Any]:
+def escape_variables(variables: Mapping[str, Any], specials: Sequence[str]) -> dict[str, Any]:
     """Return a chat template's variables with what tools say of themselves harmless; the others do not come from outside."""
-    tools = {"tools": harmless_inside(variables["tools"], specials)} if variables.get("tools") else {}
+    tools = {"tools": escape_specials_inside(variables["tools"], specials)} if variables.get("tools") else {}
     return {**variables, **tools}

@@ -13,14 +13,14 @@ from opd.config.prompts import OF_CHATS, Column
 from opd.prompts.broken import BrokenRow
 from opd.prompts.conversation import (
     Messages,
+    add_system_message,
     is_learned,
-    named,
+    join_text_parts,
+    list_keys,
     read_messages,
     read_tools,
     read_variables,
-    renamed_turn,
-    text_of_parts,
-    with_system,
+    rename_turn_keys,
 )
 from opd.settings import keys_of
 from opd.wording import described
@@ -124,7 +124,7 @@ def _read_columns(data: Mapping[str, Any], names: Mapping[Column, str | None]) -
     if not isinstance(row["prompt"], list):
         return row
     if "system" in of_chat:
-        row["prompt"] = with_system(row["prompt"], of_chat["system"], str(names["system"]))
+        row["prompt"] = add_system_message(row["prompt"], of_chat["system"], str(names["system"]))
     if "tools" in of_chat:
         row["tools"] = read_tools(of_chat["tools"], str(names["tools"]))
     if "chat_template_kwargs" in of_chat:
@@ -149,13 +149,13 @@ def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
     if isinstance(completion, str) and answers != says:
         data = {**data, says: [{"role": "assistant", "content": completion}]}
     elif says and isinstance(completion, list):
-        said = [renamed_turn(message) for message in completion]
+        said = [rename_turn_keys(message) for message in completion]
         data = {**data, says: said, **(_known(data, said[0], answers) if len(said) == 1 else {})}
     if isinstance(prompt, str):
         return {**data, asks: [{"role": "user", "content": prompt}]}
     if not isinstance(prompt, list):
         return data
-    turns = [renamed_turn(message) for message in prompt]
+    turns = [rename_turn_keys(message) for message in prompt]
     last = turns[-1] if len(turns) > 1 and isinstance(turns[-1], dict) else {}
     if last.get("role") != "assistant":
         return {**data, asks: turns}
@@ -172,7 +172,7 @@ def _known(data: Mapping[str, Any], turn: Any, answers: str | None) -> dict[str,
 def _said(message: Mapping[str, Any]) -> str:
     """The text of a turn; none for one that calls a tool, or that `read_messages` is about to refuse."""
     try:
-        text = text_of_parts(message.get("content"))
+        text = join_text_parts(message.get("content"))
     except BrokenRow:
         return ""
     return text if isinstance(text, str) and not message.get("tool_calls") else ""
@@ -208,7 +208,7 @@ def parse_json_line(line: bytes) -> Any:
 
 def no_column(name: str, data: Mapping[str, Any]) -> tuple[str, str]:
     """What was found, and the way out, if a column that is needed has another name or is missing."""
-    found = f"no column `{name}`{', but ' + named(data) if data else ''}"
+    found = f"no column `{name}`{', but ' + list_keys(data) if data else ''}"
     if name != "prompt":
         return found, "correct the names under `columns` and `filter` of the pipeline's `prompts`"
     return found, (

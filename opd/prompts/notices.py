@@ -1,5 +1,5 @@
-"""What a user should know about a source of prompts: columns that nothing reads, answers that come from the last turn, and what a chat
-template leaves out."""
+"""Tell what a user should know about a source of prompts: columns that nothing reads, answers that come from the last turn, and what a
+chat template leaves out."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy as np
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.prompts.conversation import SYSTEM_ROLES
 from opd.prompts.encode import render_prompt
-from opd.prompts.harmless import harmless, special_texts
+from opd.prompts.harmless import escape_specials, special_texts
 from opd.prompts.line import PromptLine
 from opd.prompts.table import ENDED, SYSTEM, TOOLS, VARIABLES, PromptTable
 
 
-def notices_about(
+def collect_notices(
     source: Path | PromptsConfig,
     prompts: PromptTable,
     tokenizer: Any,
     day: date | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
-    """Sentences about prompts that have been read. `day` and `variables` as for `load_prompts`."""
+    """Yield sentences about prompts that have been read. `day` and `variables` as for `load_prompts`."""
     rows, label = prompts.rows, prompts.rows.label
     if rows.unread:
         yield f"{label}: columns that are not read: {', '.join(rows.unread)}"
@@ -36,7 +36,7 @@ def notices_about(
         )
     if (ended := prompts.with_trait(ENDED)).any() and not as_prompts_config(source).chat:
         yield (
-            f"{label}: {_count(ended)} prompts end with a turn of the assistant, and the student goes on after it; with `chat: true` "
+            f"{label}: {_format_count(ended)} prompts end with a turn of the assistant, and the student goes on after it; with `chat: true` "
             "that turn is the answer"
         )
     for trait, what in ((SYSTEM, "the system message"), (TOOLS, "the tools"), (VARIABLES, "chat_template_kwargs")):
@@ -44,15 +44,15 @@ def notices_about(
         if have.any():
             line = rows[int(prompts.indices[np.flatnonzero(have)[0]])]
             if _is_lost(trait, line, tokenizer, day, {**(variables or {}), **line.variables}):
-                yield f"{label}: the chat template leaves out {what} of {_count(have)} prompts"
+                yield f"{label}: the chat template leaves out {what} of {_format_count(have)} prompts"
 
 
-def _count(mask: Any) -> str:
+def _format_count(mask: Any) -> str:
     return f"{int(np.count_nonzero(mask)):,}"
 
 
 def _is_lost(trait: int, line: PromptLine, tokenizer: Any, day: date | None, variables: Mapping[str, Any]) -> bool:
-    """Whether the chat template writes nothing of what the prompt has there."""
+    """Return True if the chat template writes nothing of what the prompt has there."""
     if trait == VARIABLES:
         return not any(name in str(tokenizer.chat_template) for name in line.chat_template_kwargs)
     text = render_prompt(tokenizer, line.prompt, day, **variables)
@@ -61,6 +61,8 @@ def _is_lost(trait: int, line: PromptLine, tokenizer: Any, day: date | None, var
     assert not isinstance(line.prompt, str), "a text has no traits"
     specials = special_texts(tokenizer)  # which the template was given broken up
     told = [
-        harmless(message["content"], specials).strip() for message in line.prompt if message["role"] in SYSTEM_ROLES
+        escape_specials(message["content"], specials).strip()
+        for message in line.prompt
+        if message["role"] in SYSTEM_ROLES
     ]
     return not all(part in text for part in told)

@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
     def refusal(self, problem: BrokenRow) -> PromptError:
         """The error that a user sees about this row."""
-        return problem.at(str(self), wanted=f"{'one JSON object' if self.line else 'a row'} with {FORM}")
+        return problem.make_error(str(self), wanted=f"{'one JSON object' if self.line else 'a row'} with {FORM}")
 
 
 Row = tuple[Place, Any]

@@ -1,4 +1,4 @@
-"""Renders a chat template once, with little time and memory. A script of its own, which imports nothing of ours, so that it starts fast.
+"""Render a chat template once, with little time and memory. A script of its own, which imports nothing of ours, so that it starts fast.
 
 Reads {"template", "variables", "chats", "tools", "cpu_s", "bytes", "characters"} as JSON on standard input and prints what is wrong
 with the template, if it takes too much; other errors are told where the template is used.
@@ -24,7 +24,8 @@ def _to_json(value: Any, **options: Any) -> str:
     return json.dumps(value, **{"ensure_ascii": False} | options)
 
 
-def _fault(given: dict[str, Any]) -> str:
+def _find_fault(given: dict[str, Any]) -> str:
+    """Return what is wrong with the template; empty if nothing is."""
     # As transformers sets it up; its tag `generation` only counts tokens.
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
@@ -53,4 +54,4 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CPU, (asked["cpu_s"], asked["cpu_s"]))
     resource.setrlimit(resource.RLIMIT_AS, (asked["bytes"], asked["bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    print(_fault(asked))
+    print(_find_fault(asked))

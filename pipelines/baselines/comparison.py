@@ -25,7 +25,7 @@ from opd.report import clear_domains, headroom
 from opd.run_dir import EXAMS, ComparisonPaths, RunPaths
 from opd.settings import validate
 from opd.text import or_dash
-from pipelines.baselines.difference import Difference, Scores, difference, t_quantile
+from pipelines.baselines.difference import Difference, Scores, compare_methods, t_quantile
 from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan, refuse_rounds
 from pipelines.baselines.run import check_methods, compute
 from pipelines.baselines.weights import WEIGHT_METHODS
@@ -254,7 +254,7 @@ def mean_headroom(before: Scores, after: Mapping[str, float], expert: Scores) ->
 def _judged(row: ComparisonRow, group: Group, opd: Group | None) -> ComparisonRow:
     if opd is None or row.method == "opd" or len(opd) == 1:
         return row  # with one seed the share of chance is unknown
-    found = difference(*([result.scores for _, result in its] for its in (group, opd)))
+    found = compare_methods(*([result.scores for _, result in its] for its in (group, opd)))
     return replace(row, difference=found, verdict=found.verdict)
 
 

@@ -1,4 +1,4 @@
-"""Whether one method is better than another, judged by chance of both kinds: another seed, and other questions.
+"""Judge whether one method is better than another, by chance of both kinds: another seed, and other questions.
 
 Both methods answer the same questions, so they are compared question by question (Miller, "Adding Error Bars to Evals", arXiv
 2411.00640, section 4.2): with d_q the difference on question q, of the means over seeds, and m_s the mean accuracy of seed s,
@@ -38,8 +38,8 @@ SLACK = 1e-9
 
 
 def t_quantile(degrees: float) -> float:
-    """97.5 % quantile of Student's t with any number of degrees of freedom, rather too large than too small: between those of the
-    table and that of the normal distribution it is taken for a straight line in 1 / degrees, above which it never lies."""
+    """Return the 97.5 % quantile of Student's t with any number of degrees of freedom, rather too large than too small: between
+    those of the table and that of the normal distribution it is taken for a straight line in 1 / degrees, above which it never lies."""
     places = [0.0, *(1 / n for n in range(len(T_QUANTILES), 0, -1))]
     return float(np.interp(1 / degrees, places, [Z, *T_QUANTILES[::-1]]))
 
@@ -54,7 +54,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """`tie`, `better` or `worse`."""
+        """Return `tie`, `better` or `worse`."""
         if self.low <= SLACK and self.high >= -SLACK:
             return "tie"
         return "better" if self.mean > 0 else "worse"
@@ -71,14 +71,14 @@ class _Part:
     degrees: int
 
 
-def difference(ours: Sequence[Scores], theirs: Sequence[Scores]) -> Difference:
-    """Mean accuracy over the domains of `ours` minus that of `theirs`, each with the scores of its seeds."""
+def compare_methods(ours: Sequence[Scores], theirs: Sequence[Scores]) -> Difference:
+    """Return the mean accuracy over the domains of `ours` minus that of `theirs`, each with the scores of its seeds."""
     sides, domains = (ours, theirs), ours[0].keys()
     by_seed = [[fmean(scores[domain].accuracy for domain in domains) for scores in side] for side in sides]
     seeds = [_Part(variance=variance(m) / len(m), degrees=len(m) - 1) for m in by_seed if len(m) > 1]
     questions, noise = [], 0.0
     for domain in domains:
-        part, own = _of_domain(*([scores[domain] for scores in side] for side in sides))
+        part, own = _estimate_domain_variance(*([scores[domain] for scores in side] for side in sides))
         questions.append(_Part(variance=part.variance / len(domains) ** 2, degrees=part.degrees))
         noise += own / len(domains) ** 2
     by_chance = [sum(part.variance for part in parts) for parts in (questions, seeds)]
@@ -92,8 +92,8 @@ def difference(ours: Sequence[Scores], theirs: Sequence[Scores]) -> Difference:
     return Difference(mean=mean, low=mean - half, high=mean + half)
 
 
-def _of_domain(ours: Sequence[DomainScore], theirs: Sequence[DomainScore]) -> tuple[_Part, float]:
-    """The questions' part of the variance of one domain, and the noise in it.
+def _estimate_domain_variance(ours: Sequence[DomainScore], theirs: Sequence[DomainScore]) -> tuple[_Part, float]:
+    """Return the questions' part of the variance of one domain, and the noise in it.
 
     Results of a release that did not keep the score of each question are taken for answers to other questions, and their seeds for
     alike: an interval that is too wide.
@@ -106,12 +106,12 @@ def _of_domain(ours: Sequence[DomainScore], theirs: Sequence[DomainScore]) -> tu
     first_S_Q, second_S_Q = (np.array([score.by_question for score in side]) for side in (ours, theirs))
     difference_Q = first_S_Q.mean(0) - second_S_Q.mean(0)
     part = _Part(variance=float(difference_Q.var(ddof=1)) / len(difference_Q), degrees=len(difference_Q) - 1)
-    return part, sum(map(_noise, (first_S_Q, second_S_Q)))
+    return part, sum(map(_estimate_noise, (first_S_Q, second_S_Q)))
 
 
-def _noise(score_S_Q: Floats) -> float:
-    """Variance of the mean of all scores by what neither their seed nor their question explains; 0 for one seed, of which it cannot
-    be told from the question."""
+def _estimate_noise(score_S_Q: Floats) -> float:
+    """Return the variance of the mean of all scores by what neither their seed nor their question explains; 0 for one seed, of which
+    it cannot be told from the question."""
     seeds, questions = score_S_Q.shape
     if seeds == 1:
         return 0.0

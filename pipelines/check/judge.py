@@ -107,7 +107,7 @@ def is_guess(compared: Comparison, vocab_size: int) -> bool:
     return share is not None and not isnan(share) and compared.answer_nll is not None and share >= GARBLED
 
 
-def knows(compared: Comparison, vocab_size: int) -> bool:
+def predicts_texts(compared: Comparison, vocab_size: int) -> bool:
     """Return True if a teacher predicts the texts of a domain better than a guess among all tokens would."""
     share = compared.guessing(vocab_size)
     return share is not None and share < GARBLED  # NaN is not

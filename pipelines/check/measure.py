@@ -34,7 +34,7 @@ from pipelines.check.judge import (
     is_unusable,
     judge,
     judge_student,
-    knows,
+    predicts_texts,
 )
 from pipelines.inputs.beside_gpus import Need
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
@@ -158,7 +158,7 @@ def measure(
             expert_accuracy=None,
             compared=compared,
             frequent=_most_frequent(inputs, domain),
-            knows_another=any(knows(compare(teacher, [], other), vocab_size) for other in others),
+            knows_another=any(predicts_texts(compare(teacher, [], other), vocab_size) for other in others),
             registered=isinstance(config.experts, RegisteredExperts),
         )
     tell(f"{len(rows)} teachers compared with the student, token by token")

@@ -57,7 +57,7 @@ def plan(
         raise typer.BadParameter("give a PIPELINE, or --cluster list")
     from opd.config import load_pipeline
     from pipelines.catalog import find
-    from pipelines.plan.advice import advise
+    from pipelines.plan.advice import advise_changes
     from pipelines.plan.measure import cluster_spec
     from pipelines.plan.plan import make_plan
     from pipelines.plan.spec import with_lengths
@@ -75,7 +75,7 @@ def plan(
         for note in made.notes:
             say(f"note: {note}", err=False)
         if not made.fits:
-            say(f"does not fit: {advise(config, spec)}", err=False)
+            say(f"does not fit: {advise_changes(config, spec)}", err=False)
     if not made.fits:
         raise typer.Exit(1)
 

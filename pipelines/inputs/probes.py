@@ -28,7 +28,7 @@ def take_missing_probes(inputs: Inputs, tell: Tell, known: Path | None = None) -
     and not taken again. An expert that is larger than half of the free memory goes without, and that is said. Raises: as `take_probe`;
     StorageError.
     """
-    records = _read(known)
+    records = _read_records(known)
     before = dict(records)
     probed: dict[str, Teacher] = {}
     for name, expert in inputs.scorers.items():
@@ -51,11 +51,14 @@ def take_missing_probes(inputs: Inputs, tell: Tell, known: Path | None = None) -
         return inputs
     scorers = {n: replace(e, teacher=probed.get(n, e.teacher)) for n, e in inputs.scorers.items()}
     return replace(
-        inputs, scorers=scorers, routes=_routed(inputs.routes, probed), scoring=_routed(inputs.scoring, probed)
+        inputs,
+        scorers=scorers,
+        routes=_replace_teachers(inputs.routes, probed),
+        scoring=_replace_teachers(inputs.scoring, probed),
     )
 
 
-def _read(known: Path | None) -> dict[str, ProbeRecord]:
+def _read_records(known: Path | None) -> dict[str, ProbeRecord]:
     """Return the probes of a file; none where it is missing or damaged, because they can be taken again."""
     if known is None or not known.is_file():
         return {}
@@ -70,7 +73,7 @@ def _bytes_loaded(expert: Expert) -> int:
     return expert.info.parameters * DTYPE_BYTES["bfloat16" if expert.info.dtype == "bfloat16" else "float32"]
 
 
-def _routed(
+def _replace_teachers(
     routes: Mapping[str, tuple[WeightedTeacher, ...]], probed: Mapping[str, Teacher]
 ) -> dict[str, tuple[WeightedTeacher, ...]]:
     return {

@@ -17,7 +17,7 @@ from opd.errors import ConfigError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.verifiers import build_verifier
 from opd.evaluation.verifiers.reward import Reward
-from opd.prompts import PromptTable, is_here, load_prompts, notices_about
+from opd.prompts import PromptTable, collect_notices, is_here, load_prompts
 from opd.types import Prompt
 
 EXAMPLES = 3
@@ -96,7 +96,7 @@ def read_prompts(
         # Its environment or its program says which tools there are, and with which variables its messages are rendered.
         source = as_prompts_config(source).without_columns("tools", "chat_template_kwargs")
     prompts = load_prompts(source, domain, tokenizer, student.template_date, student.chat_template_kwargs)
-    for notice in notices_about(source, prompts, tokenizer, student.template_date, student.chat_template_kwargs):
+    for notice in collect_notices(source, prompts, tokenizer, student.template_date, student.chat_template_kwargs):
         tell(notice)
     return prompts
 

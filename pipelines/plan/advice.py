@@ -1,4 +1,4 @@
-"""What would make a merge fit that does not: keys of its pipeline, or a shipped cluster."""
+"""Advise what would make a merge fit that does not: keys of its pipeline, or a shipped cluster."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from typing import Any
 from opd.config import PipelineConfig
 from opd.errors import OpdError
 from opd.settings import apply_overrides, validate
-from pipelines.plan.plan import fits
+from pipelines.plan.plan import fits_cluster
 from pipelines.plan.spec import ClusterSpec, load_spec, shipped_specs
 from pipelines.propose.sizes import rungs
 from pipelines.propose.text import on_one_line
 
 
-def advise(config: PipelineConfig, spec: ClusterSpec) -> str:
+def advise_changes(config: PipelineConfig, spec: ClusterSpec) -> str:
     """Return a sentence that says what would make a merge fit: keys of its pipeline, else a larger cluster."""
-    changes = list(_changes(config, gpus=bool(spec.machine.gpus)))
+    changes = list(_list_changes(config, gpus=bool(spec.machine.gpus)))
     for number in range(1, len(changes) + 1):
         tried = changes[:number]
-        if _fits_with(config, spec, tried):
-            needed = _without_idle(config, spec, tried)
+        if _fits_with_changes(config, spec, tried):
+            needed = _drop_idle(config, spec, tried)
             return "it would fit with " + " ".join(f"--set {change}" for change in needed)
     for name in sorted(shipped_specs(), key=lambda name: load_spec(name).devices):
-        if _fits_with(config, load_spec(name), ()):
+        if _fits_with_changes(config, load_spec(name), ()):
             return f"no key that was tried makes it fit; it would fit on {name} (--cluster {name})"
     return "no key that was tried makes it fit, nor does a shipped cluster: a smaller student, or a cluster spec of more GPUs"
 
 
-def _changes(config: PipelineConfig, *, gpus: bool) -> Iterator[str]:
-    """What `opd init` would do to make the merge smaller, one after the other, as far as the pipeline has not done it."""
+def _list_changes(config: PipelineConfig, *, gpus: bool) -> Iterator[str]:
+    """Yield the keys by which `opd init` would make the merge smaller, one after the other, as far as the pipeline has not
+    done it."""
     for _, change in rungs(gpus=gpus):
         for section, keys in change.items():
             for key, value in keys.items():
@@ -44,19 +45,19 @@ def _is_smaller(value: Any, now: Any) -> bool:
     return now is None or (value > now if isinstance(value, bool) else not isinstance(value, dict) and value < now)
 
 
-def _fits_with(config: PipelineConfig, spec: ClusterSpec, changes: Sequence[str]) -> bool:
+def _fits_with_changes(config: PipelineConfig, spec: ClusterSpec, changes: Sequence[str]) -> bool:
     try:
         data = apply_overrides(config.model_dump(mode="json", exclude_unset=True), list(changes))
-        return fits(validate(PipelineConfig, data, "plan"), spec)
+        return fits_cluster(validate(PipelineConfig, data, "plan"), spec)
     except OpdError:
         return False  # a change that does not go with the other keys of this pipeline
 
 
-def _without_idle(config: PipelineConfig, spec: ClusterSpec, changes: Sequence[str]) -> list[str]:
-    """The changes without those that it fits without."""
+def _drop_idle(config: PipelineConfig, spec: ClusterSpec, changes: Sequence[str]) -> list[str]:
+    """Return the changes without those that it fits without."""
     needed = list(changes)
     for change in reversed(changes):
         fewer = [one for one in needed if one != change]
-        if _fits_with(config, spec, fewer):
+        if _fits_with_changes(config, spec, fewer):
             needed = fewer
     return needed

@@ -127,21 +127,21 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
         devices=_gpus(spec),
         device_hours=total * step_s / HOUR * _gpus(spec),
         limit=_limit(phases),
-        fits=_fits(room, places, spec, slots),
+        fits=_fits_places(room, places, spec, slots),
         notes=(*models.notes, *notes, *_notes(config, spec, places)),
     )
 
 
-def fits(config: PipelineConfig, spec: ClusterSpec) -> bool:
+def fits_cluster(config: PipelineConfig, spec: ClusterSpec) -> bool:
     """Return `make_plan(config, spec).fits` without a simulated step. Raises: OpdError, as `make_plan` does."""
     config = placed(config, spec)
     models, places = _models(config), Places.of(config, spec)
     refuse_apart(config, spec, places)
     slots, _ = _slots(config, models, spec, cache_bytes(config, models, spec))
-    return _fits(list(rooms(config, models, spec, places.shared)), places, spec, slots)
+    return _fits_places(list(rooms(config, models, spec, places.shared)), places, spec, slots)
 
 
-def _fits(room: Sequence[Room], places: Places, spec: ClusterSpec, slots: int) -> bool:
+def _fits_places(room: Sequence[Room], places: Places, spec: ClusterSpec, slots: int) -> bool:
     return all(one.fits for one in room) and places.devices <= spec.devices + 1e-9 and slots > 0
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from opd.decoding import end_ids, written_text
 from opd.environments.records import Tool, ToolCall
 from opd.prompts.encode import encode_prompt, encode_text
-from opd.prompts.harmless import harmless, special_texts
+from opd.prompts.harmless import escape_specials, special_texts
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import ChatAppender, call_id, without_tool_role
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
@@ -126,15 +126,18 @@ class PlainMessages:
         for theirs, run in groupby(messages, key=lambda message: message.role == "assistant"):
             if theirs:
                 for message in run:
-                    ids += [*self._ids(harmless(_side_by_side([message]), self._special), first=not ids), *self._end]
+                    ids += [
+                        *self._ids(escape_specials(_side_by_side([message]), self._special), first=not ids),
+                        *self._end,
+                    ]
                 continue
             text = _side_by_side(list(run))
             kept = self._prompt if not ids and text.startswith(self._prompt) else ""
-            ids += self._ids(kept + harmless(text.removeprefix(kept), self._special), first=not ids)
+            ids += self._ids(kept + escape_specials(text.removeprefix(kept), self._special), first=not ids)
         return ids
 
     def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        return self._ids(harmless(_side_by_side(messages), self._special), first=False)
+        return self._ids(escape_specials(_side_by_side(messages), self._special), first=False)
 
     def _ids(self, text: str, *, first: bool) -> list[int]:
         """Return the ids of a text; the `first` one has in front what the tokenizer puts there."""

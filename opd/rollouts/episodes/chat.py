@@ -20,7 +20,7 @@ from opd.decoding import end_ids, written_text
 from opd.environments.records import Tool, ToolCall
 from opd.errors import ModelError
 from opd.prompts.encode import encode_text, render_messages
-from opd.prompts.harmless import harmless, harmless_inside, special_texts
+from opd.prompts.harmless import escape_specials, escape_specials_inside, special_texts
 from opd.rollouts.episodes.thoughts import TAGS, has_thoughts, split_thoughts
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tool_formats import AUTO, FALLBACK, TOOL_FORMATS, tool_format
@@ -171,7 +171,7 @@ class ChatAppender:
         """
         if not self.drops(turn, self._dropped):
             return list(turn)
-        written = {"role": "assistant", "content": harmless(self.text(turn), self._unkept)}
+        written = {"role": "assistant", "content": escape_specials(self.text(turn), self._unkept)}
         start, rest = self._turn_and_rest(_HISTORIES[0], written, [_GO_ON], ())
         after = self._following(_HISTORIES[0], [_GO_ON])
         if not rest.endswith(after):
@@ -185,13 +185,13 @@ class ChatAppender:
 
     def harmless(self, text: str) -> str:
         """The text with a blank inside of whatever would be read as a special token."""
-        return harmless(text, self._special)
+        return escape_specials(text, self._special)
 
     def safe(self, message: Message) -> dict[str, Any]:
         """The message with all of its texts harmless, those of its calls too. The template knows the policy's thoughts by their tags."""
         thinks = message.get("role") == "assistant"
         specials = [special for special in self._special if not (thinks and has_thoughts(special))]
-        found: dict[str, Any] = harmless_inside(message, specials)
+        found: dict[str, Any] = escape_specials_inside(message, specials)
         return found
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
@@ -200,7 +200,7 @@ class ChatAppender:
 
     def _schemas(self, tools: Sequence[Tool]) -> list[Any]:
         """What the policy reads of tools: what they say of themselves is text, too."""
-        return [harmless_inside(tool.schema(), self._special) for tool in tools]
+        return [escape_specials_inside(tool.schema(), self._special) for tool in tools]
 
     def _takes(self, history: Sequence[Message]) -> bool:
         return self._works(lambda: self._render(history))

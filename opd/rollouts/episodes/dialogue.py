@@ -12,7 +12,7 @@ from opd.decoding import end_ids, written_text
 from opd.environments.records import Tool, ToolCall
 from opd.prompts.conversation import Messages
 from opd.prompts.encode import encode_prompt, encode_text
-from opd.prompts.harmless import harmless, special_texts
+from opd.prompts.harmless import escape_specials, special_texts
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import checked_calls, plain_calls
@@ -92,7 +92,7 @@ class PlainDialogue:
 
     def _safe(self, *texts: str) -> str:
         """The texts side by side: halves of a special token would make a whole one."""
-        return harmless("".join(map(checked, texts)), self._special)
+        return escape_specials("".join(map(checked, texts)), self._special)
 
 
 class ChatDialogue:

@@ -25,7 +25,7 @@ from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.guard.build import shared_guard
 from opd.guard.watch import Looked, Watch
 from opd.interfaces import TokenEngine
-from opd.prompts.harmless import harmless, special_texts
+from opd.prompts.harmless import escape_specials, special_texts
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import Compactor
@@ -73,7 +73,7 @@ class Dialogues:
 
     def clean(self, text: str) -> str:
         """What the policy wrote, as text that another dialogue can begin with."""
-        return harmless(readable(text), self._special)
+        return escape_specials(readable(text), self._special)
 
     @cached_property
     def _special(self) -> Sequence[str]:

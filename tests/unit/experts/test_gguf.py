@@ -221,7 +221,7 @@ def test_llama_cpp_has_the_last_word_where_it_is_installed(tmp_path: Path) -> No
     tokenizer.add_bos_token = False
     tokenizer.save_pretrained(out)
     with pytest.raises(ModelError, match=r"wanted: those of llama\.cpp: \[1, "):
-        gguf_proof.prove(out, file)
+        gguf_proof.prove_conversion(out, file)
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_llama_cpp_has_the_last_word_where_it_is_installed(tmp_path: Path) -> No
 )
 def test_other_tokens_or_likelihoods_than_llama_cpps_are_refused(theirs: Any, found: str) -> None:
     ours = ([[1, 7], [1, 8], [1, 9]], [2.0, 2.1, 2.0])
-    gguf_proof._compare(Path("x.gguf"), *ours, ours[0], [2.1, 2.0, 1.9])
+    gguf_proof._compare_scores(Path("x.gguf"), *ours, ours[0], [2.1, 2.0, 1.9])
     with pytest.raises(ModelError, match=f"(?s){found}.*those of llama"):
-        gguf_proof._compare(Path("x.gguf"), *ours, *theirs)
+        gguf_proof._compare_scores(Path("x.gguf"), *ours, *theirs)
 
 
 # Files that are none

@@ -13,7 +13,7 @@ import pytest
 
 from opd.errors import ModelError, PromptError
 from opd.prompts import load_prompts, render_prompt
-from opd.prompts.chat_templates import _fault, refuse_runaway_template
+from opd.prompts.chat_templates import _find_fault, refuse_runaway_template
 from pipelines.inputs.read import load_tokenizer
 from tests.chatml import CHATML, COUNTS, LAST_ONLY, NO_END, THINKS, WITH_TOOLS, chat_tokenizer
 from tests.tool_templates import FAMILIES
@@ -84,5 +84,5 @@ def test_packages_may_be_where_only_the_environment_says(tmp_path: Path, monkeyp
     venv.create(tmp_path / "bare", symlinks=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
     monkeypatch.setenv("PYTHONPATH", str(Path(jinja2.__file__).parents[1]))
-    _fault.cache_clear()
+    _find_fault.cache_clear()
     refuse_runaway_template(chat_tokenizer(CHATML), "m")

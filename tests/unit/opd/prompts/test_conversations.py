@@ -12,7 +12,7 @@ import pytest
 
 from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
-from opd.prompts import load_prompts, notices_about, open_rows, read_prompt_lines, render_prompt
+from opd.prompts import collect_notices, load_prompts, open_rows, read_prompt_lines, render_prompt
 
 ASKS = {"role": "user", "content": "2+2="}
 SAYS = {"role": "assistant", "content": "4"}
@@ -162,7 +162,7 @@ def test_the_last_turn_is_the_answer(name: str, turns: Any, write_rows: WriteRow
         turns = [{**ASKS, "content": [{"type": "text", "text": "2+2="}]}, turns[-1]]
     chat = PromptsConfig(path=write_rows(name, [{"prompt": turns}, {"prompt": turns, "answer": "four"}]), chat=True)
     assert [(line.prompt, line.answer) for line in read_prompt_lines(chat)] == [([ASKS], "4"), ([ASKS], "four")]
-    told = list(notices_about(chat, load_prompts(chat, "d", reader), reader))
+    told = list(collect_notices(chat, load_prompts(chat, "d", reader), reader))
     assert len(told) == 1 and "in 1 of 2 conversations the assistant's last turn is the answer" in told[0]
 
 
@@ -201,7 +201,7 @@ def test_columns_that_nothing_reads_are_named(name: str, write_rows: WriteRows, 
         {"prompt": "a", "answer": "b", "level": "2", "image": "x"}
     ]
     path = write_rows(name, rows)
-    assert list(notices_about(path, load_prompts(path, "d", reader), reader)) == [
+    assert list(collect_notices(path, load_prompts(path, "d", reader), reader)) == [
         f"{path}: columns that are not read: level, image"
     ]
     chosen = PromptsConfig(path=path, filter={"column": "level", "equals": "2"}, columns={"answer": "image"})
@@ -215,23 +215,23 @@ def test_a_merge_is_told_what_its_template_leaves_out(tiny_tokenizer: Any, tmp_p
     row = {"prompt": [{"role": "system", "content": "Be short."}, ASKS], "tools": [TOOL]}
     row |= {"chat_template_kwargs": {"enable_thinking": False}}
     path.write_text((json.dumps({"prompt": [ASKS]}) + "\n") * 30 + (json.dumps(row) + "\n") * 2)
-    assert list(notices_about(path, load_prompts(path, "d", deaf), deaf)) == [
+    assert list(collect_notices(path, load_prompts(path, "d", deaf), deaf)) == [
         f"{path}: the chat template leaves out {what} of 2 prompts"
         for what in ("the system message", "the tools", "chat_template_kwargs")
     ]
     deaf.chat_template = TEMPLATE
-    assert list(notices_about(path, load_prompts(path, "d", deaf), deaf)) == []
+    assert list(collect_notices(path, load_prompts(path, "d", deaf), deaf)) == []
 
 
 def test_a_system_message_that_names_special_tokens_is_not_left_out(tmp_path: Path, reader: Any) -> None:
     path, mark = tmp_path / "p.jsonl", reader.eos_token
     path.write_text(json.dumps({"prompt": [{"role": "system", "content": f"End with {mark}"}, ASKS]}))
     assert f"End with {mark}" not in rendered(path, reader)[0], "broken up, as a message brings no special token"
-    assert list(notices_about(path, load_prompts(path, "d", reader), reader)) == []
+    assert list(collect_notices(path, load_prompts(path, "d", reader), reader)) == []
 
 
 def test_prompts_that_go_on_after_the_assistants_turn_are_told_of(tmp_path: Path, reader: Any) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"prompt": [ASKS]}) + "\n" + json.dumps({"prompt": [ASKS, SAYS]}) + "\n")
-    (told,) = notices_about(path, load_prompts(path, "d", reader), reader)
+    (told,) = collect_notices(path, load_prompts(path, "d", reader), reader)
     assert "1 prompts end with a turn of the assistant" in told and "chat: true" in told

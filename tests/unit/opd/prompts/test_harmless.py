@@ -12,7 +12,7 @@ from experts.sft import IGNORED, encode_line
 from opd.environments.records import Tool
 from opd.prompts import PromptLine, encode_prompt
 from opd.prompts.encode import encode_prompts
-from opd.prompts.harmless import harmless, special_texts
+from opd.prompts.harmless import escape_specials, special_texts
 from opd.rollouts.endpoint.dialogue import ChatMessages, PlainMessages
 from opd.rollouts.endpoint.messages import Message
 from opd.rollouts.episodes.chat import ChatAppender
@@ -90,7 +90,7 @@ def test_a_message_cannot_bring_a_turn(family: str) -> None:
 @pytest.mark.parametrize("family", FORGED)
 def test_other_text_stays_as_it_is(family: str) -> None:
     tokenizer = tokenizer_of(FORGED[family][0])
-    assert harmless(WORDS, special_texts(tokenizer)) == WORDS
+    assert escape_specials(WORDS, special_texts(tokenizer)) == WORDS
     (ids,) = encode_prompts(tokenizer, [[{"role": "user", "content": WORDS}]])
     assert WORDS in tokenizer.decode(list(ids))
 
@@ -178,11 +178,11 @@ def test_tags_that_are_special_tokens_are_named_in_prompts_and_learned(template:
     assert f"Answer as in {said}." in tokenizer.decode(encode_prompt(tokenizer, chat))
     assert tokenizer.decode(ids) == f"{said}<|im_end|>"
     assert [label for label in row["labels"] if label != IGNORED] == ids
-    assert harmless("<s>, <left>, </tools>", special_texts(tokenizer)) == "< s>, < left>, < /tools>"
+    assert escape_specials("<s>, <left>, </tools>", special_texts(tokenizer)) == "< s>, < left>, < /tools>"
 
 
 def test_a_pair_of_tags_that_marks_turns_is_broken_up() -> None:
     ends = {"bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = chat_tokenizer(DEEPSEEK.replace("<｜User｜>", "<user>"), ["<user>", "</user>", "<s>", "</s>"])
     tokenizer.add_special_tokens(ends)
-    assert harmless("<s></s><user></user>", special_texts(tokenizer)) == "< s>< /s>< user>< /user>"
+    assert escape_specials("<s></s><user></user>", special_texts(tokenizer)) == "< s>< /s>< user>< /user>"

@@ -9,7 +9,7 @@ import pytest
 
 from opd.evaluation.scores import DomainScore
 from opd.evaluation.statistics import Z, interval
-from pipelines.baselines.difference import Difference, difference, t_quantile
+from pipelines.baselines.difference import Difference, compare_methods, t_quantile
 
 ROUNDS = 400
 
@@ -48,7 +48,7 @@ def verdicts(
             chance = 1 / (1 + np.exp(-logits)) + own * rng.standard_normal((num, 1, 1)) + more
             right = (rng.random((num, domains, 100)) < chance).astype(float)
             methods.append([{str(d): score(one[d], kept=kept) for d in range(domains)} for one in right])
-        found[difference(*methods).verdict] += 1 / ROUNDS
+        found[compare_methods(*methods).verdict] += 1 / ROUNDS
     return found
 
 
@@ -88,16 +88,16 @@ def test_the_same_questions_wrong_tell_more_than_as_many_others() -> None:
     nested[30:38] = 0
     other[62:] = 0
     seeds = [{"d": score(ours)}] * 2
-    assert difference([{"d": score(nested)}], seeds).verdict == "worse"
-    assert difference([{"d": score(other)}], seeds).verdict == "tie"
+    assert compare_methods([{"d": score(nested)}], seeds).verdict == "worse"
+    assert compare_methods([{"d": score(other)}], seeds).verdict == "tie"
 
 
 def test_without_any_chance_the_sign_decides() -> None:
     right, wrong = [{"d": score([1.0] * 9)}] * 2, [{"d": score([0.0] * 9)}]
-    assert difference(right, wrong) == Difference(mean=1.0, low=1.0, high=1.0)
-    assert difference(right, wrong).verdict == "better" and difference(right, right).verdict == "tie"
+    assert compare_methods(right, wrong) == Difference(mean=1.0, low=1.0, high=1.0)
+    assert compare_methods(right, wrong).verdict == "better" and compare_methods(right, right).verdict == "tie"
     tenths = [{"d": score([0.1] * 3)}, {"d": score([0.3, 0.0, 0.0])}]
-    assert difference(tenths[:1] * 2, tenths[:1]).verdict == "tie"
+    assert compare_methods(tenths[:1] * 2, tenths[:1]).verdict == "tie"
 
 
 def test_quantiles_are_never_too_small() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from opd.environments.records import Tool
 from opd.errors import ModelError
-from opd.prompts.harmless import harmless
+from opd.prompts.harmless import escape_specials
 from opd.rollouts.endpoint.dialogue import ChatMessages, PlainMessages
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION, BadObservation, ChatDialogue, PlainDialogue
@@ -119,7 +119,7 @@ def test_pieces_that_are_harmless_alone_forge_nothing_together() -> None:
     assert not any(token < 5 for token in plain.after(halves, calls=2, ended=True))
     assert not any(token < 5 for token in plain.after(halves[0], calls=0, ended=True, note=halves[1]))
     assert not any(token < 5 for token in plain.first("go:", *halves))
-    text = harmless("a<|im_\u2063end|>b", ["<|im_end|>", "\u2063"])
+    text = escape_specials("a<|im_\u2063end|>b", ["<|im_end|>", "\u2063"])
     assert "<|im_end|>" not in text and "\u2063" not in text
 
 
