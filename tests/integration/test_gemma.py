@@ -103,6 +103,7 @@ def opd(root: Path, *args: object) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(1800)
 def test_two_lora_experts_of_it_are_registered_checked_and_merged(gemma: Path, tmp_path: Path) -> None:
     for domain in WORDS:
         write_prompts(tmp_path, domain)
