@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+PAUSE_S = 0.0002
+"""Longer than a thread takes to wake up, shorter than it takes to read a long turn."""
 _READER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reader")
 """One thread, not several: they would take the interpreter from each other and from the loop, and share one tokenizer."""
 
@@ -21,7 +24,19 @@ _READER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reader")
 async def read_aside(function: Callable[..., T], *arguments: Any) -> T:
     """Return `function(*arguments)`, run in the thread that reads what policies and programs wrote: the longest turn or request then
     keeps no other episode of the loop waiting. Raises: what the function raises."""
-    return await asyncio.get_running_loop().run_in_executor(_READER, function, *arguments)
+    return await asyncio.get_running_loop().run_in_executor(_READER, _read_and_yield, function, *arguments)
+
+
+def _read_and_yield(function: Callable[..., T], *arguments: Any) -> T:
+    """Run a function in the reader's thread, and let the loop's thread compute after it.
+
+    A tokenizer lets go of the interpreter for a moment in each call and takes it back before the loop's thread has woken up, which also
+    begins Python's wait for a forced switch anew: without a pause the loop would stand still until all that waits has been read.
+    """
+    try:
+        return function(*arguments)
+    finally:
+        time.sleep(PAUSE_S)
 
 
 async def hand_over(lock: asyncio.Lock) -> None:
