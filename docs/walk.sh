@@ -6,7 +6,9 @@ set -euo pipefail
 docs=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 PATH="$docs/../.venv/bin:$PATH"
 PORT=${PORT:-8000}
-cd "${1:-$(mktemp -d)}"
+place=${1:-$(mktemp -d)}
+mkdir -p "$place"
+cd "$place"
 
 # Says what a command is and how long it took.
 step() {
