@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from benchmarks.asked import claim
-from opd import checkpoints
 from opd.config import PipelineConfig
-from opd.metrics import MetricsFile, trained_tokens
-from opd.run_dir import RunPaths
-from opd.step_record import StepRecord
+from opd.records.step import StepRecord
+from opd.run import checkpoints
+from opd.run.metrics import MetricsFile, trained_tokens
+from opd.run.paths import RunPaths
 from pipelines.interrupts import Interrupted, Interrupts, interrupts
 from pipelines.merging import run as merging
 from pipelines.merging.surroundings import Surroundings

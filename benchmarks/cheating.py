@@ -34,11 +34,11 @@ from typing import Any, ClassVar
 
 import yaml
 
-from opd.environments.records import Action, Outcome, Tool
 from opd.environments.sandbox.box import Box, Limits
-from opd.evaluation.scores import Evaluation
-from opd.run_dir import RunPaths
-from opd.step_record import StepRecord
+from opd.records.environments import Action, Outcome, Tool
+from opd.records.scores import Evaluation
+from opd.records.step import StepRecord
+from opd.run.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[1]
 ANSWER = ".answer"

@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine
-from opd.environments.records import Action, Outcome
+from opd.records.environments import Action, Outcome
+from opd.records.episodes import EpisodeResult, EpisodeStats
+from opd.records.types import Prompt, Sampled
 from opd.rollouts.episodes.compaction import CompactionOptions
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult, EpisodeStats
+from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.trace import Sample
-from opd.types import Prompt, Sampled
 
 WINDOW = 64
 STEPS = 10

@@ -33,10 +33,10 @@ from experts.episodes.rows import read_episodes
 from experts.spec import ExpertsSpec
 from experts.suites import agents, write_suite
 from experts.train import train_experts
-from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text
-from opd.metrics import MetricsFile, trained_tokens
-from opd.run_dir import RunPaths
+from opd.records.scores import Evaluation
+from opd.run.metrics import MetricsFile, trained_tokens
+from opd.run.paths import RunPaths
 from pipelines import api
 from pipelines.baselines.comparison import SeedMean
 from pipelines.baselines.jobs import plan

@@ -95,7 +95,7 @@ def make_model(path: Path, size: str, seed: int = 0) -> int:
 
 def pipeline(model_dir: Path, dtype: str, address: str) -> Any:
     from opd.config import PipelineConfig
-    from opd.settings import validate
+    from opd.settings.yaml_files import validate
 
     return validate(
         PipelineConfig,

@@ -46,13 +46,13 @@ from benchmarks.variants import (
 )
 from experts.rl.spec import ReinforceSpec, load_training
 from experts.spec import find_spec
-from opd import checkpoints
-from opd.evaluation.scores import DomainScore, Evaluation
 from opd.files import atomic_write_text
-from opd.metrics import MetricsFile, steps_and_tokens
-from opd.run_dir import RunPaths
-from opd.settings import load_yaml
-from opd.step_record import StepRecord
+from opd.records.scores import DomainScore, Evaluation
+from opd.records.step import StepRecord
+from opd.run import checkpoints
+from opd.run.metrics import MetricsFile, steps_and_tokens
+from opd.run.paths import RunPaths
+from opd.settings.yaml_files import load_yaml
 from pipelines import api
 from pipelines.baselines.comparison import SeedMean
 from pipelines.baselines.jobs import MAX_SEEDS, open_run, plan

@@ -228,7 +228,7 @@ class Scoring:
     def __init__(self, case: Case) -> None:
         from transformers import AutoConfig
 
-        from opd.types import Teacher
+        from opd.records.types import Teacher
 
         folder = Path(case.folder)
         full, adapter = folder / "full-000", folder / "lora-000"
@@ -322,7 +322,7 @@ def held_bytes(path: Path, dtype: str) -> int:
 
 
 def make_rollouts(case: Case, domain: str, vocab_size: int) -> Iterator[Any]:
-    from opd.types import Rollout, Span
+    from opd.records.types import Rollout, Span
 
     rng = random.Random(domain)
     for index in range(case.rows):

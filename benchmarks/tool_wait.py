@@ -31,10 +31,11 @@ from typing import Any
 
 from benchmarks.machine import add_dtype, machine
 from benchmarks.merging.inputs import random_model
-from opd.environments.records import Action, Outcome
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeStats
+from opd.records.environments import Action, Outcome
+from opd.records.episodes import EpisodeStats
+from opd.records.types import Prompt
+from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.trace import Sample
-from opd.types import Prompt
 
 LENGTHS = ("varied", "even")
 SLEEPS, AT_ONCE = "sleeps", "at once"

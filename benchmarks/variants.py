@@ -23,10 +23,10 @@ import yaml
 
 from benchmarks.asked import claim
 from benchmarks.machine import machine
-from opd.evaluation.scores import DomainScore, Evaluation
+from opd.records.scores import DomainScore, Evaluation
 from opd.report.intervals import difference
 from opd.report.summary import estimate_of
-from opd.run_dir import EXAMS, RunPaths
+from opd.run.paths import EXAMS, RunPaths
 from opd.text import or_dash
 from pipelines.baselines.comparison import mean_headroom
 from pipelines.catalog import find

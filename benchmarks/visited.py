@@ -11,7 +11,7 @@ from typing import Any
 
 from opd.environments import find
 from opd.environments.game import Game
-from opd.environments.records import Action, Outcome, Tool
+from opd.records.environments import Action, Outcome, Tool
 
 OFTEN = 10
 """Turns in a state after which we say that it was seen often."""

@@ -28,9 +28,9 @@ from experts.rl.spec import ReinforceSpec
 from experts.spec import ExpertsSpec
 from experts.suites import DOMAINS
 from opd.config import PipelineConfig, load_pipeline
+from opd.records.step import StepRecord
 from opd.report import build_report
-from opd.settings import every_key, load_yaml
-from opd.step_record import StepRecord
+from opd.settings.yaml_files import every_key, load_yaml
 from pipelines.catalog import find, shipped
 from pipelines.commands.completion import KEYS
 from pipelines.plan.plan import make_plan

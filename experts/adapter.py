@@ -22,11 +22,11 @@ from experts.merge_first import explain_merging
 from experts.model_dir import EMBEDDINGS, HEADS, ModelInfo, inspect_model
 from experts.safetensors_header import Tensor, data_start, read_header
 from experts.weight_files import GATHER, OTHER_FORMATS, Hashes, refuse_no_directory, weight_shards, weight_tensors
-from opd.config.strict import Strict
 from opd.errors import ModelError
 from opd.files import blake3_file
-from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, merged, split_name, updates
-from opd.types import Teacher
+from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, merged, split_name, updates
+from opd.records.types import Teacher
+from opd.settings.strict import Strict
 
 _READ = {"peft_type", "base_model_name_or_path", "bias", "init_lora_weights", *LoraConfig.model_fields}
 _WITHOUT_EFFECT = {

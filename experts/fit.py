@@ -9,7 +9,7 @@ from experts.weight_files import weight_tensors
 from opd.errors import ModelError
 
 if TYPE_CHECKING:
-    from opd.model_weights import Naming
+    from opd.models.weights import Naming
 
 _LEFTOVERS = {
     (".lora_", ".base_layer."): (
@@ -28,7 +28,7 @@ def match_weights(path: Path) -> Naming:
     """Return the model's naming in transformers. Raises: ModelError unless its files fill all modules and hold nothing else."""
     import torch
 
-    from opd.model_weights import Naming, causal_lm_class, making
+    from opd.models.weights import Naming, causal_lm_class, making
 
     config, known = causal_lm_class(path)
     with making(path):

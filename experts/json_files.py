@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from opd.errors import ModelError
-from opd.wording import wanted
+from opd.settings.wording import wanted
 
 
 class Lenient(BaseModel):

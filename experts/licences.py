@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from opd.settings import parse_yaml
+from opd.settings.yaml_files import parse_yaml
 from opd.text import one_line
 
 OTHER = "other"

@@ -26,9 +26,9 @@ from experts.json_files import Lenient, read_as, read_json, read_optional, refus
 from experts.safetensors_header import Tensor
 from experts.tied import refuse_other_head
 from experts.weight_files import GATHER, Hashes, weight_hashes, weight_shards, weight_tensors
-from opd.config.strict import Strict
 from opd.errors import ModelError
 from opd.files import blake3_file
+from opd.settings.strict import Strict
 
 EMBEDDINGS = (
     "embed_tokens.weight",

@@ -16,10 +16,10 @@ from experts.adapter import AdapterInfo
 from experts.fit import match_weights
 from experts.merge_first import explain_merging
 from experts.model_dir import ModelInfo
-from opd.config.strict import DType, Strict
 from opd.errors import ModelError
-from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, attach, not_linear, updates
-from opd.types import Probe
+from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, attach, not_linear, updates
+from opd.records.types import Probe
+from opd.settings.strict import DType, Strict
 
 TOKENS = 32
 
@@ -76,11 +76,11 @@ def probe_ids(vocab_size: int) -> list[int]:
 
 
 def _load(path: Path, dtype: DType) -> Any:
-    """Load a full model. Raises: what `opd.model_weights.load_causal_lm` raises."""
+    """Load a full model. Raises: what `opd.models.weights.load_causal_lm` raises."""
     import torch
     from transformers.utils import logging
 
-    from opd.model_weights import load_causal_lm
+    from opd.models.weights import load_causal_lm
 
     logging.disable_progress_bar()
     return load_causal_lm(path, getattr(torch, dtype)).eval()

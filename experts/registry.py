@@ -21,12 +21,12 @@ from experts.finite import check_finite
 from experts.model_dir import ModelInfo, inspect_model
 from experts.probe import ProbeRecord, take_probe
 from experts.weight_files import Hashes, weight_hashes
-from opd.config.strict import NAME_PATTERN, Name, Strict
 from opd.errors import ModelError, OpdError, PromptError, RegistryError
 from opd.files import atomic_write_text, blake3_file, fsync_dir
-from opd.lora import ADAPTER_WEIGHTS
-from opd.near import did_you_mean
-from opd.wording import described
+from opd.models.lora import ADAPTER_WEIGHTS
+from opd.settings.near import did_you_mean
+from opd.settings.strict import NAME_PATTERN, Name, Strict
+from opd.settings.wording import described
 
 MANIFEST = "manifest.json"
 CONFIG = "config.json"

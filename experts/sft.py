@@ -26,7 +26,7 @@ from opd.errors import ModelError, PromptError
 from opd.prompts import PromptLine, encode_prompt, render_prompt
 from opd.prompts.encode import refused_row, render_messages
 from opd.prompts.harmless import escape_specials_inside, escape_variables, special_texts
-from opd.rollouts.episodes.tool_formats import AUTO, forbidden_in_turns
+from opd.tool_formats import AUTO, forbidden_in_turns
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.schedule import LearningRate
 

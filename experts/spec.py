@@ -15,9 +15,9 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from pydantic_core import PydanticCustomError
 
 from opd.config.prompts import ChatTemplateKwargs
-from opd.config.strict import NUMPY_SEEDS, Name, Strict, UserPath
-from opd.settings import apply_overrides, load_yaml, no_such_yaml, validate
-from opd.types import ToolCallParser
+from opd.records.types import ToolCallParser
+from opd.settings.strict import NUMPY_SEEDS, Name, Strict, UserPath
+from opd.settings.yaml_files import apply_overrides, load_yaml, no_such_yaml, validate
 
 BASE = "base"
 """Name of a new base's directory."""

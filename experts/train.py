@@ -23,7 +23,7 @@ from experts.registry import RECORD, Registry, training_record
 from experts.spec import BASE, BaseSpec, ExpertsSpec, FromBase, FromScratch, TrainSettings
 from opd.errors import ConfigError, ModelError, PromptError, RegistryError
 from opd.files import atomic_write_text, replace_dir
-from opd.processor import slow_bf16
+from opd.machine.processor import slow_bf16
 from opd.prompts import PromptLine, find_source, load_tokenizer, read_prompt_lines
 from opd.prompts.chat_templates import refuse_runaway_template
 from opd.prompts.encode import ids_in_front
@@ -264,7 +264,7 @@ def _without_numbers(base: BaseSpec) -> PreTrainedModel:
     """The base's modules on the meta device."""
     import torch
 
-    from opd.model_weights import Naming, config_of
+    from opd.models.weights import Naming, config_of
 
     if base.model:
         model: PreTrainedModel = Naming(config_of(base.model), torch.float32).model
@@ -278,7 +278,7 @@ def _given(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, t
     """A model as it is trained, in float32, its tokenizer, and the type in which it is stored."""
     import torch
 
-    from opd.model_weights import load_causal_lm
+    from opd.models.weights import load_causal_lm
 
     stored = getattr(torch, inspect_model(directory, hash_weights=False).dtype)
     return load_causal_lm(directory, torch.float32), load_tokenizer(directory), stored

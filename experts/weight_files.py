@@ -13,8 +13,8 @@ from experts.merge_first import explain_merging
 from experts.safetensors_header import Tensor, read_header
 from opd.errors import ModelError
 from opd.files import blake3_file
-from opd.lora import ADAPTER_CONFIG
-from opd.model_files import INDEX, SINGLE, read_index, weight_files
+from opd.models.files import INDEX, SINGLE, read_index, weight_files
+from opd.models.lora import ADAPTER_CONFIG
 from opd.text import as_typed
 
 Hashes = dict[Path, dict[str, str]]

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from opd.early import Early
 from opd.interfaces import (
     Checkpoints,
     Evaluator,
@@ -38,15 +37,16 @@ from opd.interfaces import (
     Trainer,
     WeightSync,
 )
-from opd.metrics import PhaseClock
+from opd.records.staleness import refuse_stale, stale_samples
+from opd.records.step import StepRecord, seconds_at_work, step_record
+from opd.records.types import Prompt, PushReport, RolloutBatch, SavedCheckpoint, StepReport
 from opd.reward.interfaces import Rewards
-from opd.run_dir import step_name
-from opd.staleness import refuse_stale, stale_samples
-from opd.step_record import StepRecord, seconds_at_work, step_record
-from opd.types import Prompt, PushReport, RolloutBatch, SavedCheckpoint, StepReport
+from opd.rollouts.groups import Early
+from opd.run.metrics import PhaseClock
+from opd.run.paths import step_name
 
 if TYPE_CHECKING:
-    from opd.reward.records import RewardStep
+    from opd.records.rewards import RewardStep
     from opd.stream.targets import TargetStream
 
 

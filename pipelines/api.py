@@ -20,10 +20,10 @@ from opd import config as pipeline_files
 from opd.config import PipelineConfig
 from opd.live.displays import Beginning, Silence, display
 from opd.live.interfaces import Display
+from opd.records.step import StepRecord
 from opd.report import read_run
-from opd.run_dir import RunPaths
-from opd.settings import apply_overrides, validate
-from opd.step_record import StepRecord
+from opd.run.paths import RunPaths
+from opd.settings.yaml_files import apply_overrides, validate
 from pipelines.catalog import find
 from pipelines.evaluation.models import evaluate_models
 from pipelines.interrupts import Interrupts, interrupts

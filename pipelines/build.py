@@ -8,40 +8,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from opd.checkpoints import CheckpointStore, Saves, SavesBeside
 from opd.config import PipelineConfig, max_staleness, sync_tolerance
 from opd.config.balance import SamplesBalance
 from opd.config.reward import BaselineConfig, CriticBaseline, EmaBaseline, GroupBaseline
-from opd.config.strict import DTYPE_BYTES
 from opd.credit import CREDITS
 from opd.credit.critic import CriticCredit
 from opd.credit.ema import Ema, EmaSpec
 from opd.credit.group import Group, GroupSpec
 from opd.credit.interfaces import Credit
-from opd.early import Early
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import PromptSource, RolloutEngine, Schedule, Sink, TargetLog
 from opd.live.interfaces import Display
+from opd.live.progress import RunReporter
 from opd.loop import Parts
-from opd.metrics import MetricsFile
 from opd.monitors.acting import RunMonitors
-from opd.named import imported
-from opd.progress import RunReporter
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts, samples_by_weight
+from opd.records.types import Prompt
 from opd.reward.stream import CREDIT, RewardStream
 from opd.reward.verified import VerifiedRewards
 from opd.rollouts.episodes.drift import DriftOptions
+from opd.rollouts.groups import Early
 from opd.rollouts.partial import Cuts
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
-from opd.run_dir import RunPaths
+from opd.run.checkpoints import CheckpointStore, Saves, SavesBeside
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
 from opd.schedules import SCHEDULES
 from opd.schedules.spec import ScheduleSpec
+from opd.settings.named import imported
+from opd.settings.strict import DTYPE_BYTES
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
 from opd.sync.proof import ProvenSync, SyncSpec, probe_sequences
 from opd.traces.keeping import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
-from opd.types import Prompt
 from pipelines.inputs.drift import drift_options
 from pipelines.inputs.own_engine import users_engine
 from pipelines.inputs.read import Inputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from opd.settings import no_such_yaml
+from opd.settings.yaml_files import no_such_yaml
 
 PLANS = Path(str(files("pipelines"))) / "plan" / "shipped"
 """Clusters, pipelines and shapes of models for `opd plan`."""

@@ -16,13 +16,13 @@ from experts.episodes.prefixes import read_prefixes
 from experts.model_dir import inspect_model
 from opd.config.prompts import ChatTemplateKwargs
 from opd.environments import ENVIRONMENTS, find
-from opd.environments.records import Action, Outcome, ToolCall
 from opd.errors import ConfigError
 from opd.files import atomic_write_text
 from opd.prompts import find_source
-from opd.rollouts.episodes.tool_formats import AUTO
-from opd.settings import apply_overrides
+from opd.records.environments import Action, Outcome, ToolCall
+from opd.settings.yaml_files import apply_overrides
 from opd.text import printable
+from opd.tool_formats import AUTO
 from pipelines.inputs.read import load_tokenizer
 
 QUIT = "quit"

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from opd.run_dir import RunPaths
-from opd.signals import end_at_once, postponed, settle
+from opd.machine.signals import end_at_once, postponed, settle
+from opd.run.paths import RunPaths
 from opd.text import as_typed
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}

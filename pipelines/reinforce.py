@@ -20,8 +20,8 @@ from opd.config import PipelineConfig
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.prompts import find_source
 from opd.report import read_run
-from opd.run_dir import RunPaths
-from opd.settings import validate
+from opd.run.paths import RunPaths
+from opd.settings.yaml_files import validate
 from pipelines.interrupts import Interrupted
 from pipelines.merging import rounds
 from pipelines.merging.changes import refused_keys

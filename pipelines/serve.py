@@ -12,7 +12,7 @@ from opd.cluster import ray_session
 from opd.config import PipelineConfig
 from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError
-from opd.signals import interrupt
+from opd.machine.signals import interrupt
 from pipelines.inputs.read import read_teachers, refuse_without_experts
 from pipelines.placement import place_teachers
 from pipelines.specs import pool_spec

@@ -11,13 +11,13 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig, overlaps, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
-from opd.config.strict import NUMPY_SEEDS, TORCH_SEEDS
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec, WarmUp
 from opd.credit.gae import CUT, GaeSpec
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
+from opd.settings.strict import NUMPY_SEEDS, TORCH_SEEDS
 from opd.train.compiled import WRITTEN_OUT_UP_TO
 from opd.train.critic import CriticEngineSpec
 from opd.train.critic_rank import CriticOptions

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from opd import cluster
 from opd.cluster import Background
-from opd.early import Groups
-from opd.types import Prompt, Rollout
+from opd.records.types import Prompt, Rollout
+from opd.rollouts.groups import Groups
 from teachers.weights import weight_key
 from teachers.worker import Group
 
@@ -69,7 +69,7 @@ class _Clock:
 
 
 class EarlyScores:
-    """Implements `opd.early.Early` for one step."""
+    """Implements `opd.rollouts.groups.Early` for one step."""
 
     def __init__(self, pool: Pool, prompts: Sequence[Prompt], sample_ids: Sequence[str], size: int) -> None:
         self._pool = pool

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from opd import cluster
+from opd.models.heads import HeadSource
 from opd.payloads.none import Unscored
-from opd.stream.heads import HeadSource
+from opd.records.types import LayoutProof, Rollout
 from opd.stream.schema import TargetRow, write_parts
 from opd.stream.targets import Asked, Expected, TargetStream
-from opd.types import LayoutProof, Rollout
 
 NOBODY = "nobody"
 """Stands in the column `teacher`."""

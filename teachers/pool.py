@@ -12,12 +12,12 @@ import numpy as np
 from opd import cluster
 from opd.cluster import Pending, Worker
 from opd.errors import RunError
+from opd.models.heads import HeadSource
 from opd.payloads import answer_class
+from opd.records.types import LayoutProof, Prompt, Rollout, Teacher, WeightedTeacher
 from opd.rollouts.processes import engine_env
 from opd.rollouts.responses import sample_ids
-from opd.stream.heads import HeadSource
 from opd.stream.targets import Asked, Expected, TargetStream
-from opd.types import LayoutProof, Prompt, Rollout, Teacher, WeightedTeacher
 from teachers.early import EarlyScores
 from teachers.scorers import ScorerOptions
 from teachers.weights import base_key, weight_key

@@ -12,8 +12,8 @@ import torch
 
 from opd.errors import RunError
 from opd.interfaces import Scorer
-from opd.stream.heads import Head
-from opd.types import Rollout, Teacher
+from opd.models.heads import Head
+from opd.records.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions
 
 TOLERANCE = {"float32": 0.05, "bfloat16": 0.2}

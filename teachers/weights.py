@@ -21,8 +21,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from opd.model_files import weight_files
-from opd.types import Teacher
+from opd.models.files import weight_files
+from opd.records.types import Teacher
 
 State = dict[str, Tensor]
 PAGE_BYTES = 4096

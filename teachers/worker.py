@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from opd.stream.heads import HeadSource, head_array
+from opd.models.heads import HeadSource, head_array
+from opd.records.types import LayoutProof, Rollout, Teacher
 from opd.stream.schema import TargetRow, write_parts
-from opd.types import LayoutProof, Rollout, Teacher
 from teachers.probe import check_probe
 from teachers.scorers import ScorerOptions, make_scorer
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from opd.credit.episodes import Episode, episodes
-from opd.model_weights import load_causal_lm
+from opd.models.weights import load_causal_lm
+from opd.records.types import Rollout, Span
 from opd.train import critic_rank
 from opd.train.critic_rank import CriticOptions, CriticRank
 from opd.train.optimizer import AdamWOptions
-from opd.types import Rollout, Span
 from tests.rows import make_rollout
 
 ORIGINS = {"a": "policy", "m": "masked", "o": "environment"}

@@ -9,10 +9,11 @@ import pytest
 
 from opd.environments.sandbox.box import Box, Limits
 from opd.errors import ConfigError
+from opd.records.episodes import EpisodeResult
+from opd.records.types import Prompt, Sampled
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.trace import Sample
-from opd.types import Prompt, Sampled
 from tests.chatml import WITH_TOOLS, chat_tokenizer
 
 TOKENIZER = chat_tokenizer(WITH_TOOLS)

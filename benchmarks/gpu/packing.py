@@ -1,6 +1,6 @@
 """Layouts on a GPU: with its attention kernels, do sequences of one row stay apart?
 
-Tiny random models of the families of `tests/models`, each layout of `opd.layouts` with each attention implementation that
+Tiny random models of the families of `tests/models`, each layout of `opd.models.layouts` with each attention implementation that
 is installed. What is measured is what a run measures at its start.
 """
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.check import Check, is_here
-from opd.devices import to_device
-from opd.layouts import ALONE, NEIGHBOUR, Packed, candidates, layout_differences
+from opd.machine.devices import to_device
+from opd.models.layouts import ALONE, NEIGHBOUR, Packed, candidates, layout_differences
 from tests.models.families import FAMILIES, Family, build_config
 
 QUICK = ("Llama", "Qwen3-Next", "LFM2")

@@ -20,8 +20,8 @@ from opd.prompts.encode import encode_text
 from opd.prompts.harmless import escape_specials, special_texts
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
-from opd.rollouts.episodes.tool_formats import AUTO, forbidden_in_turns
 from opd.rollouts.episodes.turns import History
+from opd.tool_formats import AUTO, forbidden_in_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

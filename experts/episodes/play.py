@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from opd.environments import find
-from opd.environments.records import Action
 from opd.errors import ConfigError
 from opd.interfaces import Environment
+from opd.records.environments import Action
 
 Task = Mapping[str, Any]
 """A row of a prompts file that the environment's `tasks` made."""

@@ -24,7 +24,7 @@ from opd.errors import PromptError
 from opd.prompts import find_source
 from opd.prompts.encode import encode_prompt
 from opd.prompts.readers import source_rows
-from opd.rollouts.episodes.tool_formats import AUTO
+from opd.tool_formats import AUTO
 
 TURN = "turn"
 """Key of a prefix's metadata with the number of the turn that follows it, from 0."""

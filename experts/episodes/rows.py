@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from opd.config.prompts import PromptsConfig, as_prompts_config
-from opd.environments.records import Tool
 from opd.errors import PromptError
 from opd.prompts import Messages, find_source
 from opd.prompts.broken import BrokenRow
 from opd.prompts.line import read_row
 from opd.prompts.readers import Place, source_rows
+from opd.records.environments import Tool
 
 Turn = Mapping[str, Any]
 """`role` and `content`, both text; a turn of the assistant may have `weight`, 1 (the default) or 0."""

@@ -18,10 +18,10 @@ from opd.config.agents import AgentConfig
 from opd.config.domains import DomainEvalConfig, EnvironmentConfig
 from opd.config.guard import GuardConfig
 from opd.config.prompts import Prompts
-from opd.config.strict import Name, Strict, UserPath
 from opd.errors import ConfigError
-from opd.near import did_you_mean
-from opd.settings import apply_overrides, load_yaml, validate
+from opd.settings.near import did_you_mean
+from opd.settings.strict import Name, Strict, UserPath
+from opd.settings.yaml_files import apply_overrides, load_yaml, validate
 
 Method = Literal["ppo", "grpo", "rloo"]
 METHODS: tuple[str, ...] = get_args(Method)

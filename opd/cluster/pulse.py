@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from opd.compiler import keep_compiled_code_private
+from opd.machine.compiler import keep_compiled_code_private
 
 LOOK_S = 2.0
 """How often a worker says that it lives, and how often whoever waits looks."""

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from opd import leftovers
-from opd.address import LOOPBACK
 from opd.cluster import search_path
 from opd.cluster.background import end_background
 from opd.cluster.daemons import no_daemon_stands_still
@@ -20,6 +18,8 @@ from opd.cluster.errors import WorkerDied
 from opd.cluster.watching import Watch
 from opd.config.sections import ClusterConfig
 from opd.errors import ConfigError, RunError
+from opd.machine import leftovers
+from opd.machine.address import LOOPBACK
 
 RAYS = "r"
 """Name of Ray's temporary directory in ours; the path of a socket is short."""

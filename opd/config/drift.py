@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import Strict
+from opd.settings.strict import Strict
 
 if TYPE_CHECKING:
     from opd.config.domains import DomainConfig, EnvironmentConfig

@@ -10,9 +10,9 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError,
 from pydantic_core import PydanticCustomError
 
 from opd.config.kinds import kind_of
-from opd.config.strict import PathOrName, Strict, UserPath
-from opd.named import is_place
-from opd.settings import moved
+from opd.settings.named import is_place
+from opd.settings.strict import PathOrName, Strict, UserPath
+from opd.settings.yaml_files import moved
 
 if TYPE_CHECKING:
     from opd.config.domains import DomainConfig

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Discriminator, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from opd.near import nearest
+from opd.settings.near import nearest
 
 
 @dataclass(frozen=True, slots=True)

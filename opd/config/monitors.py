@@ -8,7 +8,7 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import Strict
+from opd.settings.strict import Strict
 
 ACTIONS = ("warn", "pause", "stop")
 """What a monitor does, the hardest last."""

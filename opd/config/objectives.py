@@ -10,15 +10,25 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Serializ
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from opd.config.reward import CriticBaseline, RewardConfig
-from opd.config.strict import Strict
 from opd.errors import ConfigError
-from opd.losses import OBJECTIVES
-from opd.named import imported, is_place, users
-from opd.near import nearest
+from opd.settings.named import imported, is_place, users
+from opd.settings.near import nearest
+from opd.settings.strict import Strict
 
 if TYPE_CHECKING:
     from opd.interfaces import Objective
 
+OBJECTIVES = {
+    "reverse_kl": "opd.losses.reverse_kl:ReverseKLConfig",
+    "forward_kl": "opd.losses.forward_kl:ForwardKLConfig",
+    "adaptive_kl": "opd.losses.adaptive_kl:AdaptiveKLConfig",
+    "jsd": "opd.losses.jsd:JSDConfig",
+    "skew": "opd.losses.skew:SkewConfig",
+    "sampled": "opd.losses.sampled:SampledConfig",
+    "top_k": "opd.losses.top_k:TopKConfig",
+    "none": "opd.losses.none:NoDivergenceConfig",
+}
+"""`objective.kind` -> the class of its section. Named, not imported: a pipeline is checked against the names alone."""
 DEFAULT_KIND = "adaptive_kl"
 """What a section without `kind` is; that class has it as its default too."""
 SECTION = "a class on top of opd.config.objectives.ObjectiveConfig, as module:Class"

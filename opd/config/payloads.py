@@ -7,7 +7,13 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticKnownError
 
-from opd.payloads import PAYLOADS
+PAYLOADS = {
+    "hidden_states": "opd.payloads.hidden_states:HiddenStates",
+    "sampled_logprobs": "opd.payloads.sampled_logprobs:SampledLogprobs",
+    "top_k": "opd.payloads.top_k:TopTokens",
+    "none": "opd.payloads.none:Unscored",
+}
+"""Named, not imported: a pipeline is checked against the names alone."""
 
 
 def _known(value: Any) -> Any:
@@ -18,4 +24,4 @@ def _known(value: Any) -> Any:
 
 
 PayloadName = Annotated[str, BeforeValidator(_known), WithJsonSchema({"enum": list(PAYLOADS), "type": "string"})]
-"""One of `opd.payloads.PAYLOADS`."""
+"""One of `PAYLOADS`."""

@@ -29,9 +29,9 @@ from opd.config.sections import (
     SyncConfig,
     TrainerConfig,
 )
-from opd.config.strict import Name, Strict, UserPath
 from opd.config.teachers import NoTeachers, OpenAITeachers, TeachersConfig, TransformersTeachers, changed_teachers
-from opd.settings import apply_overrides, load_yaml, moved, validate
+from opd.settings.strict import Name, Strict, UserPath
+from opd.settings.yaml_files import apply_overrides, load_yaml, moved, validate
 
 
 def _number_or_list(value: Any) -> str:

@@ -8,7 +8,7 @@ from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.kinds import NameOrMapping, by_kind
-from opd.config.strict import Strict
+from opd.settings.strict import Strict
 
 
 class NoBaseline(Strict):

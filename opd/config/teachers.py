@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, ByteSize, Discriminator, Field, Tag, TypeAdapter, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.address import LOOPBACK, parse_url, without_secret
 from opd.config.payloads import PayloadName
-from opd.config.strict import DType, Name, Strict, UserPath
-from opd.near import nearest
+from opd.machine.address import LOOPBACK, parse_url, without_secret
+from opd.settings.near import nearest
+from opd.settings.strict import DType, Name, Strict, UserPath
 
 
 class ServerConfig(Strict):

@@ -11,4 +11,4 @@ CREDITS: dict[str, str] = {
     "ema": "opd.credit.ema:Ema",
     "none": "opd.credit.none:NoBaseline",
 }
-"""Kind -> its class, which implements `opd.credit.interfaces.Credit`; `opd.named.imported` imports it."""
+"""Kind -> its class, which implements `opd.credit.interfaces.Credit`; `opd.settings.named.imported` imports it."""

@@ -23,9 +23,9 @@ from opd.credit.gae import GaeSpec, credit
 from opd.credit.interfaces import Assigned
 from opd.credit.state import read_state, write_state
 from opd.errors import RunError
+from opd.records.types import Rollout, WrittenFile
 from opd.train.critic import CriticEngineSpec, DeepSpeedCritic
 from opd.train.turns import first_turns
-from opd.types import Rollout, WrittenFile
 
 if TYPE_CHECKING:
     from opd.credit.interfaces import Floats

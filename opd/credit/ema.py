@@ -14,7 +14,7 @@ from pathlib import Path
 from opd.credit.episodes import Episode, episodes, others_mean, readings, shared_by_tokens
 from opd.credit.interfaces import Assigned
 from opd.credit.state import read_state, write_state
-from opd.types import Rollout, WrittenFile
+from opd.records.types import Rollout, WrittenFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

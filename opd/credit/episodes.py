@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from opd.types import Rollout, StopReason
+from opd.records.types import Rollout, StopReason
 
 if TYPE_CHECKING:
     from opd.credit.interfaces import Floats

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from opd.credit.episodes import Episode
-from opd.types import Rollout, SegmentOrigin, StopReason
+from opd.records.types import Rollout, SegmentOrigin, StopReason
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

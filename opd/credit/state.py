@@ -11,7 +11,7 @@ from typing import Any
 from blake3 import blake3
 
 from opd.files import storing
-from opd.types import WrittenFile
+from opd.records.types import WrittenFile
 
 STATE = "credit.json"
 

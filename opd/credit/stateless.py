@@ -7,7 +7,7 @@ from pathlib import Path
 
 from opd.credit.episodes import Episode, episodes, readings, shared_by_tokens
 from opd.credit.interfaces import Assigned
-from opd.types import Rollout, WrittenFile
+from opd.records.types import Rollout, WrittenFile
 
 
 class Stateless:

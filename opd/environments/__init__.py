@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from opd.errors import ConfigError
-from opd.named import is_place, users
-from opd.near import did_you_mean
+from opd.settings.named import is_place, users
+from opd.settings.near import did_you_mean
 
 ENVIRONMENTS = {
     "calculator": "opd.environments.calculator:Calculator",

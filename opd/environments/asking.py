@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from opd.config.strict import Strict
-from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.errors import ConfigError
+from opd.records.environments import Action, Outcome, Tool, ToolCall
+from opd.settings.strict import Strict
 from opd.text import readable
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.config.strict import Strict
 from opd.environments.asking import Asking, Judged, calling
 from opd.environments.game import Row, draw_tasks
-from opd.environments.records import Action, Tool, ToolCall
 from opd.errors import PromptError
+from opd.records.environments import Action, Tool, ToolCall
+from opd.settings.strict import Strict
 
 THINGS = ("book", "coin", "cup", "key", "pen", "ring")
 BOXES = ("blue", "green", "red", "white")

@@ -17,9 +17,9 @@ from pydantic import Field
 
 from opd.environments.asking import Asking, Judged, hermes
 from opd.environments.game import FormOptions, Row, draw_tasks
-from opd.environments.records import Action, Tool, ToolCall
 from opd.errors import PromptError
-from opd.evaluation.verifiers.numeric import last_number
+from opd.records.environments import Action, Tool, ToolCall
+from opd.verifiers.numeric import last_number
 
 LONGEST = 200
 """Characters of an expression: what is nested deeper than this allows is refused before it is parsed."""

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from opd.config.strict import Strict
 from opd.environments.game import Row
-from opd.environments.records import Action, Outcome, Tool
 from opd.errors import ConfigError, PromptError
-from opd.settings import validate
-from opd.unique import take_unique
+from opd.prompts.unique import take_unique
+from opd.records.environments import Action, Outcome, Tool
+from opd.settings.strict import Strict
+from opd.settings.yaml_files import validate
 
 T = TypeVar("T")
 WHERE = "environment verifiers"

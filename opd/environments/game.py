@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Generic, Literal, TypedDict, TypeVar
 
 from pydantic import Field
 
-from opd.config.strict import Strict
-from opd.environments.records import Action, Outcome, Tool
 from opd.errors import PromptError
-from opd.settings import validate
-from opd.unique import take_unique
+from opd.prompts.unique import take_unique
+from opd.records.environments import Action, Outcome, Tool
+from opd.settings.strict import Strict
+from opd.settings.yaml_files import validate
 
 State = TypeVar("State")
 Chosen = TypeVar("Chosen", bound=Strict)

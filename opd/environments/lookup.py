@@ -16,11 +16,11 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.config.strict import Strict
 from opd.environments.asking import Asking, Judged, calling
 from opd.environments.game import Row, draw_tasks
-from opd.environments.records import Action, Tool, ToolCall
 from opd.errors import PromptError
+from opd.records.environments import Action, Tool, ToolCall
+from opd.settings.strict import Strict
 
 _NAMES = (
     "Adam Alan Alice Amy Anna Ben Bill Bob Carl Chris Clara Dan David Diana Edward Emily Emma Eric Eva Frank Fred George Grace "

@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.config.strict import Strict
 from opd.environments.asking import Asking, Judged
 from opd.environments.game import Row
-from opd.environments.records import Action, Outcome
 from opd.errors import ConfigError, PromptError
-from opd.evaluation.verifiers.reasoning_gym import TASKS, ReasoningGym
-from opd.settings import validate
-from opd.unique import take_unique
+from opd.prompts.unique import take_unique
+from opd.records.environments import Action, Outcome
+from opd.settings.strict import Strict
+from opd.settings.yaml_files import validate
+from opd.verifiers.reasoning_gym import TASKS, ReasoningGym
 
 INSTRUCTION = "Answer with the result only."
 DRAWS_PER_ROW = 20

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from opd.evaluation.scores import DomainScore, loaded
 from opd.files import atomic_write_text
-from opd.json_fields import check_types
+from opd.records.json_fields import check_types
+from opd.records.scores import DomainScore, loaded
 
 FORMAT = 1
 

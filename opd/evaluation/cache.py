@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from opd.evaluation.scores import FORMAT, Evaluation
 from opd.files import atomic_write_text, blake3_json, cache_dir
+from opd.records.scores import FORMAT, Evaluation
 
 VARIABLE, OFF = "OPD_EXAM_CACHE", "off"
 """The environment variable that moves the directory, and its value for none at all."""

@@ -11,11 +11,11 @@ from statistics import fmean
 
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.lengths import by_length, right_moves
-from opd.evaluation.scores import Answer, DomainScore, Evaluation
 from opd.evaluation.statistics import interval, pass_at, standard_error
-from opd.evaluation.verifiers.reward import score_of
 from opd.interfaces import Decoder, Evaluator, RolloutEngine, Verifier
-from opd.types import Completion, Prompt, Teacher
+from opd.records.scores import Answer, DomainScore, Evaluation
+from opd.records.types import Completion, Prompt, Teacher
+from opd.verifiers.reward import score_of
 
 KEPT_QUESTIONS = 5
 """Questions of each domain whose answers are kept to be read."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from opd.evaluation.scores import Evaluation, LengthScore
 from opd.evaluation.statistics import interval
+from opd.records.scores import Evaluation, LengthScore
 
 BUCKETS: tuple[tuple[int, int | None], ...] = ((1, 3), (4, 7), (8, 14), (15, None))
 """Fewest and most right moves of a group of tasks, both included; None: no limit. Fixed, so that runs can be compared."""

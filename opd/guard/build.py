@@ -15,7 +15,7 @@ from opd.guard.judge import CachedJudge, EndpointJudge, LogProbJudge, Scorer
 from opd.guard.judged import StoredJudge
 from opd.guard.records import Judge
 from opd.guard.rules import RuleFile, RuleSet, read_rules
-from opd.named import users
+from opd.settings.named import users
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from opd.environments.records import ToolCall
 from opd.errors import ConfigError
 from opd.guard.build import GuardSpec
 from opd.guard.guard import Finding, Guard
 from opd.guard.rules import SHIPPED, RuleFile, RuleSet
+from opd.records.environments import ToolCall
 
 
 def refuse_wrong_rules(spec: GuardSpec) -> None:

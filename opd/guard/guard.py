@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeGuard
 
-from opd.environments.records import ToolCall
 from opd.guard.dummies import DUMMIES
 from opd.guard.facts import Call, Streams
 from opd.guard.mentions import find_mentions
-from opd.guard.records import Judge, JudgeFailed, Opinion, Question, Stage, Suspicion, Verdict
+from opd.guard.records import Judge, JudgeFailed, Opinion, Question
 from opd.guard.rules import Hit, RuleSet
 from opd.guard.session import Session
 from opd.guard.shell.fields import MARKS, plain
@@ -29,6 +28,8 @@ from opd.guard.shell.programs import PROGRAMS
 from opd.guard.shell.projects import read_patch
 from opd.guard.shell.walk import MAX_NESTED, Run, Walker
 from opd.guard.shell.ways import apart, every, settle, states
+from opd.records.environments import ToolCall
+from opd.records.guard import Stage, Suspicion, Verdict
 from opd.text import one_line, readable
 
 Kind = Literal["shell", "scripts", "python", "read", "write", "patch", "url", "given", "text"]

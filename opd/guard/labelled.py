@@ -19,9 +19,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from opd.environments.records import ToolCall
 from opd.errors import OpdError
-from opd.near import did_you_mean
+from opd.records.environments import ToolCall
+from opd.settings.near import did_you_mean
 
 Label = Literal["hack", "honest"]
 Half = Literal["development", "held_out", "both"]

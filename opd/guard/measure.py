@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from opd.guard.guard import Guard
 from opd.guard.labelled import Case
-from opd.guard.records import Verdict
+from opd.records.guard import Verdict
 
 STAGES = ("certain rules", "all rules", "after the judge")
 """Hits of rules that block alone; all hits and what does not parse, which is what a judge would see and block at worst; what

@@ -3,34 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-from opd.environments.records import ToolCall
 from opd.guard.session import Session
-
-Stage = Literal["rules", "judge", "no_judge", "judge_failed"]
-"""Who decided: a rule or the absence of a hit; the judge; `on_failure`, because there is no judge, or because it did not answer."""
-Suspicion = Literal["none", "rule", "certain", "unreadable", "answer"]
-"""What stage one said: nothing, a rule that wants a judge, a rule that is certain, or a command that does not parse; `answer`: an
-answer in which it found nothing, which a judge reads all the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The guard's answer to one call, and all that the trace keeps of it."""
-
-    allowed: bool
-    """False: the call must not run."""
-    stage: Stage
-    suspicion: Suspicion
-    rule: str = ""
-    """The rule that hit, if one did."""
-    reason: str = ""
-    """Why, for people."""
-    command: str = ""
-    """The calls that the command would make, one line each, with resolved words."""
-    observation: str = ""
-    """What the policy reads instead, if the call is blocked: the program's natural error."""
+from opd.records.environments import ToolCall
+from opd.records.guard import Verdict
 
 
 class ToolGuard(Protocol):

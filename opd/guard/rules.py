@@ -13,12 +13,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from opd.config.strict import Name, Strict
 from opd.errors import ConfigError
 from opd.guard.facts import Call
 from opd.guard.paths import OUTSIDE, PathGlobs, TextGlobs, compiles
 from opd.guard.session import Session
-from opd.settings import load_yaml, parse_yaml, validate
+from opd.settings.strict import Name, Strict
+from opd.settings.yaml_files import load_yaml, parse_yaml, validate
 
 SHIPPED = "shipped"
 """The name of our own rules in `guard.rules`."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from opd.model_weights import load_causal_lm
+from opd.models.weights import load_causal_lm
 from opd.prompts.chat_templates import refuse_runaway_template
 from opd.prompts.encode import encode_prompt, encode_text, load_tokenizer
 from opd.prompts.harmless import escape_specials, special_texts

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from threading import Event, Lock
 from typing import Any, Literal
 
-from opd.environments.records import ToolCall
-from opd.guard.events import MAX_TEXT, GuardEvent, GuardStats
-from opd.guard.records import ToolGuard, Verdict
+from opd.guard.records import ToolGuard
 from opd.guard.session import Session
-from opd.rollouts.episodes.tool_formats.begun import find_begun_calls
-from opd.types import Origin
+from opd.records.environments import ToolCall
+from opd.records.guard import MAX_TEXT, GuardEvent, GuardStats, Verdict
+from opd.records.types import Origin
+from opd.tool_formats.begun import find_begun_calls
 
 MARKS: dict[Literal["keep", "mask", "negative"], Origin] = {"keep": "policy", "mask": "masked", "negative": "blocked"}
 """`guard.on_hit` -> origin of the tokens of a turn with a blocked call."""

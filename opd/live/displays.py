@@ -23,7 +23,7 @@ from opd.live.memory import Memory
 from opd.live.render import Size, rendered
 from opd.live.shapes import span
 from opd.live.view import View, view_of
-from opd.step_record import StepRecord
+from opd.records.step import StepRecord
 from opd.text import printable
 
 ON_SCREEN = {0: 2, 40: 8}

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from opd.checkpoints import steps_of
 from opd.errors import RunDirError
 from opd.live.course import Course, Exam
 from opd.live.memory import memory_of
 from opd.live.now import FINISHED, PAUSED, STOPPED, Now, read_now
+from opd.live.progress import notes_of
 from opd.live.view import KILLED, RUNNING, View, view_of
-from opd.progress import notes_of
 from opd.report import clear_domains
 from opd.report.run import RunFiles, read_run
-from opd.run_dir import RunPaths
+from opd.run.checkpoints import steps_of
+from opd.run.paths import RunPaths
 from opd.text import as_typed
 
 DEEPEST = 3

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from opd.losses.objective import TeacherChunk
-    from opd.stream.heads import Head
+    from opd.models.heads import Head
 
 
 class Given(ABC):

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opd.compiler import can_compile
 from opd.interfaces import Objective
 from opd.losses.blocks import Block, Given
 from opd.losses.logits import pad, token_logprobs, upcast
 from opd.losses.none import NoDivergence
 from opd.losses.objective import Slope, StudentChunk, TeacherChunk, entropy, likeliest
 from opd.losses.policy_gradient import PolicyGradient
-from opd.losses.rule import IDENTITY, LogitRule
-from opd.stream.heads import OWN_HEAD, Head
+from opd.machine.compiler import can_compile
+from opd.models.heads import OWN_HEAD, Head
+from opd.models.logit_rule import IDENTITY, LogitRule
 
 SLICE_VALUES = 1 << 18
 """Values of a [rows, V] slice that the elementwise part works on at a time on a CPU; a GPU takes the whole chunk."""

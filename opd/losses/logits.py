@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opd.losses.rule import LogitRule
+from opd.models.logit_rule import LogitRule
 
 
 def upcast(values: Tensor) -> Tensor:

@@ -8,17 +8,17 @@ from math import isfinite
 
 from opd.config.monitors import Limits, MonitorsConfig
 from opd.errors import Paused, RunError
-from opd.evaluation.scores import Evaluation
 from opd.files import storing
 from opd.interfaces import Decoder
 from opd.monitors import SIGNALS
 from opd.monitors.alarms import Alarms, samples_of, sentence, signal_of
 from opd.monitors.signal import History, Signal
-from opd.named import imported
-from opd.run_dir import RunPaths
-from opd.step_record import AlarmRecord, StepRecord
+from opd.records.scores import Evaluation
+from opd.records.step import AlarmRecord, StepRecord
+from opd.records.types import Rollout
+from opd.run.paths import RunPaths
+from opd.settings.named import imported
 from opd.text import as_typed
-from opd.types import Rollout
 
 Readings = Mapping[str, Mapping[str, float]]
 """Signal -> domain -> reading."""

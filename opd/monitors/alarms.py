@@ -10,12 +10,12 @@ from typing import Any
 
 from opd.files import atomic_write_text
 from opd.interfaces import Decoder
-from opd.json_fields import check_types
 from opd.monitors import SIGNALS
 from opd.monitors.signal import WHOLE_STEP, Signal
-from opd.named import imported
-from opd.step_record import AlarmRecord
-from opd.types import Rollout
+from opd.records.json_fields import check_types
+from opd.records.step import AlarmRecord
+from opd.records.types import Rollout
+from opd.settings.named import imported
 
 FORMAT = 1
 SAMPLES = 4

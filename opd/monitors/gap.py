@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import fmean
 
 from opd.monitors.signal import WHOLE_STEP, History, Signal
-from opd.step_record import StepRecord
+from opd.records.step import StepRecord
 
 
 def _read(history: History) -> Mapping[str, float]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from opd.monitors.signal import History, Signal, share_of_responses
-from opd.monitors.tails import repeated
-from opd.types import Rollout
+from opd.records.tails import repeated
+from opd.records.types import Rollout
 
 
 def _read(history: History) -> Mapping[str, float]:

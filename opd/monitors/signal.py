@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import exp
 from statistics import fmean
 
-from opd.step_record import StepRecord, mean_length, of_domain, token_mean
-from opd.types import Rollout
+from opd.records.step import StepRecord, mean_length, of_domain, token_mean
+from opd.records.types import Rollout
 
 WHOLE_STEP = ""
 """In the place of a domain, where a reading is of all domains together."""

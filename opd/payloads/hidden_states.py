@@ -16,14 +16,14 @@ import pyarrow as pa
 from opd.interfaces import ScoredRow
 from opd.losses.blocks import Block, Given
 from opd.losses.objective import TeacherChunk, entropy, likeliest
-from opd.losses.rule import IDENTITY, LogitRule
+from opd.models.logit_rule import IDENTITY, LogitRule
 from opd.payloads.answer import Answer, Columns, Said
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from opd.stream.heads import Head
+    from opd.models.heads import Head
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from opd.stream.heads import Head
+    from opd.models.heads import Head
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from opd.config.balance import GapBalance, TokensBalance
-from opd.step_record import DomainRecord, StepRecord
+from opd.records.step import DomainRecord, StepRecord
 
 LEAST_PULL = 1e-6
 """The least pull of a domain, as a share of the strongest: the bisection needs numbers above 0."""

@@ -22,8 +22,8 @@ from opd.prompts.conversation import (
     read_variables,
     rename_turn_keys,
 )
-from opd.settings import keys_of
-from opd.wording import described
+from opd.settings.wording import described
+from opd.settings.yaml_files import keys_of
 
 COLUMNS: tuple[Column, ...] = get_args(Column)
 _COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps makes a new one for each row

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from opd.prompts.balance import Balance, rounded
-from opd.step_record import StepRecord
-from opd.types import Prompt
+from opd.records.step import StepRecord
+from opd.records.types import Prompt
 
 GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo 1, fill 0..1 as evenly as a sequence without an end can."""

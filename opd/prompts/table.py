@@ -28,7 +28,7 @@ from opd.prompts.conversation import SYSTEM_ROLES, Messages
 from opd.prompts.encode import encode_prompts, refused_row
 from opd.prompts.line import PromptLine
 from opd.prompts.rows import Rows, open_rows
-from opd.types import Prompt
+from opd.records.types import Prompt
 
 FORMAT = 2
 """Version of the cached token ids; raise it if the same rows would give other ids."""

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from opd.episodes_record import EpisodesRecord, TurnRecord
+from opd.records.episodes import EpisodesRecord, TurnRecord
+from opd.records.step import StepRecord
 from opd.report.run import RunFiles
-from opd.step_record import StepRecord
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace
 
 if TYPE_CHECKING:  # it needs matplotlib, which those who only read a run do not

@@ -7,8 +7,8 @@ from typing import Any
 
 from opd.monitors.alarms import sentence, signal_of
 from opd.monitors.signal import WHOLE_STEP
+from opd.records.step import AlarmRecord
 from opd.report.run import RunFiles
-from opd.step_record import AlarmRecord
 
 
 def alarm_rows(run: RunFiles) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opd.evaluation.lengths import beside, span
-from opd.evaluation.scores import DomainScore, Evaluation
+from opd.records.scores import DomainScore, Evaluation
 from opd.report.run import RunFiles
 
 MODELS = {"before": "student before", "after": "merged", "expert": "expert"}

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from opd.episodes_record import EpisodesRecord
-from opd.guard.events import RuleRecord
-from opd.step_record import StepRecord
+from opd.records.episodes import EpisodesRecord
+from opd.records.guard import RuleRecord
+from opd.records.step import StepRecord
 
 
 def guard_report(points: Sequence[Sequence[StepRecord]]) -> dict[str, Any] | None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from opd.reward.records import RewardRecord
-from opd.step_record import StepRecord
+from opd.records.rewards import RewardRecord
+from opd.records.step import StepRecord
 
 if TYPE_CHECKING:  # it needs matplotlib, which who writes report.json does not
     from opd.report.drawing import Plot

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from opd.step_record import StepRecord
+from opd.records.step import StepRecord
 
 
 def utilisation(records: Sequence[StepRecord]) -> dict[str, float]:

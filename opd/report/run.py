@@ -13,12 +13,12 @@ from pydantic import BaseModel, ValidationError
 
 from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
-from opd.evaluation.scores import FORMAT, Evaluation, combined
-from opd.metrics import MetricsFile
 from opd.monitors.alarms import Alarms
-from opd.run_dir import RunPaths
-from opd.settings import parse_yaml
-from opd.step_record import StepRecord
+from opd.records.scores import FORMAT, Evaluation, combined
+from opd.records.step import StepRecord
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
+from opd.settings.yaml_files import parse_yaml
 from opd.traces.record import StepTraces, read_traces
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from opd.step_record import StepRecord
+from opd.records.step import StepRecord
 
 
 def shares(points: Sequence[Sequence[StepRecord]], domains: Sequence[str], of: str) -> dict[str, list[float | None]]:

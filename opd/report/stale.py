@@ -7,10 +7,10 @@ its first 20 steps would then look as if they had had the same budget.
 from __future__ import annotations
 
 from opd.evaluation.baselines import BaselineResult
-from opd.evaluation.scores import Evaluation
-from opd.metrics import steps_and_tokens
+from opd.records.scores import Evaluation
 from opd.report.run import RunFiles
-from opd.run_dir import RunPaths
+from opd.run.metrics import steps_and_tokens
+from opd.run.paths import RunPaths
 from opd.text import as_typed
 
 

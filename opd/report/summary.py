@@ -7,9 +7,8 @@ from statistics import fmean
 from typing import Any
 
 from opd.evaluation.baselines import BaselineResult
-from opd.evaluation.scores import DomainScore, Evaluation
-from opd.lineage import LINEAGE, sentences
-from opd.metrics import trained_tokens
+from opd.records.scores import DomainScore, Evaluation
+from opd.records.step import StepRecord, mean_length, of_domain, token_mean
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
 from opd.report.exams import answers, latest, success_by_length
@@ -20,8 +19,9 @@ from opd.report.roles import token_ages, utilisation
 from opd.report.run import STORED, RunFiles
 from opd.report.shares import shares
 from opd.report.stale import notices, stale_baseline, unfinished
-from opd.run_dir import EXAMS
-from opd.step_record import StepRecord, mean_length, of_domain, token_mean
+from opd.run.lineage import LINEAGE, sentences
+from opd.run.metrics import trained_tokens
+from opd.run.paths import EXAMS
 
 POINTS = 60
 """Points of a curve: neighbouring steps are averaged, because single steps of one domain are noisy."""

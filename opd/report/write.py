@@ -11,7 +11,7 @@ from opd.files import atomic_write_text
 from opd.report.gate import Gate
 from opd.report.run import read_run
 from opd.report.summary import full_report
-from opd.run_dir import RunPaths
+from opd.run.paths import RunPaths
 from opd.text import as_typed
 
 

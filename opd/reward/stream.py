@@ -13,10 +13,10 @@ import numpy as np
 
 from opd.config.reward import RewardConfig
 from opd.credit.interfaces import Credit
-from opd.reward.records import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep, comparison
+from opd.records.episodes import BROKEN
+from opd.records.rewards import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep, comparison
+from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.reward.verified import Failure, VerifiedRewards
-from opd.rollouts.episodes.spec import BROKEN
-from opd.types import Prompt, Rollout, RolloutBatch
 
 if TYPE_CHECKING:
     from opd.credit.interfaces import Floats

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from opd.decoding import end_ids, written_text
 from opd.interfaces import Decoder, Verifier
+from opd.records.types import Prompt, Rollout, RolloutBatch
+from opd.rollouts.decoding import end_ids, written_text
 from opd.text import one_line
-from opd.types import Prompt, Rollout, RolloutBatch
 
 MAX_ERROR = 300
 """Characters that are kept of what a verifier raised."""

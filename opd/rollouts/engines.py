@@ -11,9 +11,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from opd import cluster, leftovers
-from opd.buckets import WeightStream
+from opd import cluster
 from opd.cluster import Pending, Worker
+from opd.machine import leftovers
+from opd.models.buckets import WeightStream
 from opd.rollouts.early import Part
 from opd.rollouts.pour import pour
 from opd.rollouts.worker import VLLMWorker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opd.types import Rollout
+from opd.records.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

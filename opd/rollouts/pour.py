@@ -19,8 +19,8 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from opd import cluster
-from opd.buckets import WeightStream
 from opd.cluster import LostValue, Pending, Worker, WorkerDied
+from opd.models.buckets import WeightStream
 from opd.rollouts.worker import VLLMWorker
 
 Engine = Worker[VLLMWorker]

@@ -16,8 +16,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from opd.address import GLOO_DEVICE, LOOPBACK_DEVICE, NCCL_DEVICE
 from opd.errors import RunError
+from opd.machine.address import GLOO_DEVICE, LOOPBACK_DEVICE, NCCL_DEVICE
 
 ENGINE_ENV = {
     # Run the engine inside the worker: faster on a small machine, and no engine process can outlive its owner.

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import groupby
 
 from opd.errors import RunError
+from opd.records.token_ids import unknown_id
+from opd.records.types import Origin, Prompt, Rollout, Span
 from opd.rollouts.partial import Cuts
 from opd.rollouts.worker import Generated, GenerateRequest
-from opd.token_ids import unknown_id
-from opd.types import Origin, Prompt, Rollout, Span
 
 WHOLE = Cuts(at=1, times=0)
 """Every response is written to its end."""

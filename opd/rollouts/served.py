@@ -32,7 +32,7 @@ WITH_IMAGES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 """Families whose code in vLLM imports torchvision, for text too."""
 
 HF_FORMAT = {"load_format": "hf", "config_format": "hf"}
-"""Arguments that keep an engine to the files that `opd.model_files.weight_files` names. By itself vLLM would take `consolidated.safetensors`
+"""Arguments that keep an engine to the files that `opd.models.files.weight_files` names. By itself vLLM would take `consolidated.safetensors`
 and params.json where a directory has them beside Hugging Face's files, as Mistral publishes its models."""
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.buckets import Bucket
 from opd.errors import RunError
+from opd.models.buckets import Bucket
 
 
 def swap_weights(llm: Any, model_dir: Path, *, whole: bool = True) -> None:

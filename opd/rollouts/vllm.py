@@ -8,21 +8,16 @@ from typing import TypeVar
 
 from opd import cluster
 from opd.cluster import Pending, Worker
-from opd.decoding import end_ids, written_text
-from opd.early import Early
 from opd.interfaces import Decoder
+from opd.records.episodes import EpisodeResult, EpisodeStats
+from opd.records.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch
+from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.engines import Engines, Telling, worker_name
 from opd.rollouts.episodes.drift import DriftOptions
-from opd.rollouts.episodes.spec import (
-    LIMITS,
-    EpisodeOptions,
-    EpisodeRequest,
-    EpisodeResult,
-    EpisodeStats,
-    refuse_many_broken,
-)
+from opd.rollouts.episodes.spec import LIMITS, EpisodeOptions, EpisodeRequest, refuse_many_broken
 from opd.rollouts.episodes.trace import Sample
+from opd.rollouts.groups import Early
 from opd.rollouts.partial import Cuts
 from opd.rollouts.processes import engine_env
 from opd.rollouts.responses import (
@@ -36,7 +31,6 @@ from opd.rollouts.responses import (
     seed_of,
 )
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
-from opd.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch
 
 R = TypeVar("R")
 

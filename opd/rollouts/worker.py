@@ -18,16 +18,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
-from opd import leftovers
-from opd.buckets import Bucket
 from opd.errors import RunError
 from opd.guard.build import shared_guard
-from opd.imports import import_lightly
+from opd.machine import leftovers
+from opd.machine.imports import import_lightly
+from opd.models.buckets import Bucket
 from opd.prompts import load_tokenizer
+from opd.records.episodes import EpisodeResult
+from opd.records.types import TurnStop
 from opd.rollouts.early import Part, in_groups, sampled
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
-from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.spec import EpisodeRequest
 from opd.rollouts.inside import EXTENSION
 from opd.rollouts.on_cpu import cpu_settings
 from opd.rollouts.own_files import own_files
@@ -35,7 +37,6 @@ from opd.rollouts.processes import bind_processes, drop_service_port, explained
 from opd.rollouts.repairs import RESTARTED
 from opd.rollouts.served import HF_FORMAT
 from opd.rollouts.swap import Incoming, StreamedSwap, reset_prefix_cache, swap_weights
-from opd.types import TurnStop
 
 _shapes: dict[bytes, dict[str, Any]] = {}
 """Text of a model's config -> `model_shape`."""

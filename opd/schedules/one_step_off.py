@@ -23,10 +23,10 @@ from dataclasses import replace
 from typing import ClassVar
 
 from opd.cluster import Background
-from opd.early import Early
+from opd.records.types import Prompt, Rollout, RolloutBatch
+from opd.rollouts.groups import Early
 from opd.rollouts.partial import Cuts
 from opd.schedules.spec import ScheduleSpec, Writer
-from opd.types import Prompt, Rollout, RolloutBatch
 
 
 class OneStepOff:

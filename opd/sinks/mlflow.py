@@ -8,10 +8,10 @@ from pathlib import Path
 from types import TracebackType
 
 from opd.errors import RunError
-from opd.run_dir import RunPaths
+from opd.records.step import StepRecord
+from opd.run.paths import RunPaths
 from opd.sinks.run_id import kept_id
 from opd.sinks.scalars import scalars
-from opd.step_record import StepRecord
 
 EXPERIMENT = "opd-merge"
 

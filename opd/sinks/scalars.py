@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from opd.reward.records import RewardRecord
-from opd.step_record import StepRecord
+from opd.records.rewards import RewardRecord
+from opd.records.step import StepRecord
 
 OF_THE_STEP = (
     "loss",

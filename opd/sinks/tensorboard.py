@@ -6,9 +6,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from opd.run_dir import RunPaths
+from opd.records.step import StepRecord
+from opd.run.paths import RunPaths
 from opd.sinks.scalars import scalars
-from opd.step_record import StepRecord
 
 
 class TensorBoardSink:

@@ -7,10 +7,10 @@ from types import TracebackType
 from uuid import uuid4
 
 from opd.errors import RunError
-from opd.run_dir import RunPaths
+from opd.records.step import StepRecord
+from opd.run.paths import RunPaths
 from opd.sinks.run_id import kept_id
 from opd.sinks.scalars import scalars
-from opd.step_record import StepRecord
 
 
 class WandbSink:

@@ -26,8 +26,9 @@ from opd.cluster import Background
 from opd.errors import StorageError
 from opd.files import replace_dir, storing
 from opd.interfaces import TeacherPool
-from opd.rollouts.episodes.spec import EpisodeStats
-from opd.run_dir import step_name, step_of
+from opd.records.episodes import EpisodeStats
+from opd.records.types import Prompt, Rollout, RolloutBatch
+from opd.run.paths import step_name, step_of
 from opd.stream.rollouts import read_file
 from opd.stream.schema import PartRecord, StreamError
 from opd.stream.targets import Asked, Expected, TargetStream
@@ -43,7 +44,6 @@ from opd.stream.written import (
     read_whole,
     refuse_other_question,
 )
-from opd.types import Prompt, Rollout, RolloutBatch
 
 MANIFEST = "step.json"
 ROLLOUTS = "rollouts.arrow"

@@ -13,8 +13,8 @@ from typing import Any, get_args
 import pyarrow as pa
 
 from opd.errors import RunError
-from opd.token_ids import unknown_id
-from opd.types import Origin, Rollout, SegmentOrigin, Span, StopReason
+from opd.records.token_ids import unknown_id
+from opd.records.types import Origin, Rollout, SegmentOrigin, Span, StopReason
 
 VERSION = "3"
 """1 had no group, episode, reward or policy version for each span; 2 had no origin, parent and next."""

@@ -23,12 +23,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import TypeAdapter, ValidationError
 
-from opd.config.strict import DTYPE_BYTES
+from opd.config.payloads import PAYLOADS
 from opd.errors import RunError
-from opd.payloads import PAYLOADS, answer_class
+from opd.payloads import answer_class
 from opd.payloads.answer import Answer, Columns
+from opd.records.types import Rollout
+from opd.settings.strict import DTYPE_BYTES
 from opd.stream import rollouts
-from opd.types import Rollout
 
 VERSION = "6"
 PART_ROWS = 256

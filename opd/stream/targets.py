@@ -13,11 +13,11 @@ import numpy as np
 
 from opd import cluster
 from opd.errors import RunError
+from opd.records.types import Rollout
 from opd.stream.schema import PartRecord, StreamError, TargetRow, read_stream
-from opd.types import Rollout
 
 if TYPE_CHECKING:  # it needs torch
-    from opd.stream.heads import HeadSource
+    from opd.models.heads import HeadSource
 
 
 Sink = Callable[[PartRecord | None, np.ndarray | None], Callable[[], object] | None]

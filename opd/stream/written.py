@@ -20,9 +20,9 @@ import pyarrow as pa
 from blake3 import blake3
 
 from opd.files import replace_dir, storing
-from opd.rollouts.episodes.spec import EpisodeStats
+from opd.records.episodes import EpisodeStats
+from opd.records.types import Prompt, Quarantined, RolloutBatch
 from opd.stream.rollouts import RolloutError, read_file, write_file
-from opd.types import Prompt, Quarantined, RolloutBatch
 
 MANIFEST = "written.json"
 ROLLOUTS = "written.arrow"

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.buckets import Bucket, BucketWriter, WeightStream, padded
 from opd.cluster import nodes, put
-from opd.model_files import weight_files
+from opd.models.buckets import Bucket, BucketWriter, WeightStream, padded
+from opd.models.files import weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor

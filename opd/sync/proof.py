@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
 
-from opd.buckets import BUCKET_BYTES
 from opd.errors import RunError
 from opd.interfaces import RolloutEngine, Trainer
-from opd.types import Prompt, PushReport
+from opd.models.buckets import BUCKET_BYTES
+from opd.records.types import Prompt, PushReport
 
 PROBE_SEQUENCES = 4
 """Least number of sequences in the probe, if there are so many prompts."""

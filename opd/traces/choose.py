@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
-from opd.types import Rollout, TurnStop
+from opd.records.types import Rollout, TurnStop
 
 Why = Literal["best", "worst", "longest", "first"]
 """Why an episode is shown: its reward is the highest or the lowest of its domain in the step, it has the most sampled tokens,

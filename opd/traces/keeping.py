@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from opd.files import storing
 from opd.interfaces import Decoder
-from opd.run_dir import RunPaths
+from opd.records.types import RolloutBatch, StepReport
+from opd.run.paths import RunPaths
 from opd.traces.choose import chosen, episodes_of
 from opd.traces.making import guard_events, trace_of
 from opd.traces.record import StepTraces
-from opd.types import RolloutBatch, StepReport
 
 
 class TraceFiles:

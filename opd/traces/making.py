@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from opd.guard.events import GuardEvent
 from opd.interfaces import Decoder
-from opd.rollouts.episodes.spec import EpisodeStats
+from opd.records.episodes import EpisodeStats
+from opd.records.guard import GuardEvent
+from opd.records.types import Rollout, Span
 from opd.traces.choose import Why
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace
 from opd.traces.texts import token_texts
-from opd.types import Rollout, Span
 
 MAX_TEXT = 4000
 """Characters of a prompt or an observation that are kept; the first and the last half of a longer one."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from opd.errors import RunDirError
 from opd.files import atomic_write_text
-from opd.json_fields import check_types
+from opd.records.json_fields import check_types
+from opd.records.types import Origin, SegmentOrigin, StopReason
 from opd.traces.choose import Why
-from opd.types import Origin, SegmentOrigin, StopReason
 
 FORMAT = 1
 
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentTrace:
-    """One token sequence of the episode; `opd.types.Rollout` explains the fields that have the same names."""
+    """One token sequence of the episode; `opd.records.types.Rollout` explains the fields that have the same names."""
 
     sample_id: str
     domain: str

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opd import cluster
+from opd.records.types import Rollout
 from opd.train.critic_rank import CriticOptions, CriticRank, UpdateWork
 from opd.train.ranks import Ranks, RanksSpec
 from opd.train.schedule import LearningRate
-from opd.types import Rollout
 
 if TYPE_CHECKING:
     from opd.train.value import Floats

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from opd.devices import to_device
+from opd.machine.devices import to_device
+from opd.records.types import Rollout
 from opd.train.load import load_share
 from opd.train.value import Critic, laid_out, states, value_batch
 from opd.train.zero import ModelOptions, ZeroEngine
-from opd.types import Rollout
 
 if TYPE_CHECKING:
     from opd.train.value import Floats

@@ -14,12 +14,13 @@ from typing import Any
 import pyarrow as pa
 
 from opd import cluster
-from opd.buckets import WeightStream
 from opd.cluster import Pending
-from opd.reward.records import PolicyReport, RewardStep
+from opd.models.buckets import WeightStream
+from opd.records.rewards import PolicyReport, RewardStep
+from opd.records.sums import added_up
+from opd.records.types import Rollout, StepReport
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
-from opd.sums import added_up
 from opd.traces.choose import watched
 from opd.train.batch import gather_samples, leave_one_out
 from opd.train.feed import Feed
@@ -29,7 +30,6 @@ from opd.train.ranks import Ranks, RanksSpec
 from opd.train.schedule import LearningRate
 from opd.train.totals import mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
 from opd.train.turns import first_turns
-from opd.types import Rollout, StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

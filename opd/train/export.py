@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.buckets import Bucket, BucketWriter, padded
 from opd.errors import StorageError
 from opd.files import storing
-from opd.model_files import ModelFiles
-from opd.model_weights import FileGroup, State, file_groups, persistent_buffers, whole_shape
+from opd.models.buckets import Bucket, BucketWriter, padded
+from opd.models.files import ModelFiles
+from opd.models.weights import FileGroup, State, file_groups, persistent_buffers, whole_shape
 from opd.train.lora import PlainWeight
 
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from opd.model_files import weight_files
-from opd.model_weights import Naming, attention
+from opd.models.files import weight_files
+from opd.models.weights import Naming, attention
 
 
 def load_share(model_dir: Path, dtype: torch.dtype, *, bucket: int | None = None, eager_attention: bool = False) -> Any:
-    """transformers' causal language model of a directory, of which this rank has its share: see `opd.model_weights.load_causal_lm`.
+    """transformers' causal language model of a directory, of which this rank has its share: see `opd.models.weights.load_causal_lm`.
 
     The ranks have met, and all call this at the same time. With `bucket`, that of the options, weights that are gathered at one
     time come each by itself. DeepSpeed would gather them in one piece and copy them out of it, and keep the piece until the last of them is used.

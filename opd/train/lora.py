@@ -6,7 +6,7 @@
     fold             the adapters into the weights, where nothing is sharded
     without_adapters the model as it was, for as long as it is asked
 
-PEFT computes; what an adapter adds to a weight is said in `opd.lora`.
+PEFT computes; what an adapter adds to a weight is said in `opd.models.lora`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from opd.errors import ConfigError
 from opd.files import storing
-from opd.lora import ADAPTER_WEIGHTS, LoraSize, Update, merged
-from opd.model_weights import to_files, whole_shape
+from opd.models.lora import ADAPTER_WEIGHTS, LoraSize, Update, merged
+from opd.models.weights import to_files, whole_shape
 
 ALL_LINEAR = "all-linear"
 _ADAPTER = "default"

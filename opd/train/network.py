@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-from opd.address import GLOO_DEVICE
+from opd.machine.address import GLOO_DEVICE
 
 
 def listening(address: str) -> socket.socket:

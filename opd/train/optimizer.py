@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opd.model_weights import whole_shape
+from opd.models.weights import whole_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

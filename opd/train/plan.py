@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opd.packing import units
-from opd.types import Rollout
+from opd.models.packing import units
+from opd.records.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from opd.losses.chunked import RewardedStats
-from opd.reward.records import Compared, PolicyStats, RewardStep
-from opd.sums import add_to
+from opd.records.rewards import Compared, PolicyStats, RewardStep
+from opd.records.sums import add_to
+from opd.records.types import Rollout
 from opd.train.batch import MicroBatch
 from opd.train.totals import row_weights, token_weights
-from opd.types import Rollout
 
 if TYPE_CHECKING:
     from opd.credit.interfaces import Floats

@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opd.buckets import Bucket
 from opd.config.objectives import ObjectiveConfig
-from opd.devices import to_device
 from opd.errors import RunError
-from opd.lora import tensor_name
 from opd.losses.policy_gradient import PolicyGradient
+from opd.machine.devices import to_device
+from opd.models.buckets import Bucket
+from opd.models.heads import OWN_HEAD, Head, HeadSource
+from opd.models.lora import tensor_name
 from opd.payloads.none import Unscored
-from opd.stream.heads import OWN_HEAD, Head, HeadSource
+from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import MicroBatch, Scored, gather_samples, micro_batch
 from opd.train.export import Sending, gathered
@@ -32,7 +33,6 @@ from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
 from opd.train.turns import TurnWeights, turn_factors
 from opd.train.zero import ModelOptions, ZeroEngine
-from opd.types import DomainStats, PositionStats, Rollout, TurnStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

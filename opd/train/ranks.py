@@ -10,11 +10,11 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from opd import cluster
 from opd.cluster import FEW_ARENAS, Pending, Worker
-from opd.layouts import prove_layout
-from opd.packing import SHARED
+from opd.models.layouts import prove_layout
+from opd.models.packing import SHARED
+from opd.records.types import LayoutProof, Rollout, WrittenFile
 from opd.train.plan import plan_micro_batches, row_sizes
 from opd.train.zero import ModelOptions, ZeroEngine
-from opd.types import LayoutProof, Rollout, WrittenFile
 
 E = TypeVar("E", bound=ZeroEngine)
 P = ParamSpec("P")

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from opd.files import blake3_file, storing
-from opd.model_files import write_file
-from opd.types import WrittenFile
+from opd.models.files import write_file
+from opd.records.types import WrittenFile
 
 PLAN = "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")

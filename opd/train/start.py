@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from opd.devices import to_device
-from opd.layouts import LAYOUTS, Packed, predict_trained
+from opd.machine.devices import to_device
+from opd.models.heads import OWN_HEAD
+from opd.models.layouts import LAYOUTS, Packed, predict_trained
 from opd.payloads.answer import Answer
 from opd.payloads.hidden_states import HiddenStates
 from opd.payloads.sampled_logprobs import SampledLogprobs
-from opd.stream.heads import OWN_HEAD
+from opd.records.types import Rollout
 from opd.stream.schema import TargetRow
 from opd.train.lora import without_adapters
 from opd.train.student import Student
-from opd.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from opd.interfaces import Objective
-from opd.layouts import Packed
 from opd.losses.chunked import Loss, LossHead, Tokens, TokenStats
-from opd.stream.heads import Head, logit_rule
+from opd.models.heads import Head, logit_rule
+from opd.models.layouts import Packed
 from opd.train.batch import MicroBatch
 
 

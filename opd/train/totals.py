@@ -16,9 +16,9 @@ from torch import Tensor
 
 from opd.errors import RunError
 from opd.losses.chunked import TokenStats
-from opd.sums import add_to
+from opd.records.sums import add_to
+from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats
 from opd.train.batch import MicroBatch
-from opd.types import DomainStats, PositionStats, Rollout, TurnStats
 
 LEAST_MEAN, MOST_MEAN = -1e-3, 50.0
 """Bounds of a domain's mean divergence, nats a token. A divergence is not negative, and rounding explains no more than the

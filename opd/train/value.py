@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from opd.errors import ModelError
-from opd.layouts import LAYOUTS, Packed, predict_trained
 from opd.losses.logits import upcast
 from opd.losses.value import value_loss
-from opd.types import Rollout
+from opd.models.layouts import LAYOUTS, Packed, predict_trained
+from opd.records.types import Rollout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -23,12 +23,13 @@ import torch.utils.deterministic
 from torch import Tensor, nn
 
 from opd.config.sections import SUMMED_AT_ONCE
-from opd.devices import to_device, trim_memory
 from opd.errors import RunError
-from opd.imports import TRANSFORMERS, import_lightly
-from opd.layouts import LAYOUTS, layout_error, predict_positions
-from opd.model_weights import obeys_masks, whole_shape
-from opd.products import use_quick_products
+from opd.machine.devices import to_device, trim_memory
+from opd.machine.imports import TRANSFORMERS, import_lightly
+from opd.models.layouts import LAYOUTS, layout_error, predict_positions
+from opd.models.products import use_quick_products
+from opd.models.weights import obeys_masks, whole_shape
+from opd.records.types import WrittenFile
 from opd.train.compiled import compile_layers
 from opd.train.exchange import (
     gather_small_weights_at_once,
@@ -42,7 +43,6 @@ from opd.train.lora import PlainWeight, changed_weights, plain_weights
 from opd.train.network import listening, meet
 from opd.train.optimizer import AdamWOptions, adamw
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
-from opd.types import WrittenFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class ZeroEngine:
     # Forward passes
 
     def layout_error(self, layout: str) -> float:
-        """Measure how wrong a layout is for this model: see `opd.layouts.layout_error`."""
+        """Measure how wrong a layout is for this model: see `opd.models.layouts.layout_error`."""
         module = self._engine.module
         return layout_error(
             lambda packed: module.hidden(to_device(packed, self._device)),

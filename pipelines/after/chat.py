@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opd.decoding import end_ids
 from opd.errors import ConfigError, PromptError
-from opd.imports import TRANSFORMERS, import_lightly
-from opd.model_weights import load_causal_lm
+from opd.machine.imports import TRANSFORMERS, import_lightly
+from opd.models.weights import load_causal_lm
 from opd.prompts import encode_prompt
+from opd.rollouts.decoding import end_ids
 from pipelines.after.models import Found
 from pipelines.inputs.read import load_tokenizer
 

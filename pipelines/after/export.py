@@ -19,8 +19,8 @@ from experts.safetensors_header import Tensor, read_header
 from experts.weight_files import weight_shards
 from opd.errors import ModelError, RunDirError
 from opd.files import atomic_write_text, replace_dir, storing
-from opd.imports import TRANSFORMERS, import_lightly
-from opd.model_files import ModelFiles
+from opd.machine.imports import TRANSFORMERS, import_lightly
+from opd.models.files import ModelFiles
 from pipelines.after.gguf import find_converter, write_gguf
 from pipelines.after.models import Found
 
@@ -102,7 +102,7 @@ def _kept_in_float32(source: Path, dtype: str) -> re.Pattern[str] | None:
     Raises: ModelError for an architecture that transformers does not know.
     """
     import_lightly(TRANSFORMERS)
-    from opd.model_weights import class_of, config_of
+    from opd.models.weights import class_of, config_of
 
     made = class_of(config_of(source))
     names = set(made._keep_in_fp32_modules_strict or ()) if made else set()

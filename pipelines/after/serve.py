@@ -16,10 +16,10 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NoReturn
 
-from opd.address import Address
 from opd.cluster.environment import SPINS
-from opd.compiler import keep_compiled_code_private
 from opd.errors import ConfigError
+from opd.machine.address import Address
+from opd.machine.compiler import keep_compiled_code_private
 from opd.rollouts.own_files import SOCKETS, own_folder
 from opd.rollouts.processes import drop_service_port
 from opd.rollouts.served import CPU_LATENT, HF_FORMAT, LATENT

@@ -13,7 +13,7 @@ from experts.weight_files import weight_hashes
 from opd.evaluation.baselines import BaselineResult
 from opd.files import blake3_json
 from opd.report.stale import other_budget
-from opd.run_dir import RunPaths
+from opd.run.paths import RunPaths
 from pipelines.baselines.jobs import BaselineJob
 from pipelines.inputs.read import Inputs
 from pipelines.merging.changes import identity, refuse_changed_inputs

@@ -19,11 +19,11 @@ from typing import Any
 from opd.config import PipelineConfig, load_run_pipeline
 from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
-from opd.evaluation.scores import Evaluation
 from opd.files import atomic_file, atomic_write_text
+from opd.records.scores import Evaluation
 from opd.report import clear_domains, headroom
-from opd.run_dir import EXAMS, ComparisonPaths, RunPaths
-from opd.settings import validate
+from opd.run.paths import EXAMS, ComparisonPaths, RunPaths
+from opd.settings.yaml_files import validate
 from opd.text import or_dash
 from pipelines.baselines.difference import Difference, Scores, compare_methods, t_quantile
 from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan, refuse_rounds

@@ -16,7 +16,7 @@ from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import PromptError
 from opd.prompts import PromptTable, find_source
 from opd.prompts.readers import Place, source_rows
-from opd.types import Prompt, Rollout, Span
+from opd.records.types import Prompt, Rollout, Span
 
 if TYPE_CHECKING:
     from experts.episodes.encode import EpisodeEncoder

@@ -28,8 +28,8 @@ from opd.config import PipelineConfig
 from opd.errors import PromptError
 from opd.files import replace_dir
 from opd.prompts import MixedPrompts, PromptTable, Rows, open_rows, samples_by_weight
+from opd.records.types import Prompt, Rollout, WeightedTeacher
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.types import Prompt, Rollout, WeightedTeacher
 from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.episodes import FileEpisode, read_file_episodes
 from pipelines.inputs.prompts import prompts_of
@@ -294,7 +294,7 @@ def _student(model_dir: Path) -> Any:
     import torch
     from transformers.utils import logging
 
-    from opd.model_weights import load_causal_lm
+    from opd.models.weights import load_causal_lm
 
     logging.disable_progress_bar()
     return load_causal_lm(model_dir, torch.float32)

@@ -16,9 +16,9 @@ from typing import Any
 from opd.config import PipelineConfig, load_run_pipeline
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunDirError
-from opd.metrics import MetricsFile
-from opd.near import did_you_mean
-from opd.run_dir import RunPaths
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
+from opd.settings.near import did_you_mean
 from opd.text import as_typed
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.merging.changes import accept_changes

@@ -20,9 +20,9 @@ import yaml
 from filelock import FileLock, Timeout
 
 from experts.model_dir import inspect_model
-from opd.config.strict import NUMPY_SEEDS
 from opd.errors import RunError
 from opd.files import blake3_file, cache_dir, replace_dir
+from opd.settings.strict import NUMPY_SEEDS
 
 REQUIREMENTS = Path(__file__).with_name("mergekit.txt")
 INSTALL_TIMEOUT_S = 600

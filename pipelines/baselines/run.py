@@ -17,10 +17,10 @@ from opd.config import PipelineConfig
 from opd.errors import ConfigError, RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.evaluator import DomainExam, EngineEvaluator
-from opd.evaluation.scores import DomainScore, Evaluation
 from opd.files import replace_dir
+from opd.records.scores import DomainScore, Evaluation
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.run_dir import RunPaths
+from opd.run.paths import RunPaths
 from opd.text import as_typed
 from pipelines.baselines.bound import bound, drop_other_merge, outdated, refuse_other_inputs
 from pipelines.baselines.engine import rollout_engine

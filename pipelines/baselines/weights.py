@@ -15,7 +15,7 @@ from experts.weight_files import weight_tensors
 from opd.config import PipelineConfig
 from opd.errors import ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
-from opd.types import Prompt
+from opd.records.types import Prompt
 from pipelines.baselines.mergekit import Recipe
 from pipelines.inputs.prompts import refuse_unjudgeable
 from pipelines.inputs.read import Inputs

@@ -15,18 +15,18 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from opd.devices import to_device
 from opd.errors import RunError
-from opd.layouts import predict_trained, single
 from opd.losses.chunked import Loss, LossHead, Tokens
 from opd.losses.reverse_kl import ReverseKLConfig
-from opd.model_weights import load_causal_lm
+from opd.machine.devices import to_device
+from opd.models.heads import Head, logit_rule
+from opd.models.layouts import predict_trained, single
+from opd.models.weights import load_causal_lm
 from opd.payloads.hidden_states import HiddenStates
-from opd.stream.heads import Head, logit_rule
+from opd.records.types import Rollout, Teacher
 from opd.stream.schema import TargetRow
 from opd.train.batch import micro_batch
 from opd.train.student import Student
-from opd.types import Rollout, Teacher
 from teachers.probe import check_probe, cut_head
 from teachers.scorers import ScorerOptions, make_scorer
 from teachers.scorers.division import free_memory

@@ -22,8 +22,8 @@ from opd.config.domains import RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
+from opd.records.types import Prompt, Rollout, Teacher
 from opd.text import or_dash
-from opd.types import Prompt, Rollout, Teacher
 from pipelines.build import start_rollouts
 from pipelines.check.comparison import Comparer, Comparison
 from pipelines.check.judge import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opd.run_dir import ComparisonPaths, RunPaths
+from opd.run.paths import ComparisonPaths, RunPaths
 from opd.text import or_dash
 from pipelines.commands import completion
 from pipelines.commands.shell import (

@@ -47,7 +47,7 @@ def experts(incomplete: str) -> list[str]:
 
 def runs(incomplete: str) -> list[str]:
     """Run directories under `runs/`, and directories on the way to others."""
-    from opd.run_dir import RunPaths
+    from opd.run.paths import RunPaths
 
     usual = [str(path) for path in Path("runs").glob("*") if path.is_dir()]
     found = [*_names(usual, incomplete), *(path for path in _beginning(incomplete) if Path(path).is_dir())]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from opd.run_dir import RunPaths
+from opd.run.paths import RunPaths
 from opd.text import as_typed
 from pipelines.commands import experts, prompts
 from pipelines.commands.merge import merge

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from opd.types import ToolCallParser
+from opd.records.types import ToolCallParser
 from pipelines.commands import completion
 from pipelines.commands.shell import examples, is_terminal, print_table, say
 

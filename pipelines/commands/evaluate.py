@@ -108,7 +108,7 @@ def _write(output: Path, data: dict[str, Any]) -> None:
 
 def _first_look(models: list[Path], pipeline: str | None) -> None:
     """Refuse what can be seen at once: the engines' packages take seconds to import. Raises: OpdError."""
-    from opd.run_dir import RunPaths
+    from opd.run.paths import RunPaths
     from pipelines.catalog import find
     from pipelines.inputs.at_once import refuse_wrong_directories
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from opd.run_dir import RunPaths
+from opd.run.paths import RunPaths
 from pipelines.commands.shell import run_root
 
 if TYPE_CHECKING:

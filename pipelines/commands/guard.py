@@ -63,7 +63,7 @@ def check(
     import json
     from dataclasses import asdict
 
-    from opd.environments.records import ToolCall
+    from opd.records.environments import ToolCall
 
     guard = _guard(config)
     session = guard.session()
@@ -78,7 +78,7 @@ def _guard(config: Path | None) -> Guard:
     from opd.config.guard import GuardConfig
     from opd.guard.build import guard_spec, shared_guard
     from opd.guard.examples import refuse_wrong_rules
-    from opd.settings import load_yaml, validate
+    from opd.settings.yaml_files import load_yaml, validate
 
     spec = guard_spec(GuardConfig() if config is None else validate(GuardConfig, load_yaml(config), config))
     refuse_wrong_rules(spec)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from opd.errors import ConfigError
-from opd.run_dir import RunPaths
+from opd.run.paths import RunPaths
 from opd.text import as_typed
 from pipelines.commands import completion
 from pipelines.commands.shell import examples, in_a_directory, print_table, say

@@ -42,7 +42,7 @@ def serve(
 
     The process becomes vLLM's server: signals and exit code are the server's.
     """
-    from opd.address import Address
+    from opd.machine.address import Address
     from pipelines.after.models import find_model
     from pipelines.after.serve import ServeOptions, check_serving, command, serve
 

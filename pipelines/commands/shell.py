@@ -20,12 +20,12 @@ from typing import Annotated, Any, NoReturn, TextIO
 import typer
 from typer.core import TyperGroup
 
-from opd.doctor import ENGINES
 from opd.errors import OpdError, Paused, RunError, StorageError
-from opd.signals import patient
+from opd.machine.signals import patient
 from opd.text import printable
 from pipelines.commands import completion
 from pipelines.commands.usage import DEBUG, UsageError, debug_first, explained, shows_help
+from pipelines.doctor.engines import ENGINES
 from pipelines.interrupts import Interrupted
 
 PATH_ERRNOS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)

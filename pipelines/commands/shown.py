@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opd.errors import OpdError
-from opd.run_dir import RunPaths
+from opd.run.paths import RunPaths
 from opd.text import as_typed
 from pipelines.commands.report import print_report
 from pipelines.commands.shell import say

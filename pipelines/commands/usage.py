@@ -8,8 +8,8 @@ from typing import Any
 import typer
 
 from opd.errors import OpdError
-from opd.near import did_you_mean
-from opd.wording import wanted
+from opd.settings.near import did_you_mean
+from opd.settings.wording import wanted
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """The base of what typer raises for a command's words. Newer releases bring a copy of click, older ones import it."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from opd.compiler import compiler
-from opd.leftovers import SHARED_MEMORY
+from opd.machine.compiler import compiler
+from opd.machine.leftovers import SHARED_MEMORY
 from pipelines.doctor.finding import Finding, failed, ok, warning
 from pipelines.inputs.machine_memory import machine_bytes
 

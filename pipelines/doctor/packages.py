@@ -9,7 +9,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from opd.doctor import ENGINES, UNWANTED
+from pipelines.doctor.engines import ENGINES, UNWANTED
 from pipelines.doctor.finding import Finding, failed, ok, warning
 
 DISTRIBUTION = "opd-merge"
@@ -103,7 +103,7 @@ def _unwanted() -> Iterator[Finding]:
 
 def _imports() -> Iterator[Finding]:
     """Import the engines in another process, which may crash or hang without harm."""
-    command = [sys.executable, "-P", "-m", "opd.doctor"]
+    command = [sys.executable, "-P", "-m", "pipelines.doctor.engines"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

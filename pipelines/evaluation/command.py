@@ -16,11 +16,11 @@ from opd.errors import ConfigError, RunError
 from opd.evaluation import harness
 from opd.evaluation.evaluator import MERGED
 from opd.evaluation.harness import TaskScores
-from opd.evaluation.scores import FORMAT, Evaluation
 from opd.files import atomic_write_text
-from opd.near import did_you_mean
-from opd.run_dir import RunPaths
-from opd.settings import apply_overrides
+from opd.records.scores import FORMAT, Evaluation
+from opd.run.paths import RunPaths
+from opd.settings.near import did_you_mean
+from opd.settings.yaml_files import apply_overrides
 from pipelines.catalog import find
 from pipelines.evaluation.lm_eval import lm_eval_models
 from pipelines.evaluation.matrix import Matrix, evaluate_matrix

@@ -21,9 +21,9 @@ from experts.bound_files import TOKENIZER_FILES, file_hashes
 from opd.cluster import LOCAL, nodes, worker_env
 from opd.config import PipelineConfig
 from opd.evaluation.cache import ExamCache, exam_cache_dir
-from opd.evaluation.scores import Evaluation
 from opd.files import blake3_file
-from opd.named import is_place
+from opd.records.scores import Evaluation
+from opd.settings.named import is_place
 from pipelines.cores import roles_at_once
 from pipelines.inputs.gpus import gpus_here
 from pipelines.inputs.read import Inputs

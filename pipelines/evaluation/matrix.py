@@ -11,9 +11,9 @@ from experts.adapter import inspect_expert
 from opd.config import PipelineConfig, rounds_of
 from opd.errors import ConfigError, RunDirError
 from opd.evaluation.evaluator import BEFORE, MERGED
-from opd.evaluation.scores import FORMAT, Evaluation
+from opd.records.scores import FORMAT, Evaluation
+from opd.records.types import Teacher
 from opd.text import as_typed
-from opd.types import Teacher
 from pipelines.evaluation.models import (
     Subject,
     Tell,

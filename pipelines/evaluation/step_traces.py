@@ -8,7 +8,7 @@ from pathlib import Path
 
 from opd.config.pipeline import load_pipeline
 from opd.errors import RunDirError, RunError
-from opd.run_dir import RunPaths
+from opd.run.paths import RunPaths
 from opd.stream.log import logged_episodes, logged_rollouts, logged_steps
 from opd.traces.choose import episodes_of
 from opd.traces.making import guard_events, trace_of

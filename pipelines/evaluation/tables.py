@@ -7,7 +7,7 @@ from statistics import fmean
 
 from opd.evaluation.evaluator import BEFORE
 from opd.evaluation.lengths import beside
-from opd.evaluation.scores import Evaluation
+from opd.records.scores import Evaluation
 from opd.text import or_dash
 from pipelines.evaluation.matrix import Matrix
 

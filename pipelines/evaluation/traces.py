@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from opd.errors import RunDirError
-from opd.evaluation.scores import Answer, Evaluation
-from opd.run_dir import RunPaths
+from opd.records.scores import Answer, Evaluation
+from opd.run.paths import RunPaths
 
 
 def episodes_of(run_dir: Path, exam: str, domains: Sequence[str], limit: int) -> list[Answer]:

@@ -104,7 +104,7 @@ def _refuse_biased_head(path: Path, naming: Any) -> None:
 
 def _refuse_other_kind(path: Path, info: ModelInfo) -> None:
     """Raises: ModelError for what is no causal language model."""
-    from opd.model_weights import causal_lm_class
+    from opd.models.weights import causal_lm_class
 
     _, known = causal_lm_class(path)
     if info.architecture != known.__name__ and not info.architecture.endswith(("ForCausalLM", "LMHeadModel")):
@@ -121,7 +121,7 @@ def _check_adapter(name: str, adapter: AdapterInfo, naming: Any) -> None:
     from torch import nn
 
     from experts.safetensors_header import read_header
-    from opd.lora import ADAPTER_WEIGHTS, split_name
+    from opd.models.lora import ADAPTER_WEIGHTS, split_name
 
     modules = dict(naming.model.named_modules())
     for tensor in read_header(Path(adapter.path) / ADAPTER_WEIGHTS):

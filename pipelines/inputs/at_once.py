@@ -18,11 +18,11 @@ from opd.config import PipelineConfig, rounds_of
 from opd.config.domains import DomainConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
 from opd.environments import find, place_of
-from opd.evaluation.verifiers import build_verifier
-from opd.named import is_place
 from opd.prompts.rows import refuse_wrong_start
-from opd.run_dir import RunPaths
-from opd.types import Teacher
+from opd.records.types import Teacher
+from opd.run.paths import RunPaths
+from opd.settings.named import is_place
+from opd.verifiers import build_verifier
 from pipelines.inputs.prompts import prompts_of, registered_prompts
 from pipelines.inputs.read import inspect_student, names_in_use, refuse_what_is_not_here
 from pipelines.inputs.routes import Expert, route_domains

@@ -9,8 +9,8 @@ from opd.config import PipelineConfig
 from opd.config.domains import EnvironmentConfig
 from opd.errors import ConfigError
 from opd.prompts import PromptTable
+from opd.records.types import WeightedTeacher
 from opd.rollouts.episodes.drift import Curriculum, DriftOptions, TeacherTurns
-from opd.types import WeightedTeacher
 
 Routes = Mapping[str, Sequence[WeightedTeacher]]
 MOST_OF_A_GPU = 0.45

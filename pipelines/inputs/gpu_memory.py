@@ -18,10 +18,10 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.drift import engines_of_worker
-from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.payloads import answer_class
+from opd.settings.strict import DTYPE_BYTES
 from pipelines.inputs.gpus import gpus_here
 from pipelines.inputs.memory import (
     critic_state_bytes,

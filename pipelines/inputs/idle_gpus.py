@@ -5,7 +5,7 @@ from __future__ import annotations
 from opd.config import PipelineConfig
 from opd.config.teachers import OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
-from opd.named import is_place
+from opd.settings.named import is_place
 
 
 def refuse_idle_gpus(config: PipelineConfig) -> None:

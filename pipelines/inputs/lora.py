@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig
-from opd.lora import LoraSize
+from opd.models.lora import LoraSize
 
 
 def size_of_lora(config: PipelineConfig, student: ModelInfo) -> LoraSize | None:
@@ -13,7 +13,7 @@ def size_of_lora(config: PipelineConfig, student: ModelInfo) -> LoraSize | None:
     import torch
     from transformers import AutoConfig
 
-    from opd.model_weights import Naming
+    from opd.models.weights import Naming
     from opd.train.lora import adapt, lora_size
     from pipelines.specs import lora_options
 

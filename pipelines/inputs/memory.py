@@ -17,18 +17,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experts.model_dir import ModelInfo
-from opd.buckets import BUCKET_BYTES
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig, most_samples
 from opd.config.domains import DomainConfig
 from opd.config.drift import engines_of_worker
 from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
-from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
-from opd.packing import columns, tree_limit
+from opd.models.buckets import BUCKET_BYTES
+from opd.models.packing import columns, tree_limit
 from opd.payloads import answer_class
 from opd.schedules import SCHEDULES
+from opd.settings.strict import DTYPE_BYTES
 from pipelines.inputs.beside_gpus import STATE_COPY, Need, waiting_for_gpus
 from pipelines.inputs.machine_memory import machine_bytes
 from pipelines.inputs.max_memory import in_memory

@@ -9,7 +9,7 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.interfaces import RolloutEngine
-from opd.named import users
+from opd.settings.named import users
 
 KEY = "rollout.engine"
 METHODS = (*(name for name in vars(RolloutEngine) if not name.startswith("_")), "wait_ready")

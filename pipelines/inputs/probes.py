@@ -11,9 +11,9 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from experts.probe import ProbeRecord, take_probe
-from opd.config.strict import DTYPE_BYTES
 from opd.files import atomic_write_text, storing
-from opd.types import Teacher, WeightedTeacher
+from opd.records.types import Teacher, WeightedTeacher
+from opd.settings.strict import DTYPE_BYTES
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.routes import START, Expert
 

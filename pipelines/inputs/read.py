@@ -25,13 +25,13 @@ from opd.config.teachers import FlightTeachers, NoTeachers
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
-from opd.imports import TRANSFORMERS, import_lightly
-from opd.lora import ADAPTER_WEIGHTS, LoraSize
-from opd.named import is_place
+from opd.machine.imports import TRANSFORMERS, import_lightly
+from opd.models.lora import ADAPTER_WEIGHTS, LoraSize
 from opd.prompts import PromptTable, encode
 from opd.prompts.chat_templates import refuse_runaway_template
+from opd.records.types import Probe, Teacher, WeightedTeacher
+from opd.settings.named import is_place
 from opd.sinks import refuse_missing
-from opd.types import Probe, Teacher, WeightedTeacher
 from pipelines.inputs.architectures import (
     refuse_engine_args,
     refuse_unmeasurable,

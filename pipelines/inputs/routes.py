@@ -10,11 +10,10 @@ from pathlib import Path
 from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig, extrapolation, trainer_has_start
-from opd.config.objectives import objective_config
+from opd.config.objectives import OBJECTIVES, objective_config
 from opd.errors import ConfigError
-from opd.losses import OBJECTIVES
-from opd.near import did_you_mean
-from opd.types import Teacher, WeightedTeacher
+from opd.records.types import Teacher, WeightedTeacher
+from opd.settings.near import did_you_mean
 
 START = "start student"
 """The teacher's name of the student as the merge begins; an expert's name has no space."""

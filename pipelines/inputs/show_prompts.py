@@ -16,8 +16,8 @@ import numpy as np
 from opd.config import PipelineConfig
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import ConfigError
-from opd.near import did_you_mean
 from opd.prompts import PromptTable, render_prompt
+from opd.settings.near import did_you_mean
 from pipelines.inputs.at_once import refuse_wrong_prompts
 from pipelines.inputs.prompts import prompts_of, read_prompts, refuse_unread_variables, registered_prompts, shown
 from pipelines.inputs.read import load_tokenizer

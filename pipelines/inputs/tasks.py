@@ -11,8 +11,8 @@ from opd.environments import find, place_of
 from opd.errors import PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.prompts import PromptTable
+from opd.records.types import Prompt
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
-from opd.types import Prompt
 
 
 def refuse_other_tasks(

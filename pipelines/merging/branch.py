@@ -15,16 +15,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opd import checkpoints
 from opd.config import PipelineConfig
 from opd.config.balance import SamplesBalance
 from opd.config.reward import BaselineConfig, CriticBaseline, EmaBaseline
 from opd.errors import ConfigError, RunDirError
 from opd.files import atomic_write_text
-from opd.lineage import BRANCHED, LINEAGE, events_until, sentences
-from opd.metrics import MetricsFile
-from opd.run_dir import RunPaths, step_name
-from opd.settings import validate
+from opd.run import checkpoints
+from opd.run.lineage import BRANCHED, LINEAGE, events_until, sentences
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths, step_name
+from opd.settings.yaml_files import validate
 from opd.stream import written
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import refuse_too_large

@@ -11,9 +11,9 @@ import yaml
 from experts.licences import Licence, common, concerns, licences_of
 from opd import __version__
 from opd.config import PipelineConfig, extrapolation
-from opd.lineage import LINEAGE, commands, sentences
-from opd.lora import ADAPTER_WEIGHTS
+from opd.models.lora import ADAPTER_WEIGHTS
 from opd.report import domain_rows, markdown_table
+from opd.run.lineage import LINEAGE, commands, sentences
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.routes import Expert
 

@@ -11,17 +11,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.checkpoints import Checkpoint
 from opd.config import PipelineConfig
 from opd.config.balance import SamplesBalance
 from opd.config.prompts import OF_CHATS, as_prompts_config
 from opd.errors import RunDirError
 from opd.files import blake3_json
-from opd.metrics import MetricsFile
 from opd.prompts import open_rows
 from opd.prompts.table import SYSTEM, TOOLS, VARIABLES
-from opd.run_dir import RunPaths
-from opd.settings import validate
+from opd.run.checkpoints import Checkpoint
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
+from opd.settings.yaml_files import validate
 
 if TYPE_CHECKING:
     from pipelines.inputs.read import Inputs

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from opd import checkpoints, leftovers
 from opd.errors import RunDirError, StorageError
 from opd.files import place_dir, storing
 from opd.live.status import is_held
-from opd.run_dir import RunPaths
+from opd.machine import leftovers
+from opd.run import checkpoints
+from opd.run.paths import RunPaths
 from opd.text import as_typed
 
 LOOK_S = 0.2

@@ -10,11 +10,11 @@ from experts.adapter import whole_model
 from opd import loop
 from opd.config import PipelineConfig
 from opd.evaluation.evaluator import BEFORE, EXPERT, measure_before, measure_experts
-from opd.evaluation.scores import Evaluation, combined
 from opd.live.interfaces import Display
+from opd.records.scores import Evaluation, combined
+from opd.records.types import Teacher
 from opd.rollouts.worker import can_swap, model_shape
-from opd.run_dir import RunPaths
-from opd.types import Teacher
+from opd.run.paths import RunPaths
 from pipelines.evaluation.known import KnownExams
 from pipelines.inputs.read import Inputs, as_teacher
 

@@ -14,8 +14,8 @@ from opd.errors import Paused
 from opd.live.displays import Beginning, Displays
 from opd.live.interfaces import Display
 from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, Now
-from opd.run_dir import RunPaths
-from opd.step_record import StepRecord
+from opd.records.step import StepRecord
+from opd.run.paths import RunPaths
 from pipelines.interrupts import Interrupted
 
 

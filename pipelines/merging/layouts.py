@@ -1,4 +1,4 @@
-"""Record how sequences share a forward pass in a run; see `opd.layouts`."""
+"""Record how sequences share a forward pass in a run; see `opd.models.layouts`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from opd.files import atomic_write_text
 from opd.loop import Parts
-from opd.packing import SHARED
-from opd.run_dir import RunPaths
-from opd.types import LayoutProof
+from opd.models.packing import SHARED
+from opd.records.types import LayoutProof
+from opd.run.paths import RunPaths
 
 
 def record_layouts(parts: Parts, paths: RunPaths, say: Callable[[str], None]) -> None:

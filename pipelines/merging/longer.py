@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd import checkpoints
 from opd.config import PipelineConfig
 from opd.config.sections import ShorterConfig
 from opd.errors import RunDirError
-from opd.lineage import EXTENDED, LINEAGE
-from opd.run_dir import RunPaths
-from opd.settings import validate
+from opd.run import checkpoints
+from opd.run.lineage import EXTENDED, LINEAGE
+from opd.run.paths import RunPaths
+from opd.settings.yaml_files import validate
 from opd.text import as_typed
 from pipelines.merging.directory import refuse_no_run
 

@@ -27,7 +27,7 @@ from opd.evaluation.harness import is_task_file
 from opd.files import atomic_write_text, blake3_file, fsync_dir
 from opd.guard.rules import SHIPPED
 from opd.prompts import find_source, is_hub_name
-from opd.run_dir import RunPaths
+from opd.run.paths import RunPaths
 from pipelines.inputs.prompts import prompts_of
 from pipelines.inputs.read import Inputs
 

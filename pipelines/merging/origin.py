@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from opd import checkpoints
 from opd.errors import RunDirError
-from opd.run_dir import RunPaths, step_name
+from opd.run import checkpoints
+from opd.run.paths import RunPaths, step_name
 from pipelines.merging.directory import refuse_no_run
 
 

@@ -15,11 +15,11 @@ from typing import TypeVar
 from experts.bound_files import model_digest
 from experts.weight_files import weight_hashes
 from opd.evaluation.evaluator import MERGED
-from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text
-from opd.metrics import MetricsFile, steps_and_tokens
+from opd.records.scores import Evaluation
 from opd.report import write_report
-from opd.run_dir import RunPaths, step_name
+from opd.run.metrics import MetricsFile, steps_and_tokens
+from opd.run.paths import RunPaths, step_name
 from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
 
 T = TypeVar("T")

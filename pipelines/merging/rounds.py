@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from opd import checkpoints
 from opd.config import PipelineConfig, as_begun, load_pipeline, rounds_of
 from opd.config.pipeline import RoundConfig
 from opd.errors import RunDirError
 from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED
-from opd.evaluation.scores import Evaluation, combined
 from opd.files import atomic_write_text, replace_dir, sweep
-from opd.metrics import steps_and_tokens
+from opd.records.scores import Evaluation, combined
 from opd.report import build_report, read_run, write_report
-from opd.run_dir import EXAMS, RunPaths
-from opd.settings import validate
+from opd.run import checkpoints
+from opd.run.metrics import steps_and_tokens
+from opd.run.paths import EXAMS, RunPaths
+from opd.settings.yaml_files import validate
 from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
 from pipelines.evaluation.models import evaluate_models
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus

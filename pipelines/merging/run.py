@@ -16,20 +16,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from opd import checkpoints, loop
-from opd.checkpoints import Checkpoint
+from opd import loop
 from opd.cluster import WorkerDied, ray_session
 from opd.config import PipelineConfig, load_pipeline, overlaps
 from opd.errors import ModelError, RunDirError, RunError, StorageError
 from opd.evaluation.evaluator import MERGED
-from opd.evaluation.scores import Evaluation
 from opd.files import atomic_write_text, replace_dir, storing, sweep
 from opd.live.displays import Beginning
 from opd.live.interfaces import Display
-from opd.metrics import MetricsFile
+from opd.records.scores import Evaluation
 from opd.report import build_report, clear_domains, write_report
-from opd.run_dir import RunPaths
-from opd.settings import validate
+from opd.run import checkpoints
+from opd.run.checkpoints import Checkpoint
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
+from opd.settings.yaml_files import validate
 from opd.sinks import open_sinks
 from opd.text import as_typed
 from pipelines.build import build, num_workers
@@ -85,7 +86,7 @@ class Run:
     notices: tuple[str, ...] = ()
     """Notices for the user before the workers start."""
     resume_from: str | None = None
-    """The checkpoint to go on from, as `opd.checkpoints.choose` takes it; None for a run that begins."""
+    """The checkpoint to go on from, as `opd.run.checkpoints.choose` takes it; None for a run that begins."""
     changed: Mapping[str, Any] | None = None
     """The manifest with the changes of this resume; None if the one in the run directory is still right."""
     around: Surroundings = TERMINAL
@@ -187,7 +188,7 @@ def reopen(
     """Reopen an interrupted merge, to go on from a checkpoint, or from the start if it has none.
 
     `config` replaces the run's own pipeline, `overrides` change it; both may change only what `pipelines.merging.changes`
-    lists; `wanted` is what `opd.checkpoints.choose` takes. Raises: OpdError, and then nothing is written.
+    lists; `wanted` is what `opd.run.checkpoints.choose` takes. Raises: OpdError, and then nothing is written.
     """
     paths = RunPaths(root)
     refuse_no_run(paths)

@@ -7,7 +7,7 @@ from typing import Any
 
 from opd.config import PipelineConfig
 from opd.errors import OpdError
-from opd.settings import apply_overrides, validate
+from opd.settings.yaml_files import apply_overrides, validate
 from pipelines.plan.plan import fits_cluster
 from pipelines.plan.spec import ClusterSpec, load_spec, shipped_specs
 from pipelines.propose.sizes import rungs

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
-from opd.config.strict import DType
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
+from opd.settings.strict import DType
 from pipelines.cores import roles_at_once
 from pipelines.plan.spec import ClusterSpec
 

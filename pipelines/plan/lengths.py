@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from opd.config import PipelineConfig
-from opd.packing import tree_limit
+from opd.models.packing import tree_limit
 from opd.train.plan import RowSize
 from pipelines.plan.models import Models
 from pipelines.plan.spec import LengthsSpec

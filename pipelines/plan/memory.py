@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
-from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.payloads import answer_class
+from opd.settings.strict import DTYPE_BYTES
 from pipelines.inputs.gpu_memory import CONTEXT, Phase, phases, roles, scoring_gpu_bytes
 from pipelines.inputs.memory import (
     ROLLOUT_PROCESS,

@@ -14,9 +14,9 @@ from opd.config import PipelineConfig
 from opd.config.domains import ExpertConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
 from opd.errors import ConfigError
-from opd.lora import ADAPTER_CONFIG, LoraConfig, LoraSize
+from opd.models.lora import ADAPTER_CONFIG, LoraConfig, LoraSize
 from opd.prompts.balance import rounded, samples_by_weight
-from opd.types import Teacher
+from opd.records.types import Teacher
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
 from pipelines.plan.shapes import Shape, located, read_shape

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from opd.config import PipelineConfig
 from opd.config.sections import HELD_WHOLE
-from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import TransformersTeachers
-from opd.packing import pack
+from opd.models.packing import pack
 from opd.payloads import answer_class
+from opd.settings.strict import DTYPE_BYTES
 from opd.train.plan import RowSize, plan_micro_batches
 from pipelines.inputs.max_memory import in_memory, off_gpus
 from pipelines.inputs.memory import SCORED_AT_ONCE

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from opd.buckets import BUCKET_BYTES
 from opd.config import PipelineConfig
-from opd.config.strict import DTYPE_BYTES
 from opd.errors import ConfigError
+from opd.models.buckets import BUCKET_BYTES
+from opd.settings.strict import DTYPE_BYTES
 from opd.sync.proof import PROBE_SEQUENCES
 from pipelines.plan.cost import Place, Places, Seconds
 from pipelines.plan.shapes import Shape

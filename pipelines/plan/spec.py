@@ -10,9 +10,9 @@ from pathlib import Path
 from pydantic import ByteSize, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import DType, Strict
 from opd.errors import ConfigError
-from opd.settings import load_yaml, validate
+from opd.settings.strict import DType, Strict
+from opd.settings.yaml_files import load_yaml, validate
 from pipelines.catalog import PLANS
 
 DEFAULT = "two-cores"

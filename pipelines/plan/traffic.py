@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from opd.config.strict import DTYPE_BYTES
+from opd.settings.strict import DTYPE_BYTES
 from pipelines.plan.lengths import Written
 from pipelines.plan.memory import target_bytes
 from pipelines.plan.phases import Work, teacher_bytes

@@ -14,7 +14,7 @@ from opd.config.domains import DomainEvalConfig
 from opd.config.prompts import PromptsConfig
 from opd.errors import ConfigError
 from opd.prompts import PromptLine, PromptTable, load_prompts, render_prompt
-from opd.settings import parse_yaml, validate
+from opd.settings.yaml_files import parse_yaml, validate
 from pipelines.propose.columns import Columns, look_at_columns
 from pipelines.propose.given import Ask, Given, GivenExpert, Tell, asked
 from pipelines.propose.text import on_one_line

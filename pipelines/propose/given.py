@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experts.adapter import is_adapter
-from opd.config.strict import NAME_PATTERN
 from opd.errors import ConfigError, OpdError
+from opd.settings.strict import NAME_PATTERN
 from opd.text import with_home
 
 Ask = Callable[[str, str], str]

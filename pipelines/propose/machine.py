@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opd.cluster.environment import cores
-from opd.processor import has_bf16
+from opd.machine.processor import has_bf16
 from pipelines.inputs.gpu_memory import gpu_sizes
 from pipelines.inputs.machine_memory import machine_bytes
 

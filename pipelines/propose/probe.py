@@ -77,8 +77,8 @@ def _model(expert: SeenExpert) -> Iterator[Any]:
     from safetensors.torch import load_file
     from transformers.utils import logging
 
-    from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, attach, updates
-    from opd.model_weights import load_causal_lm
+    from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, attach, updates
+    from opd.models.weights import load_causal_lm
 
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,7 +13,7 @@ from opd import __version__
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.files import atomic_write_text, storing
-from opd.settings import parse_yaml, validate
+from opd.settings.yaml_files import parse_yaml, validate
 from opd.text import as_typed
 from pipelines.propose.given import Ask, Flags, Tell, complete
 from pipelines.propose.shipped import RECIPES, commands_of, files_of

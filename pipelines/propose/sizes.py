@@ -13,8 +13,8 @@ from experts.model_dir import ModelInfo
 from experts.weight_files import weight_tensors
 from opd.config import PipelineConfig
 from opd.config.objectives import DEFAULT_KIND
-from opd.config.strict import DTYPE_BYTES
-from opd.types import Teacher, WeightedTeacher
+from opd.records.types import Teacher, WeightedTeacher
+from opd.settings.strict import DTYPE_BYTES
 from pipelines.inputs.gpu_memory import phases, place, roles
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.memory import estimate, shortage
@@ -75,7 +75,7 @@ def cache_gib(student: Path, rollout: Data) -> int:
 
 def _keys_by_config(student: Path) -> int:
     """Numbers of a token's keys in all layers, for a model that has them in one matrix with queries and values."""
-    from opd.model_weights import config_of
+    from opd.models.weights import config_of
 
     config = config_of(student).get_text_config(decoder=True)
     layers, heads, width = (

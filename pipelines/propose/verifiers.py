@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from opd.evaluation.verifiers.numeric import NUMBER
-from opd.evaluation.verifiers.reasoning_gym import ReasoningGym
 from opd.prompts import Messages, PromptLine
+from opd.verifiers.numeric import NUMBER
+from opd.verifiers.reasoning_gym import ReasoningGym
 
 LONGEST = 100
 """Characters of an answer that a model may be expected to write letter by letter."""

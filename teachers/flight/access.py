@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from opd.address import LOOPBACK, Address, parse_address
 from opd.errors import ConfigError
+from opd.machine.address import LOOPBACK, Address, parse_address
 
 TOKEN_VARIABLE = "OPD_TEACHERS_TOKEN"
 

@@ -16,14 +16,14 @@ from pyarrow import flight
 
 from opd import cluster
 from opd.errors import RunError
-from opd.losses.rule import LogitRule
+from opd.models.heads import HeadSource, head_key, head_tensor
+from opd.models.logit_rule import LogitRule
 from opd.payloads import answer_class
-from opd.stream.heads import HeadSource, head_key, head_tensor
+from opd.records.types import LayoutProof, Rollout
 from opd.stream.rollouts import SCHEMA as ROLLOUTS
 from opd.stream.schema import VERSION as STREAM_VERSION
 from opd.stream.schema import StreamError, read_part_record
 from opd.stream.targets import Asked, TargetStream
-from opd.types import LayoutProof, Rollout
 from teachers.flight.access import read_roots, read_token
 from teachers.flight.protocol import (
     SLICES,

@@ -11,10 +11,10 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from opd.errors import RunError
-from opd.losses.rule import LogitRule
+from opd.models.logit_rule import LogitRule
+from opd.records.types import Rollout
 from opd.stream.rollouts import encode
 from opd.stream.schema import VERSION as STREAM_VERSION
-from opd.types import Rollout
 
 PROTOCOL = "3"
 SLICE_BYTES = 4 << 20
@@ -44,13 +44,13 @@ class ServedTeacher(Wire):
     name: str
     weight: float
     digest: str
-    """BLAKE3 of its weight files, see `opd.types.Teacher.digest`."""
+    """BLAKE3 of its weight files, see `opd.records.types.Teacher.digest`."""
     head: str
     """Content hash of its output head."""
 
 
 class WireRule(Wire):
-    """`opd.losses.rule.LogitRule` as JSON."""
+    """`opd.models.logit_rule.LogitRule` as JSON."""
 
     scale: float
     softcap: float | None

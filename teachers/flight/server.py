@@ -17,8 +17,8 @@ from pyarrow import flight
 
 from opd import __version__, cluster
 from opd.errors import OpdError, RunError
+from opd.records.types import Rollout
 from opd.stream.rollouts import check_schema, decode
-from opd.types import Rollout
 from teachers.flight.access import Endpoint
 from teachers.flight.protocol import (
     PART_ENDS,

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import nn
 
 from opd.errors import RunError
-from opd.model_files import weight_files
+from opd.models.files import weight_files
 
 Place = int | str
 """Number of a GPU, `cpu` or `disk`."""

@@ -19,12 +19,12 @@ import aiohttp
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.losses.rule import IDENTITY, LogitRule
+from opd.models.logit_rule import IDENTITY, LogitRule
 from opd.payloads import answer_class
 from opd.payloads.answer import Position
+from opd.records.types import Rollout, Teacher
 from opd.stream.schema import TargetRow
 from opd.text import one_line
-from opd.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions, Server
 from teachers.scorers.rows import batches, logprob_answer
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from opd.packing import units
+from opd.models.packing import units
 from opd.payloads.answer import Answer, Position
-from opd.types import Rollout
+from opd.records.types import Rollout
 
 
 def batches(rollouts: Sequence[Rollout], max_tokens: int, *, share: bool = False) -> Iterator[list[Rollout]]:

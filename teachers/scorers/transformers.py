@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from opd.devices import to_device
 from opd.errors import RunError
-from opd.imports import TRANSFORMERS, import_lightly
-from opd.layouts import LAYOUTS, Packed, layout_error, predict_trained, prove_layout
-from opd.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, updates
-from opd.losses.rule import LogitRule
-from opd.model_weights import Naming, attention, obeys_masks, to_meta
-from opd.packing import SHARED
+from opd.machine.devices import to_device
+from opd.machine.imports import TRANSFORMERS, import_lightly
+from opd.models.heads import HeadFile, head_key, logit_rule
+from opd.models.layouts import LAYOUTS, Packed, layout_error, predict_trained, prove_layout
+from opd.models.logit_rule import LogitRule
+from opd.models.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, updates
+from opd.models.packing import SHARED
+from opd.models.products import use_quick_products
+from opd.models.weights import Naming, attention, obeys_masks, to_meta
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer, Said
-from opd.products import use_quick_products
-from opd.stream.heads import HeadFile, head_key, logit_rule
+from opd.records.types import LayoutProof, Rollout, Teacher
 from opd.stream.schema import TargetRow
-from opd.types import LayoutProof, Rollout, Teacher
 from teachers.near import NearCache
 from teachers.scorers import ScorerOptions
 from teachers.scorers.division import Division, Place, free_memory, undivided

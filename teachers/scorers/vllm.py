@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.losses.rule import LogitRule
+from opd.models.heads import HeadFile, HeadSource
+from opd.models.logit_rule import LogitRule
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer
 from opd.payloads.hidden_states import HiddenStates
+from opd.records.types import Rollout, Teacher
 from opd.rollouts.swap import swap_weights, wipe_cache
 from opd.rollouts.worker import EngineOptions, can_swap, model_shape, start_engine, stop_engine
-from opd.stream.heads import HeadFile, HeadSource
 from opd.stream.schema import TargetRow
-from opd.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers.rows import batches, logprob_answer
 from teachers.scorers.transformers import TransformersScorer

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from opd.config import PipelineConfig
 from opd.evaluation.baselines import BaselineResult
-from opd.settings import validate
+from opd.settings.yaml_files import validate
 from pipelines.baselines.jobs import plan
 from pipelines.baselines.mergekit import environment_dir, merge_weights
 from pipelines.baselines.run import compute

@@ -19,11 +19,12 @@ import numpy as np
 import psutil
 import pytest
 
-from opd import cluster, leftovers
+from opd import cluster
 from opd.cluster import Group, Remote, Seat, Worker, WorkerDied, watching
 from opd.cluster.session import current_watch
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
+from opd.machine import leftovers
 
 ROOT = Path(__file__).parents[2]
 TITLES = {"gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Owner"}

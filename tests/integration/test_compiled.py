@@ -40,7 +40,7 @@ def test_a_layer_is_compiled_once_and_in_one_piece(tiny_model_dir: Path) -> None
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
-    from opd.layouts import packed
+    from opd.models.layouts import packed
     from opd.train.compiled import compile_layers
 
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32, attn_implementation="eager")

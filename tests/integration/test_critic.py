@@ -13,10 +13,10 @@ from opd.config.sections import ClusterConfig
 from opd.credit.critic import CriticCredit, CriticSpec
 from opd.credit.gae import GaeSpec
 from opd.credit.interfaces import Assigned
+from opd.records.types import Rollout
 from opd.train.critic import CriticEngineSpec
 from opd.train.schedule import LearningRate
 from opd.train.shards import Shards
-from opd.types import Rollout
 from tests.credit import chain, critic_options
 from tests.integration.parts import stop
 

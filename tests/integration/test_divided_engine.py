@@ -13,15 +13,16 @@ import psutil
 import pytest
 import yaml
 
-from opd import cluster, leftovers
+from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
-from opd.leftovers import SHARED_MEMORY
+from opd.machine import leftovers
+from opd.machine.leftovers import SHARED_MEMORY
+from opd.records.types import Prompt
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.settings import validate
+from opd.settings.yaml_files import validate
 from opd.sync import NetworkSync, SharedMemorySync, SyncSpec
 from opd.train.deepspeed import DeepSpeedTrainer
-from opd.types import Prompt
 from tests.integration.parts import (
     PROBE,
     altered,

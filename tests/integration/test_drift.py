@@ -11,10 +11,10 @@ import pytest
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
+from opd.records.types import Prompt, Rollout
 from opd.rollouts.episodes.drift import DriftOptions, TeacherTurns
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.settings import validate
-from opd.types import Prompt, Rollout
+from opd.settings.yaml_files import validate
 from pipelines.specs import ForTraining, rollout_spec
 from tests.integration.test_agents import agent_pipeline
 from tests.integration.test_merge import kill_when_logged, opd, records, write

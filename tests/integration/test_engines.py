@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opd import cluster
+from opd.records.types import Prompt, Rollout
 from opd.rollouts.partial import Cuts
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import VLLMWorker
-from opd.types import Prompt, Rollout
 from tests.integration.parts import (
     EOS,
     PROBE,
@@ -218,7 +218,7 @@ def test_behaviour_log_probs_are_those_of_the_temperature(
 
 def test_teachers_score_each_row_with_its_own_expert(shared: Shared, teachers: dict[str, Path], rows_of: Any) -> None:
     """Hidden state times head equals the expert's own logits, for experts of different width, on two workers."""
-    from opd.stream.heads import head_tensor
+    from opd.models.heads import head_tensor
 
     rows = moved(rollouts(), right="wide")
     targets = shared.pool.score(rows)

@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks.push import machines
 from opd import cluster
-from opd.buckets import Bucket, WeightStream
 from opd.cluster import Worker
 from opd.config.sections import ClusterConfig
+from opd.models.buckets import Bucket, WeightStream
 from opd.rollouts.pour import pour
 from tests.integration.parts import config, start_engine, start_sync, start_trainer, stop
 

@@ -16,8 +16,8 @@ from experts.adapter import inspect_adapter, merge_adapter
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
+from opd.records.types import Teacher, WeightedTeacher
 from opd.train.deepspeed import DeepSpeedTrainer
-from opd.types import Teacher, WeightedTeacher
 from pipelines.specs import pool_spec, trainer_spec
 from teachers.pool import Pool
 from tests.integration.parts import (

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from opd import cluster
+from opd.records.types import Prompt
 from opd.train.deepspeed import DeepSpeedTrainer
-from opd.types import Prompt
 from tests.integration.parts import (
     PROBE,
     config,

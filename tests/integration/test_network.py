@@ -15,8 +15,8 @@ from benchmarks.push import two_machines
 from opd import cluster
 from opd.cluster import Worker
 from opd.config.sections import ClusterConfig
-from opd.evaluation.scores import Evaluation
-from opd.run_dir import RunPaths
+from opd.records.scores import Evaluation
+from opd.run.paths import RunPaths
 from tests.integration.parts import (
     PROBE,
     altered,

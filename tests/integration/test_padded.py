@@ -20,10 +20,10 @@ import yaml
 
 from opd import cluster
 from opd.config import PipelineConfig
+from opd.records.types import Prompt, Rollout
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.settings import validate
+from opd.settings.yaml_files import validate
 from opd.stream.schema import read_stream
-from opd.types import Prompt, Rollout
 from pipelines.specs import rollout_spec
 from tests.integration.parts import start_pool, start_sync, start_trainer, stop
 

@@ -16,9 +16,9 @@ from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
 from opd.prompts.encode import encode_text, render_prompt
+from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.rollouts import vllm
-from opd.settings import validate
-from opd.types import Prompt, Rollout, RolloutBatch
+from opd.settings.yaml_files import validate
 from pipelines.specs import rollout_spec
 from tests.chatml import smollm2_tokenizer
 from tests.integration.babel import TellingWorker, Told

@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from experts.weight_files import weight_tensors
 from opd.config import PipelineConfig
-from opd.imports import TRANSFORMERS, import_lightly
-from opd.model_files import ModelFiles
+from opd.machine.imports import TRANSFORMERS, import_lightly
+from opd.models.files import ModelFiles
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, adapt
 from opd.train.optimizer import AdamWOptions

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from opd.model_weights import load_causal_lm, persistent_buffers, to_files
+from opd.models.weights import load_causal_lm, persistent_buffers, to_files
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, adapt
 from opd.train.optimizer import AdamWOptions

@@ -26,11 +26,11 @@ from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
-from opd.settings import validate
-from opd.stream.heads import head_tensor
+from opd.models.heads import head_tensor
+from opd.records.types import Rollout, Teacher, WeightedTeacher
+from opd.settings.yaml_files import validate
 from opd.stream.schema import TargetRow, read_stream
 from opd.stream.targets import TargetStream
-from opd.types import Rollout, Teacher, WeightedTeacher
 from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from tests.conftest import read_rows

@@ -119,7 +119,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> InProcess:
         monkeypatch.setattr(cluster, name, getattr(fake, name))
     monkeypatch.setattr("opd.cluster.objects.fetch", fake.fetch)
     # Workers are threads of one process here, and torch's setting is the process's: one's attention would be under another's.
-    monkeypatch.setattr("opd.products.quick_here", lambda: False)
+    monkeypatch.setattr("opd.models.products.quick_here", lambda: False)
     return fake
 
 

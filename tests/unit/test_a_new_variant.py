@@ -19,22 +19,22 @@ from pydantic import Field
 from torch import Tensor
 
 from opd.config import PipelineConfig
-from opd.config.objectives import ObjectiveConfig
+from opd.config.objectives import OBJECTIVES, ObjectiveConfig
+from opd.config.payloads import PAYLOADS
 from opd.errors import ConfigError
 from opd.interfaces import ScoredRow
-from opd.losses import OBJECTIVES
 from opd.losses.blocks import Block, Given
 from opd.losses.objective import Slope, StudentChunk, TeacherChunk
-from opd.losses.rule import IDENTITY, LogitRule
-from opd.payloads import PAYLOADS, answer_class
+from opd.models.logit_rule import IDENTITY, LogitRule
+from opd.payloads import answer_class
 from opd.payloads.answer import Answer, Columns, Said
-from opd.settings import validate
+from opd.records.types import Rollout, Teacher, WeightedTeacher
+from opd.settings.yaml_files import validate
 from opd.stream.schema import StreamError, TargetRow, read_stream
 from opd.stream.targets import Asked, Expected, TargetStream
 from opd.train import rank
 from opd.train.rank import RankWork
 from opd.train.student import Student
-from opd.types import Rollout, Teacher, WeightedTeacher
 from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from teachers.scorers import SCORERS, ScorerOptions

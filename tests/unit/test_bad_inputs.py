@@ -27,26 +27,27 @@ import pipelines.inputs.memory
 import pipelines.interrupts
 import pipelines.merging.run
 from experts.registry import Registry
-from opd import checkpoints, cluster
-from opd.checkpoints import CheckpointStore
+from opd import cluster
 from opd.cluster.watching import Watch
 from opd.config.monitors import MonitorsConfig
 from opd.config.sections import CheckpointConfig
 from opd.errors import ModelError, RegistryError, RunDirError, RunError, StorageError
 from opd.files import blake3_file, storing
-from opd.losses.rule import IDENTITY
-from opd.metrics import MetricsFile, PhaseClock
+from opd.live.progress import RunReporter
+from opd.models.heads import HeadSource
+from opd.models.logit_rule import IDENTITY
 from opd.monitors.acting import RunMonitors
-from opd.progress import RunReporter
+from opd.records.step import StepRecord
+from opd.records.types import DomainStats, Prompt, Rollout, Teacher, WrittenFile
 from opd.rollouts.swap import swap_weights
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import Generated, _generated
-from opd.run_dir import RunPaths
-from opd.step_record import StepRecord
-from opd.stream.heads import HeadSource
+from opd.run import checkpoints
+from opd.run.checkpoints import CheckpointStore
+from opd.run.metrics import MetricsFile, PhaseClock
+from opd.run.paths import RunPaths
 from opd.stream.targets import refuse_many_broken
 from opd.sync import SharedMemorySync, SyncSpec
-from opd.types import DomainStats, Prompt, Rollout, Teacher, WrittenFile
 from pipelines.check.measure import template_findings
 from pipelines.inputs.read import Inputs
 from pipelines.merging.directory import locked
@@ -859,8 +860,8 @@ def no_compiler(b: Bench) -> None:
     import torch
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from opd.compiler import can_compile
     from opd.losses.reverse_kl import ReverseKL
+    from opd.machine.compiler import can_compile
     from opd.payloads.hidden_states import TeacherBlock
     from opd.train.compiled import compile_layers
     from tests.losses import chunked_objective
@@ -876,7 +877,7 @@ def no_compiler(b: Bench) -> None:
         )  # fmt: skip
         return float(value.detach())
 
-    b.patch.setattr("opd.compiler.shutil.which", lambda _: None)
+    b.patch.setattr("opd.machine.compiler.shutil.which", lambda _: None)
     can_compile.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"no C\+\+ compiler \(g\+\+\), the loss runs eagerly") as seen:

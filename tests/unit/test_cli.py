@@ -27,7 +27,7 @@ from opd import __version__
 from opd.config import PipelineConfig
 from opd.errors import Paused, RunError, StorageError
 from opd.evaluation.baselines import BaselineResult
-from opd.evaluation.scores import DomainScore
+from opd.records.scores import DomainScore
 from pipelines.baselines.jobs import BaselineJob
 from pipelines.check.comparison import Comparison
 from pipelines.check.judge import Finding, MeasuredTeacher

@@ -80,7 +80,7 @@ def test_the_objective_is_few_calls_below_a_rank(tiny_model_dir: Path, monkeypat
 def _head(weight_V_D: np.ndarray) -> Any:
     import torch
 
-    from opd.losses.rule import IDENTITY
-    from opd.stream.heads import Head
+    from opd.models.heads import Head
+    from opd.models.logit_rule import IDENTITY
 
     return Head(torch.from_numpy(weight_V_D), IDENTITY)

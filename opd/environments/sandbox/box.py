@@ -19,8 +19,8 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from opd.config.strict import Strict
 from opd.errors import ConfigError, RunError
+from opd.settings.strict import Strict
 
 INSIDE = Path(__file__).resolve().with_name("inside.py")
 START_S = 30.0

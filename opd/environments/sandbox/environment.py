@@ -18,14 +18,14 @@ from typing import Any
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import Strict
 from opd.environments.asking import calling
 from opd.environments.game import Row, draw_tasks
-from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.environments.sandbox.box import Box, Limits, Ran
 from opd.environments.sandbox.problems import PROBLEMS, Problem
 from opd.errors import PromptError
-from opd.settings import validate
+from opd.records.environments import Action, Outcome, Tool, ToolCall
+from opd.settings.strict import Strict
+from opd.settings.yaml_files import validate
 from opd.text import readable
 
 TEXT = {"type": "string"}

@@ -9,10 +9,10 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, Protocol
 
-from opd.decoding import end_ids, written_text
-from opd.environments.records import Tool, ToolCall
 from opd.prompts.encode import encode_prompt, encode_text
 from opd.prompts.harmless import escape_specials, special_texts
+from opd.records.environments import Tool, ToolCall
+from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import ChatAppender, call_id, without_tool_role
 from opd.rollouts.episodes.tokenizer import TurnTokenizer

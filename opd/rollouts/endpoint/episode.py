@@ -15,19 +15,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd import leftovers
-from opd.evaluation.verifiers import build_verifier
 from opd.interfaces import TokenEngine
+from opd.machine import leftovers
+from opd.records.episodes import BROKEN, EpisodeResult
 from opd.rollouts.endpoint.dialogue import ChatMessages, Dialogue, PlainMessages
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.endpoint.program import Ran, environment, run_program
 from opd.rollouts.endpoint.server import Endpoint
 from opd.rollouts.endpoint.session import Session, Terms
 from opd.rollouts.episodes.runner import Dialogues, run_episodes, watch_of
-from opd.rollouts.episodes.spec import BROKEN, EpisodeEnd, EpisodeRequest, EpisodeResult, is_reward
+from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeRequest, is_reward
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 from opd.rollouts.episodes.trace import Trace
 from opd.text import one_line
+from opd.verifiers import build_verifier
 
 SHOWN = 200
 """Characters of what a program said that are shown."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from opd.environments.records import Tool
+from opd.records.environments import Tool
 from opd.rollouts.endpoint import reading
 from opd.rollouts.endpoint.messages import (
     ApiError,

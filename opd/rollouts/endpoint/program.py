@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd import leftovers
+from opd.machine import leftovers
 
 INHERITED = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", leftovers.VARIABLE)
 """Variables that a program gets from us beside PATH and those that the pipeline names; no key of ours is among them."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from opd.environments.records import Tool
-from opd.json_fields import strict_json
+from opd.records.environments import Tool
+from opd.records.json_fields import strict_json
 from opd.rollouts.endpoint.messages import refused
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 
 from aiohttp import web
 
-from opd.json_fields import strict_json
+from opd.records.json_fields import strict_json
 from opd.rollouts.endpoint import anthropic, openai
 from opd.rollouts.endpoint.messages import ApiError, Reply, Request, refused
 from opd.rollouts.endpoint.session import Session, Turn

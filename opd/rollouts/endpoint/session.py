@@ -26,22 +26,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from opd.environments.records import ToolCall
 from opd.errors import RunError
 from opd.guard.watch import Looked, Watch
 from opd.interfaces import TokenEngine
+from opd.records.environments import ToolCall
+from opd.records.episodes import Audit
+from opd.records.types import Sampled
 from opd.rollouts.endpoint.budget import Budget
 from opd.rollouts.endpoint.dialogue import Dialogue, Unreadable
 from opd.rollouts.endpoint.draws import Draws
 from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, digests, refused
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
 from opd.rollouts.episodes.runner import UNREADABLE, seed_of
-from opd.rollouts.episodes.thoughts import without_thoughts
 from opd.rollouts.episodes.threads import hand_over, read_aside
-from opd.rollouts.episodes.tool_formats.records import BadCall
-from opd.rollouts.episodes.trace import Audit, Segment, Trace
+from opd.rollouts.episodes.trace import Segment, Trace
 from opd.rollouts.episodes.turns import History
-from opd.types import Sampled
+from opd.tool_formats.records import BadCall
+from opd.tool_formats.thoughts import without_thoughts
 
 End = Literal["closed", "turns", "tokens", "foreign", "engine"]
 """Why a session takes no more requests: its episode is over; it had as many requests, or sampled as many tokens, as it may;

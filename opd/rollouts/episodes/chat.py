@@ -16,15 +16,15 @@ from datetime import date
 from itertools import chain, count
 from typing import Any
 
-from opd.decoding import end_ids, written_text
-from opd.environments.records import Tool, ToolCall
 from opd.errors import ModelError
 from opd.prompts.encode import encode_text, render_messages
 from opd.prompts.harmless import escape_specials, escape_specials_inside, special_texts
-from opd.rollouts.episodes.thoughts import TAGS, has_thoughts, split_thoughts
+from opd.records.environments import Tool, ToolCall
+from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
-from opd.rollouts.episodes.tool_formats import AUTO, FALLBACK, TOOL_FORMATS, tool_format
-from opd.rollouts.episodes.tool_formats.records import BadCall, ToolFormat, Written
+from opd.tool_formats import AUTO, FALLBACK, TOOL_FORMATS, tool_format
+from opd.tool_formats.records import BadCall, ToolFormat, Written
+from opd.tool_formats.thoughts import TAGS, has_thoughts, split_thoughts
 
 Message = Mapping[str, Any]
 REPLY = "I see 7."

@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from opd.config.sub_agents import ANSWER, TASK
-from opd.environments.records import Outcome, Tool, ToolCall
-from opd.rollouts.episodes.spec import BROKEN, EpisodeEnd, EpisodeOptions, EpisodeRequest
+from opd.records.environments import Outcome, Tool, ToolCall
+from opd.records.episodes import BROKEN
+from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.sub_agents import REFUSED, SubAgentOptions
-from opd.rollouts.episodes.tool_formats.records import BadCall
+from opd.tool_formats.records import BadCall
 
 if TYPE_CHECKING:
     from opd.prompts.conversation import Messages

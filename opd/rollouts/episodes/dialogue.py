@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from opd.decoding import end_ids, written_text
-from opd.environments.records import Tool, ToolCall
 from opd.prompts.conversation import Messages
 from opd.prompts.encode import encode_prompt, encode_text
 from opd.prompts.harmless import escape_specials, special_texts
+from opd.records.environments import Tool, ToolCall
+from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import checked_calls, plain_calls

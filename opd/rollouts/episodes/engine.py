@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from opd.errors import RunError
 from opd.interfaces import TokenEngine
-from opd.types import Sampled
+from opd.records.types import Sampled
 
 if TYPE_CHECKING:  # that module starts engines, and uses this one
     from opd.rollouts.worker import Generated

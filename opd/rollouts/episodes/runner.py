@@ -21,26 +21,27 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from opd.config.context import PLACE
-from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.guard.build import shared_guard
 from opd.guard.watch import Looked, Watch
 from opd.interfaces import TokenEngine
 from opd.prompts.harmless import escape_specials, special_texts
+from opd.records.environments import Action, Outcome, Tool, ToolCall
+from opd.records.episodes import EpisodeResult
+from opd.records.types import Sampled, SegmentOrigin
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import Compactor
 from opd.rollouts.episodes.delegation import Delegation, in_order
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, checked
-from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest, EpisodeResult
-from opd.rollouts.episodes.thoughts import without_thoughts
+from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.threads import hand_over, read_aside
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
-from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.trace import Segment, Trace
 from opd.rollouts.episodes.turns import Answer, History, Opening
 from opd.rollouts.episodes.worlds import CallersEnvironment, NoEnvironment, OwnEnvironment, World
 from opd.text import one_line, readable
-from opd.types import Sampled, SegmentOrigin
+from opd.tool_formats.records import BadCall
+from opd.tool_formats.thoughts import without_thoughts
 
 T = TypeVar("T")
 MAX_ERROR = 500

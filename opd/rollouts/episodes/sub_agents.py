@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opd.config.sub_agents import ANSWER, TASK
-from opd.environments.records import Tool
+from opd.records.environments import Tool
 
 REFUSED = "refused"
 """Counted beside the stop reasons of sub-agents: a call that started none, because there were as many as an episode may start,

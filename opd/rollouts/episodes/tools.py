@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from opd.environments.records import Tool, ToolCall
-from opd.json_fields import strict_json
-from opd.rollouts.episodes.tool_formats.records import BadCall
-from opd.rollouts.episodes.tool_formats.schema import problem_with, properties
+from opd.records.environments import Tool, ToolCall
+from opd.records.json_fields import strict_json
+from opd.tool_formats.records import BadCall
+from opd.tool_formats.schema import problem_with, properties
 
 
 def checked_calls(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
@@ -20,7 +20,7 @@ def checked_calls(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[Too
 def problem_with_tools(tools: Any) -> str:
     """Why these are no tools of an environment; empty if they are."""
     if not isinstance(tools, tuple | list) or not all(isinstance(tool, Tool) for tool in tools):
-        return f"tools = {tools!r:.60}, which is no tuple of opd.environments.records.Tool"
+        return f"tools = {tools!r:.60}, which is no tuple of opd.records.environments.Tool"
     for tool in tools:
         try:
             json.dumps(tool.schema(), allow_nan=False)

@@ -12,34 +12,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
 
 from opd.errors import RunError
-from opd.types import Origin, Rollout, Sampled, SegmentOrigin, Span, StopReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
-    """What became of the sampled tokens of one or many episodes."""
-
-    segments: int = 0
-    turns: int = 0
-    sampled: int = 0
-    """Tokens that the policy sampled."""
-    trained: int = 0
-    """Those of them that carry loss."""
-    forks: int = 0
-    """Segments that were begun because a history did not continue any other."""
-    lost_turns: int = 0
-    """Turns that were sampled, at least in part, and are in no segment."""
-    teacher_turns: int = 0
-    """Turns that the domain's expert wrote in the policy's place; `turns` counts them too."""
-
-    def __add__(self, other: Audit) -> Audit:
-        return Audit(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+from opd.records.episodes import Audit
+from opd.records.types import Origin, Rollout, Sampled, SegmentOrigin, Span, StopReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from opd.environments import find
-from opd.environments.records import Action, Outcome, Tool
 from opd.interfaces import Environment
+from opd.records.environments import Action, Outcome, Tool
+from opd.records.types import StopReason
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, is_reward
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
 from opd.rollouts.episodes.tools import problem_with_tools
-from opd.types import StopReason
 
 if TYPE_CHECKING:
     from opd.prompts.conversation import Messages

@@ -16,12 +16,12 @@ from benchmarks.variants import Place, Variant
 from experts.rl.spec import ReinforceSpec
 from experts.spec import find_spec
 from opd.config import PipelineConfig
-from opd.episodes_record import EpisodesRecord
-from opd.evaluation.scores import DomainScore, Evaluation
-from opd.metrics import MetricsFile
-from opd.run_dir import RunPaths
-from opd.settings import load_yaml, validate
-from opd.step_record import DomainRecord, StepRecord
+from opd.records.episodes import EpisodesRecord
+from opd.records.scores import DomainScore, Evaluation
+from opd.records.step import DomainRecord, StepRecord
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
+from opd.settings.yaml_files import load_yaml, validate
 from pipelines import api
 from pipelines.baselines.jobs import METHODS
 from pipelines.catalog import find

@@ -23,7 +23,7 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.config.domains import DomainConfig
 from opd.errors import OpdError
 from opd.guard.rules import RuleFile
-from opd.settings import parse_yaml, validate
+from opd.settings.yaml_files import parse_yaml, validate
 from pipelines.catalog import find, shipped
 from tests.unit.docs.written import PAGES, ROOT, Command, blocks, commands, is_placeholder
 

@@ -15,12 +15,12 @@ from experts.suites import DOMAINS, SUITES, rewards, write_suite
 from experts.suites.letters import CHARACTERS, SPECIALS, build_tokenizer
 from experts.suites.rows import Row
 from opd.environments import find
-from opd.environments.records import Action
 from opd.errors import ConfigError
-from opd.evaluation.verifiers.exact import LastLine
-from opd.evaluation.verifiers.reasoning_gym import ReasoningGym
 from opd.prompts import read_prompt_lines
-from opd.unique import take_unique
+from opd.prompts.unique import take_unique
+from opd.records.environments import Action
+from opd.verifiers.exact import LastLine
+from opd.verifiers.reasoning_gym import ReasoningGym
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 

@@ -16,8 +16,8 @@ from experts.suites import write_suite
 from experts.suites.tools import DOMAINS, make_rows
 from opd.config import load_pipeline
 from opd.environments import ENVIRONMENTS, find
-from opd.environments.records import Action
 from opd.prompts import read_prompt_lines
+from opd.records.environments import Action
 from pipelines.catalog import find as find_pipeline
 from tests.chatml import CHATML, WITH_TOOLS, bpe_tokenizer, chat_tokenizer, smollm2_tokenizer
 from tests.spoken import spoken, tagged_calls

@@ -25,7 +25,7 @@ from experts.train import base_of, train_experts
 from opd.errors import ConfigError, ModelError, OpdError, PromptError, RegistryError
 from opd.prompts import PromptLine
 from opd.prompts.line import read_row
-from opd.settings import validate
+from opd.settings.yaml_files import validate
 from tests.chatml import CHATML, chat_tokenizer
 from tests.conftest import put_in_front
 

@@ -55,7 +55,7 @@ def test_options_are_those_of_the_environment(tmp_path: Path) -> None:
 
 def test_a_class_without_tasks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a class without `tasks`"):
-        environments.write_tasks("opd.environments.records:Tool", 1, 0, [], tmp_path / "x")
+        environments.write_tasks("opd.records.environments:Tool", 1, 0, [], tmp_path / "x")
 
 
 def test_playing_needs_a_terminal() -> None:

@@ -12,10 +12,10 @@ import pytest
 from opd.config import load_pipeline
 from opd.errors import RunDirError
 from opd.interfaces import Sink
-from opd.metrics import MetricsFile
 from opd.prompts import BalancedPrompts, MixedPrompts
-from opd.run_dir import RunPaths
-from opd.step_record import DomainRecord, StepRecord
+from opd.records.step import DomainRecord, StepRecord
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
 from pipelines import build
 from pipelines.build import prompt_source
 from pipelines.inputs.read import read_inputs

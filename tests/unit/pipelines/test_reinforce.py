@@ -13,7 +13,7 @@ from experts.rl.spec import ReinforceSpec
 from opd.config import load_pipeline
 from opd.errors import ConfigError, OpdError, RegistryError, RunDirError, RunError
 from opd.report import read_run
-from opd.settings import validate
+from opd.settings.yaml_files import validate
 from pipelines.baselines.comparison import compare
 from pipelines.inputs.memory import estimate
 from pipelines.inputs.read import read_inputs

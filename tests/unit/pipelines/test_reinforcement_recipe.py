@@ -14,7 +14,7 @@ from experts.spec import ExpertsSpec
 from opd.config.guard import guard_of
 from opd.config.reward import CriticBaseline, GroupBaseline, LeaveOneOutBaseline
 from opd.errors import ConfigError
-from opd.settings import validate
+from opd.settings.yaml_files import validate
 from pipelines.reinforce import pipeline_of, record_of
 from pipelines.specs import critic_options
 

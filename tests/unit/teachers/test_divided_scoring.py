@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opd.errors import RunError
-from opd.types import Teacher
+from opd.records.types import Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers.division import Division
 from teachers.scorers.transformers import TransformersScorer, _read_config, _skeleton

@@ -14,9 +14,9 @@ import pytest
 
 from opd import cluster
 from opd.errors import RunError
+from opd.records.types import Prompt, Rollout, Teacher
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
-from opd.types import Prompt, Rollout, Teacher
 from teachers.early import EarlyScores
 from teachers.pool import Pool
 from teachers.worker import Group

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opd.errors import RunError
-from opd.types import Rollout, Teacher
+from opd.records.types import Rollout, Teacher
 from teachers.pool import share_out
 from teachers.scorers import ScorerOptions
 from teachers.scorers.transformers import TransformersScorer

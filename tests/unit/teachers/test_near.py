@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from opd.types import Teacher
+from opd.records.types import Teacher
 from teachers.near import NearCache
 from teachers.scorers import ScorerOptions
 from teachers.scorers.transformers import TransformersScorer

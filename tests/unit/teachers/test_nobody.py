@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PART_ROWS, read_stream
 from opd.stream.split import split_part
 from opd.stream.targets import TargetStream
 from opd.train.batch import gather_samples, micro_batch
-from opd.types import Prompt, Rollout, RolloutBatch
 from teachers.nobody import NOBODY, NobodyPool, NobodySpec
 from tests.rows import make_rollout
 

@@ -12,12 +12,12 @@ import torch
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.losses.rule import IDENTITY
+from opd.models.heads import head_tensor
+from opd.models.logit_rule import IDENTITY
+from opd.records.types import Teacher, WeightedTeacher
 from opd.stream import schema
-from opd.stream.heads import head_tensor
 from opd.stream.schema import Stream, read_stream
 from opd.stream.targets import TargetStream
-from opd.types import Teacher, WeightedTeacher
 from pipelines.specs import pool_spec
 from teachers.pool import AHEAD, Pool, share_out
 from teachers.scorers import transformers as transformers_scorer

@@ -16,8 +16,8 @@ from experts.adapter import inspect_expert
 from experts.model_dir import inspect_model
 from experts.probe import take_probe
 from opd.errors import RunError
-from opd.stream.heads import head_key
-from opd.types import Teacher
+from opd.models.heads import head_key
+from opd.records.types import Teacher
 from teachers.scorers import ScorerOptions
 from teachers.worker import TeacherWorker
 

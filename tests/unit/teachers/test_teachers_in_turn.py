@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from opd.types import Rollout, Teacher
+from opd.records.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions
 from teachers.worker import Group, TeacherWorker
 from tests.rows import make_rollout

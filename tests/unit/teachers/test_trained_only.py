@@ -14,16 +14,16 @@ from torch import Tensor
 
 from opd.interfaces import Objective
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.rule import IDENTITY
 from opd.losses.sampled import Sampled
 from opd.losses.top_k import TopK
+from opd.models.heads import Head
+from opd.models.logit_rule import IDENTITY
 from opd.payloads import answer_class
-from opd.stream.heads import Head
+from opd.records.types import Rollout, Span, Teacher
 from opd.stream.schema import StreamError, TargetRow, read_stream, write_stream
 from opd.train.batch import leave_one_out, micro_batch
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
-from opd.types import Rollout, Span, Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers.transformers import TransformersScorer
 from teachers.scorers.vllm import VLLMScorer

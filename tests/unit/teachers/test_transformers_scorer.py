@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opd.errors import RunError
-from opd.losses.rule import IDENTITY
+from opd.models.logit_rule import IDENTITY
 from opd.payloads.sampled_logprobs import SampledLogprobs
 from opd.payloads.top_k import TopTokens
+from opd.records.types import Teacher
 from opd.stream.schema import read_stream, write_stream
-from opd.types import Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers.rows import batches
 from teachers.scorers.transformers import TransformersScorer

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from opd.records.types import Teacher
 from opd.stream import schema
 from opd.stream.schema import PartRecord, Stream, read_stream
-from opd.types import Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers import transformers as transformers_scorer
 from teachers.worker import Group, TeacherWorker

@@ -14,10 +14,10 @@ from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.rows import episode_row
 from experts.sft import IGNORED, collate, encode_lines
 from experts.suites.letters import build_tokenizer
-from opd.environments.records import Action, Outcome, Tool
 from opd.errors import ModelError, PromptError
 from opd.prompts import PromptLine, encode_prompt
-from opd.types import Rollout
+from opd.records.environments import Action, Outcome, Tool
+from opd.records.types import Rollout
 from tests.chatml import CHATML, LAST_ONLY, WITH_TOOLS, chat_tokenizer
 from tests.spoken import spoken
 from tests.tool_templates import QWEN3

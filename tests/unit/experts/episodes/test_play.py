@@ -16,9 +16,9 @@ from experts.episodes.rows import episode_row, has_episodes, read_episodes
 from experts.suites import DOMAINS, SUITES, write_suite
 from experts.suites.letters import build_tokenizer
 from opd.environments import ENVIRONMENTS, find
-from opd.environments.records import Action, Outcome
 from opd.errors import ConfigError
 from opd.prompts import read_prompt_lines
+from opd.records.environments import Action, Outcome
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.spoken import spoken
 

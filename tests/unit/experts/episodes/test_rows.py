@@ -14,7 +14,7 @@ from experts.spec import ExpertsSpec
 from experts.train import train_experts
 from opd.config.prompts import FilterConfig, PromptsConfig
 from opd.errors import PromptError
-from opd.settings import validate
+from opd.settings.yaml_files import validate
 
 SAYS = {"role": "assistant", "content": "N"}
 SEES = {"role": "user", "content": "b3:"}

@@ -13,8 +13,8 @@ from opd.credit.ema import Ema, EmaSpec
 from opd.credit.group import EPSILON, Group, GroupSpec
 from opd.credit.leave_one_out import LeaveOneOut
 from opd.credit.none import NoBaseline
-from opd.named import imported
-from opd.types import Rollout
+from opd.records.types import Rollout
+from opd.settings.named import imported
 from tests.credit import chain, segment
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opd.checkpoints import SavesBeside
 from opd.credit import critic
 from opd.credit.critic import CriticCredit, CriticSpec, WarmUp, explained_variance
 from opd.credit.gae import GaeSpec
 from opd.errors import RunError
-from opd.types import Rollout, WrittenFile
+from opd.records.types import Rollout, WrittenFile
+from opd.run.checkpoints import SavesBeside
 from tests.credit import chain, segment
 
 

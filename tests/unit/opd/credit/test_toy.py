@@ -20,9 +20,9 @@ import pytest
 from opd.credit.critic import CriticCredit, CriticSpec
 from opd.credit.episodes import Episode, episodes
 from opd.credit.gae import GaeSpec, credit
+from opd.records.types import Rollout
 from opd.train.critic import CriticEngineSpec
 from opd.train.schedule import LearningRate
-from opd.types import Rollout
 from tests.credit import PlainRank, critic_options, segment
 
 A, B, X, Y = 10, 11, 20, 21

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from opd.environments import ENVIRONMENTS, find, place_of
-from opd.environments.records import Action, Outcome, Tool
 from opd.errors import ConfigError
+from opd.records.environments import Action, Outcome, Tool
 
 WITHOUT_TASKS_OF_ITS_OWN = {"verifiers"}
 

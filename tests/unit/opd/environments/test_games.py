@@ -16,9 +16,9 @@ from opd.environments.lights import LightsOut, pressed, presses
 from opd.environments.mastermind import Mastermind, judged
 from opd.environments.maze import Maze, carved, distances, named, place
 from opd.environments.number import GuessTheNumber
-from opd.environments.records import Action
 from opd.environments.sorting import Sorting
 from opd.errors import ConfigError, PromptError
+from opd.records.environments import Action
 
 GAMES: list[tuple[type[Game[Any]], dict[str, Any]]] = [
     (Maze, {"size": 8}),

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from opd.environments.records import Action, Outcome, ToolCall
 from opd.environments.sandbox.box import INSIDE, Box, Limits, Ran, clean
 from opd.environments.sandbox.environment import Sandbox
 from opd.environments.sandbox.inside import ABSENT, MACHINES, calls_filter
 from opd.errors import ConfigError, PromptError, RunError
+from opd.records.environments import Action, Outcome, ToolCall
 from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.worlds import OwnEnvironment
 

@@ -17,8 +17,9 @@ from opd.environments.asking import hermes
 from opd.environments.sandbox.environment import WRITE, Sandbox
 from opd.errors import ConfigError
 from opd.guard.build import guard_spec
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeResult
-from opd.types import Prompt
+from opd.records.episodes import EpisodeResult
+from opd.records.types import Prompt
+from opd.rollouts.episodes.spec import EpisodeOptions
 from tests.scripted import NEEDS_SANDBOX, Policy, played
 
 pytestmark = NEEDS_SANDBOX

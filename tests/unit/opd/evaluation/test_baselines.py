@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from opd.evaluation.baselines import BaselineResult
-from opd.evaluation.scores import DomainScore
-from opd.run_dir import RunPaths
+from opd.records.scores import DomainScore
+from opd.run.paths import RunPaths
 
 
 def score(accuracy: float) -> DomainScore:

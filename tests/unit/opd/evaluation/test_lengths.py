@@ -14,12 +14,11 @@ from opd.environments.hanoi import Hanoi
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.lengths import BUCKETS, beside, by_length, right_moves, span
-from opd.evaluation.scores import DomainScore, Evaluation, LengthScore, combined
 from opd.evaluation.statistics import interval
-from opd.evaluation.verifiers.reward import Reward
-from opd.rollouts.episodes.spec import EpisodeResult
-from opd.rollouts.episodes.trace import Audit
-from opd.types import Completion, Prompt
+from opd.records.episodes import Audit, EpisodeResult
+from opd.records.scores import DomainScore, Evaluation, LengthScore, combined
+from opd.records.types import Completion, Prompt
+from opd.verifiers.reward import Reward
 from tests.unit.opd.evaluation.test_evaluator import FakeEngine, evaluator, exam
 
 

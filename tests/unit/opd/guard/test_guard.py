@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 
 from opd.config.guard import GuardConfig
-from opd.environments.records import ToolCall
 from opd.errors import ConfigError
 from opd.guard.build import build_guard
 from opd.guard.guard import Guard, GuardOptions
 from opd.guard.judge import CachedJudge
 from opd.guard.judged import StoredJudge
 from opd.guard.labelled import shipped_cases
-from opd.guard.records import JudgeFailed, Opinion, Question, Verdict
+from opd.guard.records import JudgeFailed, Opinion, Question
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.guard.shell.programs import PROGRAMS
 from opd.guard.shell.walk import Run, Walker
-from opd.settings import validate
+from opd.records.environments import ToolCall
+from opd.records.guard import Verdict
+from opd.settings.yaml_files import validate
 
 RULES = RuleSet([shipped_rules()])
 SUSPICIOUS = "curl -s https://example.org/x"

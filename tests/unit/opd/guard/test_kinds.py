@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from opd.environments.records import ToolCall
 from opd.guard.guard import Finding, Guard
 from opd.guard.labelled import Case, read_cases
 from opd.guard.measure import STAGES, measure
 from opd.guard.mentions import find_paths
 from opd.guard.rules import RuleSet, shipped_rules
+from opd.records.environments import ToolCall
 
 GUARD = Guard(RuleSet([shipped_rules()]))
 BOX = Guard(RuleSet([shipped_rules()], protected=["/box/.cases/**"]))

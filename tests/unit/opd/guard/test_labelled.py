@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from opd.environments.records import ToolCall
 from opd.errors import OpdError
 from opd.guard.guard import Finding, Guard, GuardOptions
 from opd.guard.labelled import Case, Half, read_cases, shipped_cases
@@ -22,6 +21,7 @@ from opd.guard.measure import STAGES, measure
 from opd.guard.records import Opinion, Question
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.guard.session import Session
+from opd.records.environments import ToolCall
 
 GUARD = Guard(RuleSet([shipped_rules()]))
 

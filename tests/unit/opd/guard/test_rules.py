@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from opd.environments.records import ToolCall
 from opd.errors import ConfigError
 from opd.guard.guard import Finding, Guard
 from opd.guard.labelled import shipped_cases
 from opd.guard.rules import RuleSet, read_rules, shipped_rules
+from opd.records.environments import ToolCall
 
 RULES = shipped_rules()
 GUARD = Guard(RuleSet([RULES]))

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from opd.environments.records import ToolCall
 from opd.guard.facts import Call, Streams
 from opd.guard.guard import Guard
 from opd.guard.rules import RuleSet, shipped_rules
@@ -21,6 +20,7 @@ from opd.guard.shell.nodes import Unreadable
 from opd.guard.shell.parser import parse
 from opd.guard.shell.programs import PROGRAMS
 from opd.guard.shell.walk import Run, Walker
+from opd.records.environments import ToolCall
 
 
 def walked(text: str, session: Session | None = None) -> list[Call]:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from opd.environments.records import ToolCall
-from opd.guard.events import GuardRecord, GuardStats
 from opd.guard.guard import NOT_YET, Guard, GuardOptions
 from opd.guard.records import JudgeFailed, Opinion, Question
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.guard.watch import Looked, Watch
+from opd.records.environments import ToolCall
+from opd.records.episodes import EpisodeStats
+from opd.records.guard import GuardRecord, GuardStats
 from opd.rollouts.episodes.dialogue import checked
-from opd.rollouts.episodes.spec import EpisodeStats
 
 RULES = RuleSet([shipped_rules()])
 NO_FILE = "cat: /tests/a: No such file or directory"

@@ -9,8 +9,8 @@ from opd.live.course import Course
 from opd.live.now import FAILED, FINISHED
 from opd.live.render import Size, rendered
 from opd.live.view import KILLED, View, view_of
-from opd.step_record import DomainRecord, StepRecord
-from opd.types import SavedCheckpoint
+from opd.records.step import DomainRecord, StepRecord
+from opd.records.types import SavedCheckpoint
 
 DOMAINS = ("math", "code", "law", "medicine", "poetry", "chess", "sorting", "geometry", "translation", "summaries")
 LONG = tuple(f"a-domain-whose-name-is-as-long-as-a-name-may-be-{name}" for name in DOMAINS)

@@ -16,13 +16,13 @@ import yaml
 from filelock import FileLock
 
 from opd.errors import RunDirError
-from opd.evaluation.scores import DomainScore, Evaluation
 from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, Now, read_now
 from opd.live.status import is_held, runs_in, status_of
 from opd.live.view import KILLED, RUNNING
-from opd.metrics import MetricsFile
-from opd.run_dir import RunPaths, step_name
-from opd.step_record import AlarmRecord
+from opd.records.scores import DomainScore, Evaluation
+from opd.records.step import AlarmRecord
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths, step_name
 from tests.unit.opd.live.made import DOMAINS, record
 from tests.unit.sources import ROOT
 
@@ -180,7 +180,7 @@ KILLED_MERGE = """
 import sys, time
 from pathlib import Path
 from opd.live.displays import Beginning, silence
-from opd.run_dir import RunPaths
+from opd.run.paths import RunPaths
 from pipelines.merging.directory import locked
 from pipelines.merging.journal import Journal
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.compiler import can_compile, compiler
 from opd.interfaces import Objective
 from opd.losses.adaptive_kl import AdaptiveKL
 from opd.losses.chunked import TokenStats
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.rule import IDENTITY, LogitRule
+from opd.machine.compiler import can_compile, compiler
+from opd.models.logit_rule import IDENTITY, LogitRule
 from opd.payloads.hidden_states import MixtureBlock, TeacherBlock
 from tests.losses import chunked_objective
 

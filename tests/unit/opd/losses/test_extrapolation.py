@@ -17,12 +17,12 @@ from opd.losses.chunked import TokenStats
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.rule import IDENTITY, LogitRule
 from opd.losses.sampled import Sampled
 from opd.losses.skew import Skew
+from opd.models.heads import Head
+from opd.models.logit_rule import IDENTITY, LogitRule
 from opd.payloads.hidden_states import ExtrapolatedBlock, HiddenRun, HiddenStates, MixtureBlock, TeacherBlock
 from opd.payloads.sampled_logprobs import SampledBlock, SampledLogprobs
-from opd.stream.heads import Head
 from tests.losses import chunked_objective
 from tests.rows import make_row
 

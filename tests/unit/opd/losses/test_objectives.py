@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.compiler import can_compile
-from opd.config.objectives import objective_config
+from opd.config.objectives import OBJECTIVES, objective_config
 from opd.interfaces import Objective
-from opd.losses import OBJECTIVES, chunked
+from opd.losses import chunked
 from opd.losses.adaptive_kl import AdaptiveKL
 from opd.losses.blocks import Block
 from opd.losses.chunked import TokenStats
@@ -27,15 +26,16 @@ from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
 from opd.losses.none import NoDivergence
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.rule import IDENTITY, LogitRule
 from opd.losses.sampled import Sampled
 from opd.losses.skew import Skew
 from opd.losses.top_k import TopK
+from opd.machine.compiler import can_compile
+from opd.models.logit_rule import IDENTITY, LogitRule
 from opd.payloads.hidden_states import MixtureBlock, TeacherBlock
 from opd.payloads.none import UnscoredBlock
 from opd.payloads.sampled_logprobs import SampledBlock
 from opd.payloads.top_k import TopKBlock
-from opd.settings import validate
+from opd.settings.yaml_files import validate
 from tests.losses import chunked_objective
 
 V, D, N = 19, 5, 17

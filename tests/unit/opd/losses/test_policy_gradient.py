@@ -18,7 +18,7 @@ from opd.losses.chunked import Loss, LossHead, RewardedStats, Tokens, TokenStats
 from opd.losses.none import NoDivergence
 from opd.losses.policy_gradient import PolicyGradient
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.rule import IDENTITY, LogitRule
+from opd.models.logit_rule import IDENTITY, LogitRule
 from opd.payloads.hidden_states import TeacherBlock
 from opd.payloads.none import UnscoredBlock
 from tests.rows import make_rollout

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from opd.config.monitors import MonitorsConfig
-from opd.episodes_record import EpisodesRecord
 from opd.monitors import SIGNALS
 from opd.monitors.signal import WHOLE_STEP, History, Signal
-from opd.monitors.tails import LOOP, SHORTEST, TAIL, loops, repeated
-from opd.named import imported
-from opd.step_record import StepRecord, mean_length
+from opd.records.episodes import EpisodesRecord
+from opd.records.step import StepRecord, mean_length
+from opd.records.tails import LOOP, SHORTEST, TAIL, loops, repeated
+from opd.settings.named import imported
 from tests.steps import rollout, step
 
 

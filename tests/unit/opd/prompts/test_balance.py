@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from opd.config.balance import GapBalance, TokensBalance
-from opd.metrics import MetricsFile
 from opd.prompts import Balance, BalancedPrompts
 from opd.prompts.balance import fitted, rounded
-from opd.step_record import DomainRecord, StepRecord
-from opd.types import Prompt
+from opd.records.step import DomainRecord, StepRecord
+from opd.records.types import Prompt
+from opd.run.metrics import MetricsFile
 
 TEN = {f"d{i}": 1.0 for i in range(10)}
 

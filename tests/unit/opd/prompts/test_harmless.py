@@ -9,10 +9,10 @@ import pytest
 from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.rows import episode_row
 from experts.sft import IGNORED, encode_line
-from opd.environments.records import Tool
 from opd.prompts import PromptLine, encode_prompt
 from opd.prompts.encode import encode_prompts
 from opd.prompts.harmless import escape_specials, special_texts
+from opd.records.environments import Tool
 from opd.rollouts.endpoint.dialogue import ChatMessages, PlainMessages
 from opd.rollouts.endpoint.messages import Message
 from opd.rollouts.episodes.chat import ChatAppender

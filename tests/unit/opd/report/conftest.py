@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from opd.evaluation.scores import Answer, DomainScore, Evaluation
+from opd.records.scores import Answer, DomainScore, Evaluation
 from opd.report import page, write_report
 
 BEFORE = {"letters": 0.2, "sums": 0.5, "known": 0.9}

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from opd.episodes_record import EpisodesRecord, TurnRecord
+from opd.records.episodes import EpisodesRecord, TurnRecord
+from opd.records.step import StepRecord
 from opd.report import agent_rows, baseline_rows, write_report
 from opd.report.agents import MOST_CHARACTERS, episode_curves, episode_rows, level
-from opd.step_record import StepRecord
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace, StepTraces
 from tests.unit.opd.report.conftest import HOSTILE, record
 from tests.unit.opd.report.test_page import written

@@ -11,9 +11,9 @@ import pytest
 
 from opd.errors import RunDirError
 from opd.monitors.alarms import Alarms, Sample
+from opd.records.step import AlarmRecord
 from opd.report import full_report, read_run, write_report
 from opd.report.run import chained
-from opd.step_record import AlarmRecord
 from tests.unit.opd.report.conftest import HOSTILE, record
 
 

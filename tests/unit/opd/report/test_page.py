@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from opd.errors import RunDirError
-from opd.evaluation.scores import Evaluation
+from opd.records.scores import Evaluation
 from opd.report import Gate, figures, write_report
 from opd.report.drawing import thousands
 from opd.report.page import LONGEST_TEXT, SAMPLES_PER_DOMAIN, duration, visible

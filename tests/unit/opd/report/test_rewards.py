@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from opd.records.step import StepRecord
 from opd.report.rewards import reward_plots
 from opd.report.summary import curves
-from opd.step_record import StepRecord
 
 
 def record(step: int, reward: dict[str, Any] | None) -> StepRecord:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from opd.records.step import StepRecord
 from opd.report.page import render
 from opd.report.roles import token_ages, utilisation
 from opd.report.run import read_run
 from opd.report.summary import full_report
-from opd.step_record import StepRecord
 from tests.unit.opd.report.conftest import record
 
 

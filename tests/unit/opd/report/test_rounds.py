@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from opd.errors import RunDirError
-from opd.evaluation.scores import Evaluation, combined
+from opd.records.scores import Evaluation, combined
 from opd.report import domain_rows, full_report, read_run, round_rows, write_report
 
 # Of the fixture: letters 0.2 -> 0.85 of 0.9, sums 0.5 -> 1.0 of 1.0, known 0.9 -> 0.85 of 0.8.

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from opd.errors import RunDirError
+from opd.records.step import StepRecord
 from opd.report import Gate, build_report, domain_rows, full_report, headroom, read_run
 from opd.report.exams import latest
 from opd.report.page import render
 from opd.report.summary import POINTS, curves
-from opd.run_dir import EXAMS
-from opd.step_record import StepRecord
+from opd.run.paths import EXAMS
 from tests.unit.opd.report.conftest import AFTER, BEFORE, evaluation
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from opd.records.types import Origin, Rollout, Span
 from opd.reward.stream import blamed
-from opd.types import Origin, Rollout, Span
 
 
 def rollout(name: str, *origins: tuple[Origin, int]) -> Rollout:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from opd.evaluation.verifiers.exact import ExactMatch
-from opd.evaluation.verifiers.regex import Regex
+from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.reward.verified import VerifiedRewards
-from opd.types import Prompt, Rollout, RolloutBatch
+from opd.verifiers.exact import ExactMatch
+from opd.verifiers.regex import Regex
 from tests.chatml import chat_tokenizer
 from tests.rows import make_rollout
 from tests.steps import Letters

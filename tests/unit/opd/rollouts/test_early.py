@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from opd import cluster
-from opd.early import Groups
 from opd.errors import RunError
+from opd.records.types import Prompt, Rollout
 from opd.rollouts.early import Part, in_groups, sampled
 from opd.rollouts.episodes.spec import EpisodeRequest
+from opd.rollouts.groups import Groups
 from opd.rollouts.responses import sample_ids
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import GenerateRequest
-from opd.types import Prompt, Rollout
 from tests.unit.opd.rollouts import test_vllm as plain
 from tests.unit.opd.rollouts.episodes.test_engine import SteppedEngine, engine
 
@@ -52,7 +52,7 @@ class Worker(plain.FakeWorker):
 
 
 class Listener:
-    """Implements `opd.early.Early` as far as an engine uses it."""
+    """Implements `opd.rollouts.groups.Early` as far as an engine uses it."""
 
     def __init__(self, prompts: Sequence[Prompt], step: int, size: int = 2) -> None:
         ids = sample_ids(prompts, step)

@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 
 from opd.config.guard import GuardConfig
-from opd.environments.records import Action, Outcome, Tool
 from opd.guard.build import guard_spec
+from opd.records.environments import Action, Outcome, Tool
+from opd.records.episodes import EpisodeResult
+from opd.records.types import Prompt, Sampled
 from opd.rollouts.endpoint.episode import play
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.runner import Dialogues
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import Sample
 from opd.traces.making import trace_of
-from opd.types import Prompt, Sampled
 from pipelines.evaluation.step_traces import tree_lines
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 

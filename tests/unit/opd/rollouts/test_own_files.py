@@ -12,7 +12,7 @@ from pathlib import Path
 from vllm import envs
 from vllm.utils import network_utils
 
-from opd import leftovers
+from opd.machine import leftovers
 from opd.rollouts.own_files import own_files
 
 ROOT = Path(__file__).parents[4]

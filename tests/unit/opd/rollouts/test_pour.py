@@ -12,9 +12,9 @@ from weakref import WeakSet
 import pytest
 
 from opd import cluster
-from opd.buckets import WeightStream
 from opd.cluster import LostValue, WorkerDied
 from opd.errors import RunError
+from opd.models.buckets import WeightStream
 from opd.rollouts.pour import machines_of, pour
 
 TRAINER = "trainer"

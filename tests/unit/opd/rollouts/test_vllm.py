@@ -13,16 +13,17 @@ import pytest
 from opd import cluster
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import RunError
+from opd.records.episodes import EpisodeResult
+from opd.records.types import Prompt, Sampled, Span, StopReason
 from opd.rollouts.episodes.dialogue import PlainDialogue
 from opd.rollouts.episodes.drift import Curriculum, DriftOptions, Guide, TeacherTurns
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import Trace
 from opd.rollouts.partial import Cuts
 from opd.rollouts.responses import _spans, sample_ids, seed_of
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import Generated, GenerateRequest, VLLMWorker, _generated
-from opd.types import Prompt, Sampled, Span, StopReason
 from pipelines.specs import ForTraining, rollout_spec
 from tests.chatml import chat_tokenizer
 from tests.conftest import build_tokenizer, put_in_front

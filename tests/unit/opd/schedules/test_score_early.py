@@ -20,14 +20,14 @@ import pytest
 from blake3 import blake3
 
 from opd import cluster
-from opd.early import Early
 from opd.loop import Parts
-from opd.metrics import MetricsFile
 from opd.payloads.sampled_logprobs import SampledLogprobs
 from opd.prompts import MixedPrompts
+from opd.records.types import Prompt, Rollout, RolloutBatch, Teacher, WeightedTeacher
+from opd.rollouts.groups import Early
 from opd.rollouts.responses import sample_ids
+from opd.run.metrics import MetricsFile
 from opd.stream.schema import TargetRow, write_parts
-from opd.types import Prompt, Rollout, RolloutBatch, Teacher, WeightedTeacher
 from teachers.pool import Pool, PoolSpec
 from teachers.scorers import ScorerOptions
 from teachers.worker import Group

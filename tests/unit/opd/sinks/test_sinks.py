@@ -10,9 +10,9 @@ import pytest
 
 from opd.config.sections import LoggingConfig
 from opd.errors import ConfigError, RunError
+from opd.records.step import StepRecord
 from opd.sinks import open_sinks, refuse_missing
 from opd.sinks.scalars import scalars
-from opd.step_record import StepRecord
 
 
 def record(step: int, loss: float, **more: Any) -> StepRecord:

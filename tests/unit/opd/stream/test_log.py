@@ -13,19 +13,16 @@ import pytest
 import torch
 from blake3 import blake3
 
-from opd.episodes_record import EpisodesRecord
 from opd.errors import StorageError
-from opd.guard.events import GuardEvent, GuardStats
-from opd.guard.records import Verdict
-from opd.losses.rule import LogitRule
-from opd.rollouts.episodes.spec import EpisodeStats
-from opd.rollouts.episodes.trace import Audit
-from opd.stream.heads import HeadSource, head_array, head_tensor
+from opd.models.heads import HeadSource, head_array, head_tensor
+from opd.models.logit_rule import LogitRule
+from opd.records.episodes import Audit, EpisodesRecord, EpisodeStats
+from opd.records.guard import GuardEvent, GuardStats, Verdict
+from opd.records.types import Prompt, Quarantined, Rollout, RolloutBatch
 from opd.stream.log import ArrowTargetLog
 from opd.stream.rollouts import read_file, write_file
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
 from opd.stream.targets import Asked, Expected, TargetStream
-from opd.types import Prompt, Quarantined, Rollout, RolloutBatch
 from tests.rows import changed, make_rollout, make_row
 
 PROMPTS = [Prompt(id=f"{d}/{i}", domain=d, token_ids=(1, 2 + i)) for d in "ab" for i in range(2)]

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from opd.records.types import Rollout, Span
 from opd.stream import rollouts as codec
 from opd.stream.rollouts import ORIGINS, SCHEMA, RolloutError, check_schema, decode, encode, read_file, write_file
-from opd.types import Rollout, Span
 from tests.rows import spans_of
 
 SPANS = (

@@ -12,9 +12,9 @@ import pytest
 
 from opd.errors import RunError
 from opd.payloads.top_k import TopTokens
+from opd.records.types import Rollout
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
 from opd.stream.targets import Asked, Expected, TargetStream
-from opd.types import Rollout
 from tests.rows import make_rollout, make_row
 
 TEACHERS = {

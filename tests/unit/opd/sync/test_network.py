@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from opd.buckets import WeightStream
-from opd.model_files import ModelFiles
+from opd.models.buckets import WeightStream
+from opd.models.files import ModelFiles
 from opd.sync import NetworkSync, SyncSpec
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from opd import leftovers
 from opd.errors import RunError
+from opd.machine import leftovers
 from opd.sync import SharedMemorySync, SyncSpec
 
 

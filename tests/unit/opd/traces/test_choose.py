@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from opd.records.types import Rollout
 from opd.traces.choose import chosen, episodes_of, watched
-from opd.types import Rollout
 from tests.rows import make_rollout
 
 

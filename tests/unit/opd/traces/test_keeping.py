@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from opd.run_dir import RunPaths
+from opd.records.types import RolloutBatch, StepReport
+from opd.run.paths import RunPaths
 from opd.traces.keeping import TraceFiles
 from opd.traces.record import read_traces
-from opd.types import RolloutBatch, StepReport
 from pipelines.merging.results import take_back
 from tests.rows import make_rollout
 from tests.steps import Letters

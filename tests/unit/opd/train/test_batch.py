@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.layouts import LAYOUTS, predict_positions
 from opd.losses.chunked import Loss, LossHead
 from opd.losses.logits import token_logprobs
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.rule import IDENTITY
 from opd.losses.sampled import Sampled
+from opd.models.heads import Head
+from opd.models.layouts import LAYOUTS, predict_positions
+from opd.models.logit_rule import IDENTITY
 from opd.payloads.hidden_states import HiddenRun, MixtureBlock, TeacherBlock
 from opd.payloads.sampled_logprobs import SampledBlock
 from opd.payloads.top_k import TopKBlock
-from opd.stream.heads import Head
 from opd.stream.schema import TargetRow
 from opd.train.batch import (
     MicroBatch,

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from opd.errors import ModelError
-from opd.layouts import LAYOUTS
-from opd.model_weights import load_causal_lm
+from opd.models.layouts import LAYOUTS
+from opd.models.weights import load_causal_lm
+from opd.records.types import Rollout
 from opd.train.critic import CriticEngineSpec, DeepSpeedCritic
 from opd.train.critic_rank import UpdateResult, UpdateWork
 from opd.train.schedule import LearningRate
 from opd.train.value import Critic, freeze, states
-from opd.types import Rollout
 from tests.credit import PlainRank, critic_options, segment
 
 

@@ -18,21 +18,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.layouts import LAYOUTS, Packed
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.rule import IDENTITY
-from opd.packing import SHARED
+from opd.models.heads import Head, HeadSource
+from opd.models.layouts import LAYOUTS, Packed
+from opd.models.logit_rule import IDENTITY
+from opd.models.packing import SHARED
 from opd.payloads.hidden_states import HiddenStates
+from opd.records.types import Rollout, Sampled
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import Sample, Trace
-from opd.stream.heads import Head, HeadSource
 from opd.stream.schema import TargetRow, write_stream
 from opd.train.batch import micro_batch
 from opd.train.plan import plan_micro_batches, row_sizes
 from opd.train.rank import RankWork, TrainerRank
 from opd.train.student import Student
 from opd.train.totals import row_weights, token_weights
-from opd.types import Rollout, Sampled
 from pipelines.specs import rank_options
 from tests.unit.opd.rollouts.episodes.test_compaction import options, policy
 from tests.unit.opd.rollouts.episodes.test_runner import TOKENIZER, encode, play, request

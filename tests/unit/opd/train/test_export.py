@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from opd.buckets import ALIGNED
-from opd.model_weights import load_causal_lm
+from opd.models.buckets import ALIGNED
+from opd.models.weights import load_causal_lm
 from opd.train import export
 from opd.train.export import FileTensors, Sending, write_model
 from opd.train.lora import plain_weights

@@ -11,13 +11,13 @@ import torch
 
 from experts.adapter import inspect_adapter, merge_adapter
 from opd.errors import ConfigError
-from opd.lora import tensor_name
 from opd.losses.chunked import Tokens
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.rule import IDENTITY
-from opd.model_weights import load_causal_lm, to_files
+from opd.models.heads import Head
+from opd.models.logit_rule import IDENTITY
+from opd.models.lora import tensor_name
+from opd.models.weights import load_causal_lm, to_files
 from opd.payloads.hidden_states import HiddenRun
-from opd.stream.heads import Head
 from opd.train.lora import (
     LoraOptions,
     PlainWeight,
@@ -148,7 +148,7 @@ def test_without_adapters_every_weight_is_plain_and_changes(tiny_model_dir: Path
 
 
 def meta(family: str) -> Any:
-    from opd.model_weights import Naming
+    from opd.models.weights import Naming
 
     return Naming(build_config(FAMILIES[family]), torch.float32).model
 

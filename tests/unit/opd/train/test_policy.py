@@ -12,7 +12,7 @@ import torch
 
 from opd.losses.policy_gradient import PolicyGradient
 from opd.losses.reverse_kl import ReverseKL
-from opd.reward.records import Compared, PolicyReport, PolicyStats, RewardStep
+from opd.records.rewards import Compared, PolicyReport, PolicyStats, RewardStep
 from opd.stream.schema import write_stream
 from opd.train import rank
 from opd.train.batch import micro_batch

@@ -14,14 +14,15 @@ from torch import nn
 
 from opd import cluster
 from opd.config import PipelineConfig
-from opd.devices import to_device
 from opd.errors import RunError, StorageError
 from opd.losses.chunked import TokenStats
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.rule import IDENTITY, LogitRule
+from opd.machine.devices import to_device
+from opd.models.heads import HeadFile, HeadSource, head_key
+from opd.models.logit_rule import IDENTITY, LogitRule
 from opd.payloads.hidden_states import HiddenRun
 from opd.payloads.sampled_logprobs import SampledBlock
-from opd.stream.heads import HeadFile, HeadSource, head_key
+from opd.records.types import DomainStats, PositionStats, Rollout
 from opd.stream.schema import TargetRow, write_stream
 from opd.stream.targets import Part
 from opd.train import deepspeed, rank, zero
@@ -29,7 +30,6 @@ from opd.train.batch import gather_samples, leave_one_out, micro_batch
 from opd.train.optimizer import parameter_groups
 from opd.train.rank import RankResult, RankWork
 from opd.train.totals import Totals
-from opd.types import DomainStats, PositionStats, Rollout
 from pipelines.specs import rank_options, trainer_spec
 from tests.engines import Still
 from tests.rows import changed, make_rollout, make_row, spans_of

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from opd.config import PipelineConfig
+from opd.records.types import Rollout
 from opd.train.deepspeed import DeepSpeedTrainer
-from opd.types import Rollout
 from pipelines.specs import trainer_spec
 from tests.rows import make_rollout
 

@@ -15,19 +15,19 @@ import torch
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.layouts import LAYOUTS, SHARED
-from opd.losses.rule import IDENTITY
-from opd.model_weights import load_causal_lm
+from opd.models.heads import HeadSource, head_array, head_key
+from opd.models.layouts import LAYOUTS, SHARED
+from opd.models.logit_rule import IDENTITY
+from opd.models.weights import load_causal_lm
 from opd.payloads.answer import Answer
 from opd.payloads.hidden_states import HiddenStates
 from opd.payloads.sampled_logprobs import SampledLogprobs
-from opd.stream.heads import HeadSource, head_array, head_key
+from opd.records.types import Rollout
 from opd.stream.schema import TargetRow, write_stream
 from opd.train import deepspeed
 from opd.train.lora import adapt, without_adapters
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.student import Student
-from opd.types import Rollout
 from pipelines.specs import rank_options, trainer_spec
 from tests.engines import Still
 from tests.rows import make_rollout

@@ -22,10 +22,10 @@ from opd.losses.reverse_kl import ReverseKL
 from opd.losses.sampled import Sampled
 from opd.payloads.hidden_states import TeacherBlock
 from opd.payloads.sampled_logprobs import SampledBlock
+from opd.records.types import Rollout
 from opd.stream.schema import TargetRow
 from opd.train.batch import leave_one_out
 from opd.train.totals import row_weights
-from opd.types import Rollout
 from tests.losses import chunked_objective
 from tests.rows import make_rollout, make_row
 

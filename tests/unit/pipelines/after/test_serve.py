@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from opd import leftovers
-from opd.address import Address
 from opd.config import load_pipeline
 from opd.errors import ConfigError
+from opd.machine import leftovers
+from opd.machine.address import Address
 from pipelines.after.models import Found, find_model
 from pipelines.after.serve import ServeOptions, check_serving, command, environment
 

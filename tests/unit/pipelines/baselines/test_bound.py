@@ -14,7 +14,7 @@ import yaml
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
-from opd.evaluation.scores import DomainScore, Evaluation
+from opd.records.scores import DomainScore, Evaluation
 from pipelines.baselines import run
 from pipelines.baselines.jobs import open_run, plan
 from pipelines.inputs.read import read_inputs

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import PromptError, RunDirError
 from opd.evaluation.baselines import BaselineResult
-from opd.evaluation.scores import DomainScore, Evaluation
+from opd.records.scores import DomainScore, Evaluation
 from pipelines.baselines import comparison as comparing
 from pipelines.baselines.comparison import SeedMean, compare, mean_headroom
 from pipelines.baselines.jobs import BaselineJob

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from opd.evaluation.scores import DomainScore
 from opd.evaluation.statistics import Z, interval
+from opd.records.scores import DomainScore
 from pipelines.baselines.difference import Difference, compare_methods, t_quantile
 
 ROUNDS = 400

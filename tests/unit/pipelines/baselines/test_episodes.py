@@ -20,7 +20,7 @@ from opd.config.prompts import FilterConfig, PromptsConfig
 from opd.environments.maze import Maze
 from opd.errors import PromptError
 from opd.prompts import load_prompts
-from opd.types import Prompt, Rollout
+from opd.records.types import Prompt, Rollout
 from pipelines.baselines.episodes import FileEpisode, cut_notice, read_file_episodes
 from pipelines.baselines.imitation import Author, file_author, read_completions, train_off_policy
 from pipelines.baselines.run import check_methods

@@ -18,7 +18,7 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.config.domains import StudentLora
 from opd.errors import PromptError
 from opd.prompts import MixedPrompts
-from opd.types import Prompt, Rollout, RolloutBatch, Teacher, WeightedTeacher
+from opd.records.types import Prompt, Rollout, RolloutBatch, Teacher, WeightedTeacher
 from pipelines.baselines import imitation
 from pipelines.baselines.imitation import file_author, read_completions, train_off_policy, write_by_experts
 from pipelines.inputs.read import Inputs, read_inputs

@@ -14,8 +14,8 @@ from filelock import FileLock
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError, RunDirError
-from opd.evaluation.scores import DomainScore, Evaluation
-from opd.types import Completion, Prompt
+from opd.records.scores import DomainScore, Evaluation
+from opd.records.types import Completion, Prompt
 from pipelines.baselines import run
 from pipelines.baselines.jobs import plan
 from pipelines.baselines.mergekit import Recipe

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from opd.types import Probe, Rollout, Teacher
+from opd.records.types import Probe, Rollout, Teacher
 from pipelines.check.comparison import Comparer, Comparison
 from teachers.scorers import ScorerOptions
 from tests.rows import make_rollout

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from opd.config import load_pipeline
-from opd.evaluation.scores import DomainScore, Evaluation
-from opd.types import Completion, Prompt, Rollout, RolloutBatch, Teacher
+from opd.records.scores import DomainScore, Evaluation
+from opd.records.types import Completion, Prompt, Rollout, RolloutBatch, Teacher
 from pipelines.check.comparison import Comparison
 from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, judge, judge_student
 from pipelines.check.measure import CheckReport, measure, teacher_rows, template_findings

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from opd.cluster import Node
 from opd.config import load_pipeline
-from opd.evaluation.scores import DomainScore, Evaluation
 from opd.live.displays import Silence
-from opd.metrics import MetricsFile
-from opd.progress import RunReporter
+from opd.live.progress import RunReporter
+from opd.records.scores import DomainScore, Evaluation
 from opd.report.page import _cached
 from opd.report.run import read_run
-from opd.run_dir import RunPaths
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
 from pipelines.evaluation import known
 from pipelines.inputs.gpus import GPU
 from pipelines.inputs.read import read_inputs

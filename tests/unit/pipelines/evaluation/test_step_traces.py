@@ -9,12 +9,12 @@ import yaml
 from typer.testing import CliRunner
 
 from cli import app
-from opd.run_dir import RunPaths
+from opd.records.types import Rollout
+from opd.run.paths import RunPaths
 from opd.stream.rollouts import write_file
 from opd.traces.choose import chosen, episodes_of
 from opd.traces.making import trace_of
 from opd.traces.record import StepTraces
-from opd.types import Rollout
 from tests.chatml import CHATML, chat_tokenizer
 from tests.unit.opd.rollouts.episodes.test_compaction import options, policy
 from tests.unit.opd.rollouts.episodes.test_runner import play, request

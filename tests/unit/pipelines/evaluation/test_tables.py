@@ -10,7 +10,7 @@ import pytest
 
 from opd.errors import RunError
 from opd.evaluation.lengths import by_length
-from opd.evaluation.scores import DomainScore, Evaluation
+from opd.records.scores import DomainScore, Evaluation
 from pipelines.evaluation import command
 from pipelines.evaluation.command import EvaluateOptions, EvaluateOutput
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli import app
-from opd.evaluation.scores import Answer, Evaluation
+from opd.records.scores import Answer, Evaluation
 
 
 def answer(domain: str, number: int, turns: int | None = 2, text: str = "policy: n\nenvironment: a wall") -> Answer:

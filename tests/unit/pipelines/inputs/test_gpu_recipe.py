@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from opd.config import PipelineConfig
-from opd.settings import validate
+from opd.settings.yaml_files import validate
 from pipelines.inputs import gpu_memory
 from pipelines.inputs.gpu_memory import place, refuse_crowded_gpus, roles
 from pipelines.inputs.read import read_inputs

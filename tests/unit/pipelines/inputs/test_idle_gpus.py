@@ -8,7 +8,7 @@ import pytest
 
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
-from opd.settings import validate
+from opd.settings.yaml_files import validate
 from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.read import refuse_what_is_not_here
 

@@ -10,7 +10,7 @@ import pytest
 
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
-from opd.settings import validate
+from opd.settings.yaml_files import validate
 from pipelines.inputs.at_once import refuse_at_once
 from pipelines.inputs.own_engine import METHODS
 from pipelines.inputs.read import read_inputs

@@ -81,7 +81,7 @@ def test_over_long_prompts_are_left_out_and_told(world: Any) -> None:
 
 def test_no_prompt_is_made_before_it_is_asked_for(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from opd.prompts import rows, table
-    from opd.types import Prompt
+    from opd.records.types import Prompt
 
     made: list[str] = []
     monkeypatch.setenv("HF_DATASETS_CACHE", str(world.root / "cache"))

@@ -18,7 +18,7 @@ from experts.registry import Registry
 from opd.config import load_pipeline, load_run_pipeline
 from opd.config.prompts import OF_CHATS
 from opd.errors import RunDirError, RunError
-from opd.run_dir import RunPaths
+from opd.run.paths import RunPaths
 from pipelines.inputs import template_date
 from pipelines.inputs.read import read_inputs
 from pipelines.merging import rounds

@@ -14,12 +14,12 @@ import pytest
 import yaml
 from filelock import FileLock
 
-from opd import checkpoints
 from opd.config import load_pipeline
 from opd.config.domains import EnvironmentConfig
 from opd.errors import ConfigError, OpdError, RunDirError, RunError
 from opd.files import blake3_file
-from opd.run_dir import RunPaths
+from opd.run import checkpoints
+from opd.run.paths import RunPaths
 from opd.stream import written
 from pipelines.merging import run as merging
 from pipelines.merging.branch import DECIDE_EXAMS, _same_writers, branch

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from opd.checkpoints import Checkpoint
 from opd.config import PipelineConfig
 from opd.config.teachers import ENGINES
 from opd.errors import RunDirError
+from opd.run.checkpoints import Checkpoint
 from pipelines.merging.changes import (
     SAME_BUT_FOR_ROUNDING,
     SAME_WEIGHTS,

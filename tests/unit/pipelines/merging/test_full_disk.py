@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from opd.checkpoints import CheckpointStore, choose
 from opd.config import load_pipeline
 from opd.config.sections import CheckpointConfig
 from opd.errors import StorageError
 from opd.files import storing
-from opd.run_dir import RunPaths
+from opd.records.types import Prompt, RolloutBatch, WrittenFile
+from opd.run.checkpoints import CheckpointStore, choose
+from opd.run.paths import RunPaths
 from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PartRecord, write_stream
 from opd.stream.targets import Asked, Expected, TargetStream
 from opd.train.shards import write_shard
-from opd.types import Prompt, RolloutBatch, WrittenFile
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.directory import says_what_is_intact
 from pipelines.merging.run import Run, _export

@@ -12,7 +12,7 @@ import pytest
 from opd.errors import Paused, RunError
 from opd.live.displays import Beginning, Silence
 from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, Now, read_now
-from opd.run_dir import RunPaths
+from opd.run.paths import RunPaths
 from pipelines.interrupts import Interrupted, Stopped
 from pipelines.merging.journal import Journal
 

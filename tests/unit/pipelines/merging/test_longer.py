@@ -11,9 +11,9 @@ import yaml
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import RunDirError, RunError
-from opd.lineage import commands, events_until, sentences
-from opd.run_dir import RunPaths
-from opd.settings import validate
+from opd.run.lineage import commands, events_until, sentences
+from opd.run.paths import RunPaths
+from opd.settings.yaml_files import validate
 from pipelines.merging import run as merging
 from pipelines.merging.longer import Longer, longer
 from pipelines.specs import learning_rate

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from opd.config import load_pipeline
-from opd.evaluation.scores import DomainScore, Evaluation, combined
 from opd.live.displays import Silence
-from opd.metrics import MetricsFile
-from opd.progress import RunReporter
-from opd.run_dir import RunPaths
+from opd.live.progress import RunReporter
+from opd.records.scores import DomainScore, Evaluation, combined
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
 from pipelines.evaluation.lm_eval import lm_eval_text
 from pipelines.inputs.read import as_teacher, read_inputs
 from pipelines.merging.results import of_merged, take_back, trained

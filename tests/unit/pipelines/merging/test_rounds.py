@@ -14,19 +14,19 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from opd.checkpoints import CheckpointStore
 from opd.config import load_pipeline, rounds_of
 from opd.config.sections import CheckpointConfig
 from opd.errors import ConfigError, ModelError, RunDirError, RunError
-from opd.evaluation.scores import DomainScore, Evaluation
 from opd.files import blake3_file
 from opd.live.displays import Silence
-from opd.metrics import MetricsFile
-from opd.progress import RunReporter
+from opd.live.progress import RunReporter
+from opd.records.scores import DomainScore, Evaluation
+from opd.records.step import StepRecord
+from opd.records.types import WrittenFile
 from opd.report import build_report, write_report
-from opd.run_dir import RunPaths
-from opd.step_record import StepRecord
-from opd.types import WrittenFile
+from opd.run.checkpoints import CheckpointStore
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
 from pipelines.baselines import jobs
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.interrupts import Interrupted

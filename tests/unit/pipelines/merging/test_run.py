@@ -19,17 +19,17 @@ import yaml
 from safetensors.torch import load_file
 
 from experts.adapter import whole_model
-from opd import leftovers
 from opd.cluster import WorkerDied
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ModelError, Paused, RunDirError, RunError
-from opd.evaluation.scores import DomainScore, Evaluation
 from opd.live.displays import Silence
-from opd.metrics import MetricsFile
-from opd.progress import RunReporter
-from opd.run_dir import RunPaths
-from opd.settings import validate
-from opd.types import Teacher
+from opd.live.progress import RunReporter
+from opd.machine import leftovers
+from opd.records.scores import DomainScore, Evaluation
+from opd.records.types import Teacher
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
+from opd.settings.yaml_files import validate
 from pipelines.evaluation import lm_eval
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.inputs.read import read_inputs

@@ -24,11 +24,11 @@ from safetensors.torch import load_file, save_file
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.stream.heads import HeadSource
+from opd.models.heads import HeadSource
+from opd.records.types import Rollout, Teacher, WeightedTeacher
 from opd.stream.rollouts import SCHEMA
 from opd.stream.schema import PartRecord, TargetRow, read_stream, write_stream
 from opd.stream.targets import Part
-from opd.types import Rollout, Teacher, WeightedTeacher
 from pipelines.specs import flight_spec, pool_spec, scorer_options
 from teachers.flight import client as flight_client
 from teachers.flight import protocol
@@ -866,7 +866,7 @@ def test_a_taken_address_is_an_error(routes: Routes, serve: Any) -> None:
 
 
 def protocol_address(host: str, port: int) -> Any:
-    from opd.address import Address
+    from opd.machine.address import Address
 
     return Address(host, port)
 

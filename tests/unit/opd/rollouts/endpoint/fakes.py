@@ -13,17 +13,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from opd.environments.records import Tool
 from opd.errors import RunError
+from opd.records.environments import Tool
+from opd.records.types import Sampled
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.endpoint.server import Endpoint
 from opd.rollouts.endpoint.session import Session, Terms
 from opd.rollouts.episodes.chat import call_id
-from opd.rollouts.episodes.tool_formats.hermes import Hermes
-from opd.rollouts.episodes.tool_formats.records import Written
 from opd.rollouts.episodes.trace import Trace
 from opd.rollouts.episodes.turns import History
-from opd.types import Sampled
+from opd.tool_formats.hermes import Hermes
+from opd.tool_formats.records import Written
 
 BEGIN, END = 1, 2
 """Tokens around a message; every other token is a letter."""

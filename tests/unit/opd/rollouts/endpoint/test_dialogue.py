@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from opd.environments.records import Tool
 from opd.prompts.encode import encode_text
+from opd.records.environments import Tool
 from opd.rollouts.endpoint.dialogue import ChatMessages, Dialogue, PlainMessages, Unreadable
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import ChatDialogue
-from opd.rollouts.episodes.tool_formats.records import BadCall
 from opd.rollouts.episodes.turns import History
+from opd.tool_formats.records import BadCall
 from tests.chatml import CHATML, WITH_TOOLS, bpe_tokenizer, chat_tokenizer
 from tests.conftest import put_in_front
 from tests.tool_templates import FAMILIES, QWEN3, Family

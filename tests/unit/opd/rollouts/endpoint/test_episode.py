@@ -17,15 +17,16 @@ import pytest
 
 from opd.credit.episodes import episodes
 from opd.credit.gae import lines
-from opd.environments.records import Action, Outcome, Tool
 from opd.errors import RunError
+from opd.records.environments import Action, Outcome, Tool
+from opd.records.episodes import EpisodeResult
+from opd.records.types import Prompt, Sampled
 from opd.rollouts.endpoint.episode import play
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.runner import Dialogues
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
-from opd.rollouts.episodes.thoughts import without_thoughts
+from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.trace import Sample
-from opd.types import Prompt, Sampled
+from opd.tool_formats.thoughts import without_thoughts
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.tool_templates import DROPS_THOUGHTS, FAMILIES, QWEN3, Family
 

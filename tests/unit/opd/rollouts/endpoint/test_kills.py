@@ -15,12 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
+from opd.records.episodes import EpisodeResult
+from opd.records.types import Sampled
 from opd.rollouts.endpoint import episode
 from opd.rollouts.endpoint.episode import play
 from opd.rollouts.endpoint.server import Endpoint
 from opd.rollouts.episodes.runner import Dialogues
-from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult
-from opd.types import Sampled
+from opd.rollouts.episodes.spec import EpisodeRequest
 from tests.chatml import CHATML, chat_tokenizer
 from tests.unit.opd.rollouts.endpoint.clients import in_a_loop
 from tests.unit.opd.rollouts.endpoint.fakes import FakeEngine, Served, decode, serve

@@ -11,12 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from opd.environments.records import Tool
+from opd.records.environments import Tool
+from opd.records.types import Sampled
 from opd.rollouts.endpoint.messages import Call, Message, Reply, Request, pieces
 from opd.rollouts.endpoint.server import Endpoint
 from opd.rollouts.endpoint.session import Session
 from opd.rollouts.episodes.trace import Segment, Trace
-from opd.types import Sampled
 from tests.unit.opd.rollouts.endpoint.clients import ask_openai, echo, in_a_loop
 from tests.unit.opd.rollouts.endpoint.fakes import FakeEngine, Letters, Served, serving, terms
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from opd.environments.records import Tool
 from opd.errors import ModelError
 from opd.prompts.harmless import escape_specials
+from opd.records.environments import Tool
 from opd.rollouts.endpoint.dialogue import ChatMessages, PlainMessages
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION, BadObservation, ChatDialogue, PlainDialogue

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from opd.records.episodes import EpisodeResult, EpisodeStats
+from opd.records.types import Sampled
 from opd.rollouts.episodes.drift import Curriculum, DriftOptions, Guide, TeacherTurns
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
-from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult, EpisodeStats
+from opd.rollouts.episodes.spec import EpisodeRequest
 from opd.rollouts.episodes.trace import Trace
 from opd.stream.rollouts import read_file, write_file
-from opd.types import Sampled
 from tests.unit.opd.rollouts.episodes import test_runner as runner
 from tests.unit.opd.rollouts.episodes import test_sub_agents as sub
 from tests.unit.opd.rollouts.episodes.test_runner import CONTEXT, EOS, TOKENIZER, Speaker, request

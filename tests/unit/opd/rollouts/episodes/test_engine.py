@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from opd.errors import RunError
+from opd.records.types import Sampled
 from opd.rollouts.episodes import engine as engine_module
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.worker import Generated
-from opd.types import Sampled
 
 
 @dataclass

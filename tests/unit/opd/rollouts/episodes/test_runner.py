@@ -16,21 +16,15 @@ from typing import Any
 import pytest
 
 from experts.suites.letters import build_tokenizer
-from opd.environments.records import Action, Outcome, Tool
 from opd.errors import ConfigError, ModelError, RunError
+from opd.records.environments import Action, Outcome, Tool
+from opd.records.episodes import EpisodeResult, EpisodeStats
+from opd.records.types import Prompt, Sampled
 from opd.rollouts.episodes.dialogue import ChatDialogue
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
-from opd.rollouts.episodes.spec import (
-    LIMITS,
-    EpisodeOptions,
-    EpisodeRequest,
-    EpisodeResult,
-    EpisodeStats,
-    refuse_many_broken,
-)
+from opd.rollouts.episodes.spec import LIMITS, EpisodeOptions, EpisodeRequest, refuse_many_broken
 from opd.rollouts.episodes.trace import Sample, Segment
 from opd.traces.making import trace_of
-from opd.types import Prompt, Sampled
 from tests.chatml import CHATML, LAST_ONLY, bpe_tokenizer, chat_tokenizer, smollm2_tokenizer
 
 TOKENIZER = chat_tokenizer(CHATML)

@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
-from opd.environments.records import Action, Outcome, Tool
 from opd.errors import RunError
+from opd.records.environments import Action, Outcome, Tool
+from opd.records.episodes import EpisodeResult, EpisodeStats
+from opd.records.types import Rollout, Sampled
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.delegation import NO_ANSWER, NO_MORE
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
-from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult, EpisodeStats, refuse_many_broken
+from opd.rollouts.episodes.spec import EpisodeRequest, refuse_many_broken
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
-from opd.rollouts.episodes.tool_formats.records import OPEN
 from opd.rollouts.episodes.trace import Trace
+from opd.tool_formats.records import OPEN
 from opd.train.totals import row_weights
-from opd.types import Rollout, Sampled
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.unit.opd.rollouts.episodes.test_runner import CONTEXT, EOS, TOKENIZER, Policy, Speaker, play, request
 

@@ -11,11 +11,11 @@ from typing import Any, get_args
 import pytest
 
 from opd.config.domains import StudentConfig
-from opd.environments.records import Tool, ToolCall
-from opd.rollouts.episodes.tool_formats import ALIASES, AUTO, TOOL_FORMATS, tool_format
-from opd.rollouts.episodes.tool_formats.records import BadCall, Written, between_tags
-from opd.rollouts.episodes.tool_formats.schema import types_of
+from opd.records.environments import Tool, ToolCall
 from opd.rollouts.episodes.tools import plain_calls
+from opd.tool_formats import ALIASES, AUTO, TOOL_FORMATS, tool_format
+from opd.tool_formats.records import BadCall, Written, between_tags
+from opd.tool_formats.schema import types_of
 
 ADD = Tool(
     name="add",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from opd.environments.records import Tool, ToolCall
 from opd.errors import ModelError
+from opd.records.environments import Tool, ToolCall
 from opd.rollouts.episodes.chat import CALLING, ChatAppender
 from opd.rollouts.episodes.dialogue import ChatDialogue
-from opd.rollouts.episodes.tool_formats import TOOL_FORMATS, tool_format
-from opd.rollouts.episodes.tool_formats.records import BadCall
+from opd.tool_formats import TOOL_FORMATS, tool_format
+from opd.tool_formats.records import BadCall
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.tool_templates import FAMILIES, LLAMA3, ODD, Family
 

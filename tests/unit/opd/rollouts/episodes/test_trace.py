@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from opd.errors import RunError
-from opd.rollouts.episodes.trace import Audit, Sample, Segment, Trace
+from opd.records.episodes import Audit
+from opd.records.types import Sampled, Span
+from opd.rollouts.episodes.trace import Sample, Segment, Trace
 from opd.stream.rollouts import decode, encode
 from opd.train.turns import first_turns
-from opd.types import Sampled, Span
 
 SAMPLE = Sample(sample_id="000003/maze/7", group="000003/maze/7", step=3, domain="maze")
 NAN = float("nan")
