@@ -20,7 +20,7 @@ from opd.config.objectives import OBJECTIVES, objective_config
 from opd.errors import ConfigError
 from opd.settings.yaml_files import MAX_YAML_DEPTH, MAX_YAML_NODES, apply_overrides, load_yaml, parse_yaml, validate
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SHIPPED = sorted((ROOT / "pipelines").glob("*.yaml"))
 
 VALID: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 
 from opd.machine import compiler
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture

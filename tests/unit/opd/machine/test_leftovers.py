@@ -15,7 +15,7 @@ import pytest
 
 from opd.machine import leftovers
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 DRIVER = """
 import subprocess, sys, time
 from opd.machine import leftovers

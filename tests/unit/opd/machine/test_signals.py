@@ -20,7 +20,7 @@ from opd.machine import signals
 from opd.machine.signals import patient
 from pipelines.interrupts import Stopped, interrupts
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 MODULE = """
 import signal

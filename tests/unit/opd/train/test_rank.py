@@ -438,7 +438,7 @@ def test_the_layout_is_the_first_that_is_right_on_every_rank(in_process: Any) ->
         trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(ranks=ranks), 9))
         trainer.wait_ready()
         chosen[ranks] = trainer.layout
-        assert {made.object.layout for made in trainer._ranks}  # type: ignore[attr-defined] == {trainer.layout.layout}
+        assert {made.object.layout for made in trainer._ranks} == {trainer.layout.layout}  # type: ignore[attr-defined]
     assert (chosen[1].layout, dict(chosen[1].tried)) == ("packed", {"packed": 0.5})
     assert (chosen[2].layout, dict(chosen[2].tried)) == (
         "padded",
