@@ -111,7 +111,7 @@ class Comparer:
             batch = micro_batch([(row,) for row in rows], getattr(torch, DTYPE))
             tokens = Tokens(batch.token_N, torch.ones(len(batch.token_N)), batch.behaviour_N)
             blocks = [block.with_heads(heads) for block in batch.blocks]
-            _, stats = self._loss_head(self._student.hidden_states(rows), tokens, blocks)
+            _, stats = self._loss_head(self._student_hidden(rows), tokens, blocks)
             kl += stats.kl_N.abs().tolist()
             agree += stats.agree_N.tolist()
         return _mean_or_nan(kl), _mean_or_nan(agree)
