@@ -152,5 +152,5 @@ def _tasks(name: str, n: int, seed: int, options: list[str]) -> Sequence[dict[st
 
 
 def _spoken(prompt: Any) -> str:
-    """What a prompt or an observation says, for a person."""
+    """Return the text of a prompt or an observation, for a person."""
     return printable(prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt))

@@ -108,7 +108,7 @@ def init(
 
 
 def _asker() -> Callable[[str, str], str] | None:
-    """Who answers what no option says; None without a terminal."""
+    """Return the function that asks for missing options; None without a terminal."""
     return _ask if is_terminal(sys.stdin, sys.stdout) else None
 
 

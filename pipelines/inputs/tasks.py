@@ -49,7 +49,7 @@ def _refuse(where: str, environment: EnvironmentConfig, prompts: PromptTable | S
 
 
 async def _begin(place: str, config: EnvironmentConfig, prompt: Prompt) -> str:
-    """What keeps an episode from its beginning; empty if nothing does."""
+    """Return the obstacle to starting an episode; empty if there is none."""
     make = find(place, "environment")
     thread = OwnThread(config.step_timeout_s)
     try:

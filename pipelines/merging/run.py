@@ -82,7 +82,7 @@ class Run:
     inputs: Inputs
     paths: RunPaths
     identity: Mapping[str, Any]
-    """What `pipelines.merging.changes.identity` found when the run began."""
+    """Result of `pipelines.merging.changes.identity` when the run began."""
     notices: tuple[str, ...] = ()
     """Notices for the user before the workers start."""
     resume_from: str | None = None
@@ -90,7 +90,7 @@ class Run:
     changed: Mapping[str, Any] | None = None
     """The manifest with the changes of this resume; None if the one in the run directory is still right."""
     around: Surroundings = TERMINAL
-    """What the run shows and listens to; `carry_out` sets it."""
+    """Display, signals and sinks of the run; `carry_out` sets them."""
 
     def carry_out(self, around: Surroundings = TERMINAL) -> dict[str, Any]:
         """Take the run to its end. Returns the report.

@@ -27,7 +27,7 @@ HOUR = 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """How one role's devices spend the merge."""
+    """Busy and idle time of one role's devices."""
 
     name: str
     workers: int
@@ -191,7 +191,7 @@ def _limit(phases: Sequence[PhasePlan]) -> str:
 
 
 def _notes(config: PipelineConfig, spec: ClusterSpec, places: Places) -> Iterator[str]:
-    """What the plan leaves out, or what a merge of today does not do."""
+    """Return notes on what the plan leaves out, or what a merge of today does not do."""
     acting = [name for name, domain in config.domains.items() if domain.acts]
     if acting:
         yield f"planned as single responses although they are episodes of turns: {', '.join(acting)}"
