@@ -91,7 +91,7 @@ def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any],
 
 
 def _taken(prompts: Path | PromptsConfig | None) -> dict[str, Any]:
-    """Return the keys of a mapping other than the location of its tasks: rows, columns and the like. Empty where it says nothing."""
+    """Return the keys of a mapping other than the location of its tasks: rows, columns and the like; empty if there are none."""
     assert prompts is not None, "an expert has tasks"
     said = as_prompts_config(prompts).model_dump(mode="json", exclude={"path"}, exclude_defaults=True)
     return {"prompts": said} if said else {}

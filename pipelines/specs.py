@@ -198,7 +198,10 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
 
 
 def eager_attention(config: PipelineConfig) -> bool:
-    """Return True if the trainer's ranks attend by written out scores: where compiling fuses these, rows are short and there is no GPU."""
+    """Return True if the trainer's ranks attend by written out scores.
+
+    They do where compiling fuses these, rows are short and there is no GPU.
+    """
     short = config.rollout.max_model_len <= WRITTEN_OUT_UP_TO
     return config.trainer.compile and short and config.cluster.trainer_gpus == 0
 

@@ -121,8 +121,10 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
 
 
 def _same_writers(config: PipelineConfig, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    """Return True if the manifests have the same files of rules, and the same experts where these write turns or mask tokens. The keys
-    with their paths do not tell."""
+    """Return True if the manifests have the same files of rules, and the same experts where these write turns or mask tokens.
+
+    The keys with their paths do not tell.
+    """
     turns = any(domain.environment and domain.environment.teacher_turns for domain in config.domains.values())
     parts = ("guard", "experts") if turns or config.teachers.mask_tokens else ("guard",)
     return all(theirs.get(part) == ours.get(part) for part in parts)
