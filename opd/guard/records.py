@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from opd.guard.session import Session
+from opd.guard.session import GuardSession
 from opd.records.environments import ToolCall
 from opd.records.guard import Verdict
 
@@ -13,7 +13,7 @@ from opd.records.guard import Verdict
 class ToolGuard(Protocol):
     """What an episode asks before it carries out a call."""
 
-    def session(self) -> Session:
+    def session(self) -> GuardSession:
         """The state of a new episode."""
         ...
 
@@ -21,11 +21,11 @@ class ToolGuard(Protocol):
         """Whether calls of this tool are checked; with an empty name, whether answers are."""
         ...
 
-    def check(self, call: ToolCall, session: Session) -> Verdict:
+    def check(self, call: ToolCall, session: GuardSession) -> Verdict:
         """Whether the call may run; if so, the session takes over what it changes."""
         ...
 
-    def check_answer(self, text: str, session: Session) -> Verdict:
+    def check_answer(self, text: str, session: GuardSession) -> Verdict:
         """Whether a turn without calls may be taken as an answer."""
         ...
 
