@@ -123,7 +123,7 @@ def build_merge(
 
 
 def _build_early_scoring(config: PipelineConfig, pool: AnyPool) -> Callable[[Sequence[Prompt], int], Early] | None:
-    """What begins the scoring of a step that is being written; None where teachers wait for all of it."""
+    """Return the object that starts scoring a step while it is being written; None where teachers wait for all of it."""
     size = config.schedule.score_early
     return partial(pool.early, size=size) if size is not None and isinstance(pool, Pool) else None
 
@@ -144,7 +144,7 @@ def _build_schedule(config: PipelineConfig, prompts: PromptSource, engine: Rollo
 
 
 def _build_credit(config: PipelineConfig, inputs: Inputs, shown: Display) -> Credit | None:
-    """What turns rewards into advantages, ready; None without `objective.reward`. Raises: RunError."""
+    """Return the object that turns rewards into advantages, ready; None without `objective.reward`. Raises: RunError."""
     if config.objective.reward is None:
         return None
     baseline = config.objective.reward.baseline

@@ -152,7 +152,7 @@ def _make_tasks(name: str, n: int, seed: int, options: list[str]) -> Sequence[di
 
 
 def _message_text(prompt: Any) -> str:
-    """What a prompt or an observation says, for a person."""
+    """Return the text of a prompt or an observation, for a person."""
     return escape_control_characters(
         prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
     )

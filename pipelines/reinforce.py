@@ -54,7 +54,7 @@ class _Expert:
 
     @property
     def ran(self) -> bool:
-        """Whether its run is through, with a model and a report."""
+        """Return True if its run is finished, with a model and a report."""
         whole = all(path.exists() for path in (self.paths.model, self.paths.report, self.paths.page))
         return whole and read_run(self.paths.root).finished
 
@@ -101,7 +101,7 @@ def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any],
 
 
 def _task_options(prompts: Path | PromptsConfig | None) -> dict[str, Any]:
-    """What a mapping says of the tasks beside where they are: rows, columns and the like. Empty where it says nothing."""
+    """Return the keys of a mapping other than the location of its tasks: rows, columns and the like; empty if there are none."""
     assert prompts is not None, "an expert has tasks"
     said = as_prompts_config(prompts).model_dump(mode="json", exclude={"path"}, exclude_defaults=True)
     return {"prompts": said} if said else {}
@@ -150,7 +150,7 @@ def _train_expert(expert: _Expert, tell: Tell, around: MergeCallbacks) -> None:
 
 
 def _run_result(paths: RunPaths) -> dict[str, Any]:
-    """What a finished run came to: for people, and for the manifest."""
+    """Return the result of a finished run: for people, and for the manifest."""
     report = read_run(paths.root).stored
     assert report is not None
     return {

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForTraining:
-    """What rollout engines know in training, and not in exams."""
+    """Settings of rollout engines in training, and not in exams."""
 
     untrained: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """Explained at `Inputs.untrained`."""
@@ -198,7 +198,10 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
 
 
 def eager_attention(config: PipelineConfig) -> bool:
-    """Whether the trainer's ranks attend by written out scores: where compiling fuses these, rows are short and there is no GPU."""
+    """Return True if the trainer's ranks attend by written out scores.
+
+    They do where compiling fuses these, rows are short and there is no GPU.
+    """
     short = config.rollout.max_model_len <= WRITTEN_OUT_UP_TO
     return config.trainer.compile and short and config.cluster.trainer_gpus == 0
 
@@ -210,7 +213,7 @@ def turn_weights(config: PipelineConfig) -> dict[str, TurnWeights]:
 
 
 def lora_options(config: PipelineConfig) -> LoraOptions | None:
-    """How the pipeline's student is adapted; None if its own weights are trained."""
+    """Return the adapters of the pipeline's student; None if its own weights are trained."""
     lora = config.student.lora
     if lora is None:
         return None
@@ -219,7 +222,7 @@ def lora_options(config: PipelineConfig) -> LoraOptions | None:
 
 
 def start_teacher(config: PipelineConfig) -> StartTeacher | None:
-    """How trainer ranks ask the student as the merge begins; None if they do not."""
+    """Return the settings by which trainer ranks score with the start student; None if they do not."""
     weights = asked_by_trainer(config)
     return StartTeacher(name=START, weights=weights, payload=config.teachers.payload) if weights else None
 

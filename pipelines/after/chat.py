@@ -22,7 +22,7 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How the model answers."""
+    """Settings of the model's answers."""
 
     max_new_tokens: int = 512
     temperature: float = 0.0
@@ -61,7 +61,7 @@ class Chat:
         self._turns = []
 
     def answer_line(self, line: str, show: Show) -> str:
-        """What the model says to a line. Ctrl-C ends the answer where it is, and raises KeyboardInterrupt.
+        """Yield the model's answer to a line. Ctrl-C ends the answer where it is, and raises KeyboardInterrupt.
 
         Raises: PromptError if the line does not fit into the context, or the chat template refuses the dialogue.
         """

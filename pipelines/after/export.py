@@ -34,7 +34,7 @@ _FLOATS = {"F64", "F32", "BF16", "F16"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """How the copy differs from the model."""
+    """Differences of the copy from the model."""
 
     dtype: str | None = None
     """float32, bfloat16 or float16; None keeps each tensor's own."""

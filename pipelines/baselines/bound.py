@@ -37,7 +37,7 @@ def refuse_other_inputs(root: Path, job: BaselineJob, inputs: Inputs) -> None:
 
 
 def explain_outdated(job: BaselineJob, found: BaselineResult, inputs: Inputs) -> str | None:
-    """Why a result has to be computed again; None if its digests show no reason."""
+    """Return the reason to compute a result again; None if its digests show no reason."""
     merge = _merge_progress(job)
     before = (found.merge_steps, found.merge_tokens)
     if merge and job.share is not None and found.merge_steps is not None and before != merge:

@@ -42,7 +42,7 @@ class TeacherComparison:
     """Means over tokens for one teacher; None where there was no token."""
 
     broken: str = ""
-    """Why the teacher cannot be used at all; then there are no figures. Empty if it can."""
+    """Reason why the teacher cannot be used at all; then there are no figures. Empty if it can."""
     kl: float | None = None
     """|KL(student || teacher)| on the student's responses, nats."""
     overlap: float | None = None

@@ -1,4 +1,4 @@
-"""What the shell offers when somebody presses Tab: `opd --install-completion` sets it up. Nothing large is imported."""
+"""Shell completion: `opd --install-completion` sets it up. Nothing large is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line of `opd merge` says: a run that begins, goes on, grows longer, or branches from another one."""
+"""Command line of `opd merge`: a run that begins, goes on, grows longer, or branches from another one."""
 
 from __future__ import annotations
 

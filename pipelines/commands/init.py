@@ -108,7 +108,7 @@ def init(
 
 
 def _make_asker() -> Callable[[str, str], str] | None:
-    """Who answers what no option says; None without a terminal."""
+    """Return the function that asks for missing options; None without a terminal."""
     return _ask_question if is_terminal(sys.stdin, sys.stdout) else None
 
 

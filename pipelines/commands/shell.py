@@ -135,7 +135,7 @@ def _no_such_place(error: OSError) -> OpdError:
 
 
 def _is_unreadable(file: Path) -> bool:
-    """Whether a file that is there may not be read, or nothing in its directory."""
+    """Return True if a file that is there may not be read, or nothing in its directory."""
     return not os.access(file.parent, os.X_OK) or (os.path.lexists(file) and not os.access(file, os.R_OK))
 
 

@@ -1,4 +1,4 @@
-"""What `opd merge` prints: a screen, lines, JSON or nothing while it goes on, and its result at the end."""
+"""Output of `opd merge`: a screen, lines, JSON or nothing while it goes on, and its result at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was looked at, what was found, and what to do about it."""
+"""A finding of `opd doctor`: the check, its result and the remedy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class DoctorFinding:
     """One line of `opd doctor`."""
 
     name: str
-    """What was looked at."""
+    """Name of the check."""
     level: Level
     """`failed_finding`: some merge will not run; `warning_finding`: it will run worse, or some part will not."""
     found: str
     fix: str = ""
-    """What to do; empty if all is well."""
+    """The remedy; empty if all is well."""
 
 
 def ok_finding(name: str, found: str) -> DoctorFinding:

@@ -32,7 +32,7 @@ from pipelines.merging.manifest import library_versions
 Measure = Callable[[Sequence[str]], Evaluation]
 """Takes the exams of the named domains."""
 GPU_KIND = "accelerator_type:"
-"""How Ray begins the name of a resource that says which GPUs a node has."""
+"""Prefix of Ray's name of a resource that says which GPUs a node has."""
 ANSWERS_ALIKE = {"n", "temperature", "max_new_tokens"}
 """Keys of `rollout` that are about training; exams have their own."""
 
@@ -76,7 +76,7 @@ class KnownExams:
         }
 
     def _shared_facts(self) -> dict[str, Any]:
-        """What all exams of the pipeline have in common."""
+        """Return the facts that all exams of the pipeline have in common."""
         if self._common is None:
             config, student = self._config, self._inputs.student
             exam = config.evaluate
@@ -97,7 +97,7 @@ class KnownExams:
 
 
 def _device_kind(config: PipelineConfig) -> str | None:
-    """What kind of device computes the answers; None if that cannot be told: others round differently."""
+    """Return the kind of device that computes the answers; None if that cannot be told: others round differently."""
     if not config.cluster.rollout_gpus:
         return platform.machine()
     if config.cluster.address == LOCAL:

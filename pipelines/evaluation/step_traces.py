@@ -93,7 +93,7 @@ def _of_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
 
 
 def tree_lines(trace: EpisodeTrace) -> Iterator[str]:
-    """What a person reads of one episode: how it ended, then each segment under the one that it comes from."""
+    """Return one episode as text for people: how it ended, then each segment under the one that it comes from."""
     reward = "no reward" if trace.reward is None else f"reward {trace.reward:.2f}"
     why = f"; {', '.join(trace.why)}" if trace.why else ""
     yield (
@@ -119,7 +119,7 @@ def _segment_lines(segment: SegmentTrace, trace: EpisodeTrace) -> Iterator[str]:
 
 
 def _describe_piece(piece: Piece) -> str:
-    """What is said of a piece beside its length."""
+    """Return the remarks on a piece beside its length."""
     if piece.origin == "environment":
         return ""
     masked = BESIDE.get(piece.origin, "")

@@ -63,7 +63,7 @@ def _exam_file(paths: RunPaths, exam: str) -> Path:
 
 
 def trace_lines(answer: ScoredAnswer) -> Iterator[str]:
-    """What a person reads of one episode: who it is, the prompt, the turns, what broke."""
+    """Return one episode as text for people: who it is, the prompt, the turns, what broke."""
     invalid = f", {answer.invalid_calls} invalid calls" if answer.invalid_calls else ""
     yield f"== {answer.prompt_id}: score {answer.score:.2f}, {answer.turns} turns, {answer.tokens} tokens{invalid}"
     yield answer.prompt.rstrip("\n")

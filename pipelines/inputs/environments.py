@@ -138,7 +138,7 @@ def check_environments(
 
 
 def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable, tokenizer: Any) -> bool:
-    """Whether a domain's episodes go through the student's chat template."""
+    """Return True if a domain's episodes go through the student's chat template."""
     if isinstance(options, AgentOptions):
         return options.through_template(tokenizer)
     return not isinstance(prompts[0].text, str)

@@ -356,7 +356,7 @@ def _longest_sample(config: PipelineConfig, domain: DomainConfig) -> int:
 
 
 def pushed_bytes(config: PipelineConfig, inputs: Inputs) -> int:
-    """What a push takes beside the copies of trainer and engines."""
+    """Return the bytes of a push beside the copies of trainer and engines."""
     width = DTYPE_BYTES[config.trainer.dtype]
     pushed = inputs.pushed * width
     if config.sync.kind == "shared_memory":

@@ -62,13 +62,13 @@ def refuse_unfit(config: PipelineConfig) -> None:
 
 
 def _has_own_method(engine: type, name: str) -> bool:
-    """Whether the class has a method of its own; whoever extends the protocol inherits one that does nothing."""
+    """Return True if the class has a method of its own; whoever extends the protocol inherits one that does nothing."""
     found = getattr(engine, name, None)
     return callable(found) and found is not getattr(RolloutEngine, name, None)
 
 
 def _takes_argument(engine: type[Any], name: str) -> bool:
-    """Whether `generate` has this argument."""
+    """Return True if `generate` has this argument."""
     return any(
         p.name == name or p.kind is Parameter.VAR_KEYWORD for p in signature(engine.generate).parameters.values()
     )

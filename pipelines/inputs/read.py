@@ -119,7 +119,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teaching:
-    """Who scores what, checked: the part of `Inputs` that needs no prompts."""
+    """The checked assignment of teachers to domains: the part of `Inputs` that needs no prompts."""
 
     student: ModelInfo
     scorers: dict[str, Expert]

@@ -61,8 +61,9 @@ def route_domains(
 def scoring_routes(
     config: PipelineConfig, routes: Mapping[str, tuple[WeightedTeacher, ...]], start: Teacher
 ) -> dict[str, tuple[WeightedTeacher, ...]]:
-    """Who scores each domain, with which weight: its experts, and where the target lies beyond them the start student, unless
-    the trainer asks it.
+    """Return the teachers of each domain, with their weights.
+
+    They are its experts and, where the target lies beyond them, the start student, unless the trainer asks it.
 
     The target is prod_k expert_k^(lambda w_k) * start^(1 - lambda), normalised; lambda is the domain's `extrapolate`.
     """

@@ -15,7 +15,10 @@ from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 
 
 def sub_agents_options(config: PipelineConfig, domain: str, environment: EnvironmentConfig) -> SubAgentsOptions | None:
-    """What the episodes of a domain may start; None: nothing. Raises: ConfigError for an environment's name that is none."""
+    """Return the sub-agents that the episodes of a domain may start; None: nothing.
+
+    Raises: ConfigError for an environment's name that is none.
+    """
     if not environment.sub_agents:
         return None
     kinds = {name: _sub_agent(config, domain, agent) for name, agent in environment.sub_agents.items()}

@@ -49,7 +49,7 @@ def _refuse_prompts(where: str, environment: EnvironmentConfig, prompts: PromptT
 
 
 async def _explain_bad_task(place: str, config: EnvironmentConfig, prompt: Prompt) -> str:
-    """What keeps an episode from its beginning; empty if nothing does."""
+    """Return the obstacle to starting an episode; empty if there is none."""
     make = find_environment(place, "environment")
     thread = OwnThread(config.step_timeout_s)
     try:

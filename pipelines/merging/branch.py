@@ -123,8 +123,10 @@ def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun
 
 
 def _same_writers(config: PipelineConfig, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    """Whether the manifests have the same files of rules, and the same experts where these write turns or mask tokens. The keys
-    with their paths do not tell."""
+    """Return True if the manifests have the same files of rules, and the same experts where these write turns or mask tokens.
+
+    The keys with their paths do not tell.
+    """
     turns = any(domain.environment and domain.environment.teacher_turns for domain in config.domains.values())
     parts = ("guard", "experts") if turns or config.teachers.mask_tokens else ("guard",)
     return all(theirs.get(part) == ours.get(part) for part in parts)

@@ -110,7 +110,7 @@ def _card_tags(inputs: Inputs) -> list[str]:
 
 
 def _describe_merge(config: PipelineConfig, inputs: Inputs) -> list[str]:
-    """How the model was made, as sentences."""
+    """Return sentences on the making of the model."""
     if not inputs.experts:
         return [
             f"Trained by reinforcement with opd-merge {__version__}: the student wrote, and verifiers or environments gave each",

@@ -296,7 +296,7 @@ def other_rules(recorded: Mapping[str, Any], config: PipelineConfig) -> list[str
 
 
 def _other_rules(config: PipelineConfig) -> Iterator[str]:
-    """What releases of format 3 decided otherwise, as far as it matters to this pipeline."""
+    """Yield the rules that releases of format 3 decided otherwise, as far as they matter to this pipeline."""
     prompts = config.trainer.samples_per_step // config.rollout.n
     by_samples = isinstance(config.balance, SamplesBalance)
     if not by_samples or len(set(config.domain_weights.values())) > 1 or prompts % len(config.domains):
@@ -342,7 +342,7 @@ def version_warnings(recorded: Mapping[str, str], found: Mapping[str, str]) -> l
 
 
 def matches_pattern(key: Key, patterns: Iterable[str]) -> bool:
-    """Whether a pattern stands for the key: part by part between the dots, and `*` at its end for what follows, too."""
+    """Return True if a pattern matches the key: part by part between the dots, and `*` at its end for what follows, too."""
     return any(_stands_for(pattern, key) for pattern in patterns)
 
 

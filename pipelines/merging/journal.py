@@ -84,7 +84,7 @@ class _JournalDisplay:
 
 
 def end_of(error: BaseException) -> str:
-    """How a merge ends by this error: one of `opd.live.now.ENDS`."""
+    """Return the kind of end that this error means for a merge: one of `opd.live.now.ENDS`."""
     if isinstance(error, Paused):
         return PAUSED
     return STOPPED if isinstance(error, Interrupted | KeyboardInterrupt) else FAILED

@@ -27,14 +27,14 @@ from pipelines.merging.directory import refuse_no_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """A merge that is to take more steps."""
+    """Further steps for a finished or stopped merge."""
 
     more: int
     at: int
-    """Step of the checkpoint that it goes on from."""
+    """Step of the newest checkpoint, from which training continues."""
 
     def extended_pipeline(self, config: PipelineConfig) -> PipelineConfig:
-        """The pipeline with the further steps."""
+        """Return the pipeline with the further steps, and with a record of the shorter learning-rate decay before them."""
         trainer = config.trainer
         update: dict[str, Any] = {"steps": trainer.steps + self.more}
         if trainer.lr_scheduler_type != "constant":
@@ -45,7 +45,7 @@ class Extension:
         return config.model_copy(update={"trainer": trainer.model_copy(update=update)})
 
     def extended_manifest(self, recorded: Mapping[str, Any], paths: RunPaths) -> dict[str, Any]:
-        """The manifest with the further steps, and an event in its lineage.
+        """Return the manifest with the further steps, and an event in its lineage.
 
         Raises: RunDirError for a run that an extension before has not brought to its end.
         """
@@ -67,7 +67,7 @@ class Extension:
         }
 
     def _refuse_on_its_way(self, recorded: Mapping[str, Any], steps: int, paths: RunPaths) -> None:
-        """The same command given again after Ctrl-C would add its steps a second time."""
+        """Refuse an extension of an unfinished extension: repeating the command after Ctrl-C would add its steps twice."""
         events = recorded.get(LINEAGE, ())
         if events and events[-1]["event"] == EXTENDED and self.at < steps:
             raise RunDirError.at(
@@ -78,7 +78,7 @@ class Extension:
             )
 
     def extension_notices(self, config: PipelineConfig) -> list[str]:
-        """Sentences about the longer pipeline `config`: how long it is, and in what it is not the run of so many steps."""
+        """Return sentences on the length of the extended pipeline `config`, and on its differences from one run of that length."""
         trainer, taken = config.trainer, f"the {self.at} steps already taken"
         said = [f"{trainer.steps} steps in all, {self.more} more than before; the run goes on after step {self.at}"]
         if trainer.lr_scheduler_type != "constant":

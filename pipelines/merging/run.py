@@ -88,7 +88,7 @@ class MergeRun:
     inputs: Inputs
     paths: RunPaths
     identity: Mapping[str, Any]
-    """What `pipelines.merging.changes.run_identity` found when the run began."""
+    """Result of `pipelines.merging.changes.run_identity` when the run began."""
     notices: tuple[str, ...] = ()
     """Notices for the user before the workers start."""
     resume_from: str | None = None
@@ -96,7 +96,7 @@ class MergeRun:
     changed: Mapping[str, Any] | None = None
     """The manifest with the changes of this resume; None if the one in the run directory is still right."""
     around: MergeCallbacks = TERMINAL
-    """What the run shows and listens to; `carry_out` sets it."""
+    """Display, signals and sinks of the run; `carry_out` sets them."""
 
     def carry_out(self, around: MergeCallbacks = TERMINAL) -> dict[str, Any]:
         """Take the run to its end. Returns the report.

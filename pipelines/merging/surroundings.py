@@ -17,9 +17,9 @@ class MergeCallbacks:
 
     display: Displays = open_display
     signals: Callable[[], AbstractContextManager[Interrupts]] = interrupts
-    """Handles signals, and says whether to leave after a step."""
+    """Context that handles signals; its value says whether to stop after the current step."""
     sinks: tuple[Sink, ...] = ()
-    """They get the record of every step, after the metrics file."""
+    """Receivers of the record of every step, called after the metrics file is written."""
 
 
 TERMINAL = MergeCallbacks()

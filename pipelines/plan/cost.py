@@ -59,7 +59,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHardware:
-    """Where the workers of one role run."""
+    """The hardware under the workers of one role."""
 
     spec: ClusterSpec
     workers: int
@@ -120,7 +120,7 @@ class WorkerHardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where all roles run."""
+    """The hardware under all roles."""
 
     rollout: WorkerHardware
     teachers: WorkerHardware
@@ -193,7 +193,7 @@ def apply_placement(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig
 
 
 def _map_layers(config: PipelineConfig, gpus: int) -> dict[str, Any]:
-    """What divides the layers of a teacher among so many GPUs; sizes for another number of GPUs say nothing."""
+    """Return the map that divides the layers of a teacher among so many GPUs; sizes for another number of GPUs say nothing."""
     teachers = config.teachers
     if not isinstance(teachers, TransformersTeachers) or (gpus == 1 and teachers.device_map is None):
         return {}

@@ -15,7 +15,7 @@ StepCost = Callable[[int, float], Seconds]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCost:
-    """What an engine's events cost."""
+    """Costs of an engine's events."""
 
     prefill: Callable[[int], Seconds]
     """Tokens of prompts -> reading them."""
@@ -28,7 +28,7 @@ class EngineCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimeline:
-    """What an engine did."""
+    """Simulated work of an engine."""
 
     spent: Seconds
     steps: int

@@ -20,7 +20,7 @@ from pipelines.plan.shapes.feed_forward import dense_layers
 from pipelines.plan.spec import DEFAULT, ClusterSpec, load_spec
 
 SECONDS = 1.0
-"""How long each rate is measured."""
+"""Seconds for which each rate is measured."""
 ROWS, WIDTH, IDS = 512, 576, 49152
 """The product: states with the output head of a model such as SmolLM2. Every factor of two-cores is a share of it."""
 COPIED = 128 << 20
@@ -38,7 +38,7 @@ class Layer:
     """A dense decoder layer, as far as its time goes."""
 
     whose: str
-    """Where the shape comes from, for people."""
+    """Source of the shape, for people."""
     hidden: int
     queries: int
     keys: int

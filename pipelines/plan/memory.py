@@ -130,7 +130,7 @@ def cache_tokens(config: PipelineConfig, models: Models, spec: ClusterSpec, cach
 
 
 def memory_rooms(config: PipelineConfig, models: Models, spec: ClusterSpec, shared: bool) -> list[Room]:
-    """What is needed and what is there, of the fullest device, or of the whole merge on a machine without GPUs."""
+    """Return the bytes needed and available, of the fullest device, or of the whole merge on a machine without GPUs."""
     if not spec.machine.gpus:
         needed = sum(need.nbytes for need in estimate_memory(config, models.inputs))
         return [Room(what="all machines", needed=needed, there=spec.machines * spec.machine.memory)]

@@ -39,7 +39,7 @@ class Trained:
     last: Seconds
     """The optimiser."""
     gathers: int
-    """How often all weights are gathered."""
+    """Number of times that all weights are gathered."""
 
     @property
     def spent(self) -> Seconds:

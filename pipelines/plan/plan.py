@@ -27,7 +27,7 @@ HOUR = 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRow:
-    """How one role's devices spend the merge."""
+    """Busy and idle time of one role's devices."""
 
     name: str
     workers: int
@@ -192,7 +192,7 @@ def _limiting_phase(phases: Sequence[PhasePlan]) -> str:
 
 
 def _plan_notes(config: PipelineConfig, spec: ClusterSpec, places: Places) -> Iterator[str]:
-    """What the plan leaves out, or what a merge of today does not do."""
+    """Return notes on what the plan leaves out, or what a merge of today does not do."""
     acting = [name for name, domain in config.domains.items() if domain.has_episodes]
     if acting:
         yield f"planned as single responses although they are episodes of turns: {', '.join(acting)}"

@@ -66,7 +66,7 @@ class Push:
 
     @property
     def _buckets(self) -> int:
-        """How many there are: none has less room than the largest tensor takes."""
+        """Number of buckets: none has less room than the largest tensor takes."""
         head = self.shape.head if self.pushed == self.shape.parameters else 0  # adapters leave it as it is
         largest = max(head, *(part.inputs * part.outputs for part in self.shape.parts))
         return ceil(self.nbytes / max(BUCKET_BYTES, largest * DTYPE_BYTES[self.config.trainer.dtype]))

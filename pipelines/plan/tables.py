@@ -20,7 +20,7 @@ class Printed:
 
 
 def plan_tables(plan: MergePlan) -> Iterator[Printed]:
-    """What is asked for, memory, bytes, seconds, and how busy the roles are."""
+    """Return tables of the inputs, memory, bytes, seconds, and busy shares of the roles."""
     yield Printed(title=f"{plan.pipeline} on {plan.cluster}", columns=("merge", ""), rows=_inputs_table(plan))
     yield Printed(
         title="memory of one worker, on each of its devices",

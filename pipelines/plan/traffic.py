@@ -16,7 +16,7 @@ ROW = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What one step sends."""
+    """A transfer of one step."""
 
     what: str
     link: str

@@ -41,7 +41,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """What a file calls the columns that a pipeline reads."""
+    """Names in a file of the columns that a pipeline reads."""
 
     prompt: str
     answer: str | None

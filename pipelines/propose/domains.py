@@ -31,7 +31,7 @@ JUDGES = "numeric, exact_match, last_line, multiple_choice, or none for no exam"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Where the prompts of a domain are, and what they are called there."""
+    """Files of a domain's prompts, and the names of their columns."""
 
     training: PromptsConfig
     exam: PromptsConfig | None
@@ -50,7 +50,7 @@ class SeenDomain:
     verifier: Any
     """The verifier as a pipeline spells it; None if there is nothing to judge."""
     why: str
-    """Why this verifier, or none."""
+    """Reason for this verifier, or for none."""
     answer_tokens: int
     """Tokens of the longest answer that was looked at."""
     completion_tokens: int

@@ -1,4 +1,4 @@
-"""What a person gives `opd init`: flags, or answers to questions where a flag is missing."""
+"""Answers of a person to `opd init`: flags, or answers to questions where a flag is missing."""
 
 from __future__ import annotations
 

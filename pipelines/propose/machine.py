@@ -12,7 +12,7 @@ from pipelines.inputs.machine_memory import machine_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What there is to compute with."""
+    """Hardware of this machine."""
 
     cores: int
     memory: int

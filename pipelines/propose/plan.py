@@ -89,7 +89,7 @@ def with_objective(proposal: Proposal, kind: str, why: str) -> Proposal:
 
 
 def in_short(proposal: Proposal, seen: Seen) -> Iterator[str]:
-    """What was found and chosen, for whoever does not read the file: a line for each domain, and one for the training."""
+    """Findings and choices, for whoever does not read the file: a line for each domain, and one for the training."""
     for name, domain in seen.domains.items():
         columns = domain.sources.training.columns
         asks, answers = columns.get("prompt", "prompt"), f"`{columns.get('answer', 'answer')}`"

@@ -31,7 +31,7 @@ Answer = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """What a short look at one domain found."""
+    """Result of a short look at one domain."""
 
     answers: int
     """Answers of the expert that were looked at."""
@@ -94,7 +94,7 @@ def _load_expert(expert: SeenExpert) -> Iterator[Any]:
 
 
 def _greedy_answer(lm: Any, prompt: Sequence[int], info: ModelInfo) -> Answer:
-    """What the expert writes greedily, its end token included."""
+    """Return the expert's greedy response, its end token included."""
     import torch
 
     ids = torch.tensor([prompt], device=lm.device)

@@ -13,7 +13,7 @@ from pipelines.catalog import find_pipeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a shipped pipeline needs."""
+    """Requirements of a shipped pipeline."""
 
     spec: str = ""
     """The training spec of its experts; empty: it is for models of yours."""
@@ -78,7 +78,7 @@ def files_of(name: str, pipeline: Path) -> dict[Path, str]:
 
 
 def commands_of(name: str, pipeline: Path) -> list[str]:
-    """What to type next, in order."""
+    """Return the commands to type next, in order."""
     recipe = RECIPES[name]
     train = [f"opd experts train {as_typed(pipeline.with_name(f'{recipe.spec}.yaml'))}"] if recipe.spec else []
     return [*recipe.before, *train, f"opd check {as_typed(pipeline)}", f"opd merge {as_typed(pipeline)}"]

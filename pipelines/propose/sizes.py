@@ -145,7 +145,7 @@ ADAPTERS: Data = {"student": {"lora": {"r": 16, "alpha": 32}}, "trainer": {"lr":
 
 
 def shrinking_steps(*, gpus: bool) -> list[tuple[str, Data]]:
-    """What makes a merge smaller, one after the other: in words, and as changes of the pipeline."""
+    """Return the measures that make a merge smaller, in order: in words, and as changes of the pipeline."""
     half = {section: {"dtype": "bfloat16"} for section in ("rollout", "teachers", "trainer")}
     small = {"trainer": {"micro_batch_tokens": 2048}, "rollout": {"max_num_seqs": 64}}
     fewer = {"teachers": {"workers": 1, "memory": "1GiB"}}
@@ -184,7 +184,7 @@ def apply_change(data: Data, change: Data) -> Data:
 def fits_machine(
     student: ModelInfo, experts: Mapping[str, SeenExpert], domains: Mapping[str, SeenDomain], machine: Machine
 ) -> Callable[[Data], bool]:
-    """Whether a pipeline's merge has room in this machine's memory and on its GPUs, by the sums of `opd merge`."""
+    """Check if a pipeline's merge has room in this machine's memory and on its GPUs, by the sums of `opd merge`."""
 
     def fits(data: Data) -> bool:
         config = PipelineConfig.model_validate(data)
@@ -212,7 +212,7 @@ def _memory_inputs(
     experts: Mapping[str, SeenExpert],
     domains: Mapping[str, SeenDomain],
 ) -> Inputs:
-    """What the sums need of a merge's inputs. No weight is read, so models are told apart by their directories."""
+    """Return the part of a merge's inputs that the sums need. No weight is read, so models are told apart by their directories."""
     scorers = {name: _scorer_facts(name, seen) for name, seen in experts.items()}
     routes: dict[str, tuple[WeightedTeacher, ...]] = {
         name: (WeightedTeacher(teacher=one.teacher, weight=1.0),) for name, one in scorers.items()

@@ -13,7 +13,7 @@ from opd.verifiers.reasoning_gym import ReasoningGym
 LONGEST = 100
 """Characters of an answer that a model may be expected to write letter by letter."""
 MARK = "####"
-"""What stands before the number in data sets that show their working."""
+"""Marker before the number in data sets that show their working."""
 
 
 def propose_verifier(lines: Sequence[PromptLine]) -> tuple[Any, str]:

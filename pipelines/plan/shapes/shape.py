@@ -21,11 +21,11 @@ class ShapePart:
     inputs: int
     outputs: int
     layers: int
-    """How many layers have it."""
+    """Number of layers with it."""
     stored: int = 1
     """Matrices in a layer."""
     used: int = 1
-    """How many of these a token passes."""
+    """Number of these that a token passes."""
 
     @property
     def parameters(self) -> int:
@@ -43,7 +43,7 @@ class ShapePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """What one layer's attention has beside its matrices."""
+    """Sizes of one layer's attention beside its matrices."""
 
     parts: tuple[ShapePart, ...]
     vectors: int
@@ -121,7 +121,7 @@ class Shape:
 
     @property
     def body(self) -> Body:
-        """What the memory of activations depends on: a token passes `used` matrices of each kind."""
+        """Return the facts that the memory of activations depends on: a token passes `used` matrices of each kind."""
         return Body(
             inside=sum((p.inputs + p.outputs) * p.used * p.layers for p in self.parts),
             blocks=self.layers,
