@@ -29,7 +29,7 @@ def run_cd(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def run_tee(walker: Walker, run: ProgramRun) -> str | None:
-    """What comes in goes into files, and on."""
+    """Write the standard input to files, and pass it on."""
     walker.note_call(run)
     text = run.streams.stdin
     options = [show_field(arg) for arg in run.argv[1:] if arg.startswith("-")]
