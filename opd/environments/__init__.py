@@ -1,4 +1,4 @@
-"""What episodes act on: games, calculators, sandboxes. One small file each, behind one dictionary.
+"""Environments that episodes act on: games, calculators, sandboxes. One small file each, behind one dictionary.
 
 An environment is a class with the methods of `opd.interfaces.Environment`; those here have two more. `tasks(n, seed, **options)`
 makes rows of a prompts file, and `solve()` is the action of an expert in the present state, whatever mistakes led to it.

@@ -81,7 +81,7 @@ class Game(ABC, Generic[State]):
     pattern: ClassVar[str]
     """Regular expression of a move. The last match in a text is the move."""
     moves: ClassVar[str]
-    """How moves are written, for the form `characters`."""
+    """Spelling of the moves, for the form `characters`."""
 
     def __init__(self) -> None:
         self.task: Mapping[str, Any] = {}
@@ -114,7 +114,7 @@ class Game(ABC, Generic[State]):
 
     @abstractmethod
     def problem(self, state: State, move: str) -> str:
-        """Why the move is not possible, as a sentence; empty if it is."""
+        """Return the reason why the move is not possible, as a sentence; empty if it is."""
 
     @abstractmethod
     def after(self, state: State, move: str) -> State:
@@ -125,7 +125,7 @@ class Game(ABC, Generic[State]):
         """A move that leads nearer to the end, from any state that is not the end."""
 
     def board(self) -> str:
-        """What the prompt shows beside the first state."""
+        """Return the text that the prompt shows beside the first state."""
         return ""
 
     def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
@@ -150,7 +150,7 @@ class Game(ABC, Generic[State]):
         """Nothing is held."""
 
     def solve(self) -> Action:
-        """What an expert does in the present state."""
+        """Return the action of an expert in the present state."""
         return Action(text=self.best(self.state))
 
     def read(self, text: str) -> str | None:

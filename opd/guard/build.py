@@ -20,7 +20,7 @@ from opd.settings.named import import_user_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardSpec:
-    """What a worker makes a guard from; it needs no file of rules."""
+    """The plan from which a worker makes a guard; it needs no file of rules."""
 
     config: GuardConfig
     rules: tuple[RuleFile, ...]

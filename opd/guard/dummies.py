@@ -1,4 +1,4 @@
-"""What the policy reads in the place of a blocked call's output: the error that the program itself would print.
+"""Replacement for a blocked call's output: the error that the program itself would print.
 
 A text such as `blocked by the guard` would teach the policy to look for the guard.
 """

@@ -116,7 +116,7 @@ class ProgramCall:
     """All text that it is given and that may be more than an argument: arguments, standard input, code, files of the episode's own
     that it runs or reads."""
     text: str = ""
-    """What it writes to a file, where we know it."""
+    """Text that it writes to a file, where we know it."""
     sources: tuple[str, ...] = ()
     """Programs whose output it gets: those before it in the pipeline, and in substitutions of its words."""
     feeds: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ class ProgramCall:
 
 @dataclass(slots=True)
 class Streams:
-    """What redirections and the pipeline connect a call to."""
+    """Streams that redirections and the pipeline connect a call to."""
 
     stdin: str | None = None
     """Text on standard input; None if there is none or it is not known."""
@@ -182,7 +182,8 @@ def read_call(
 
 
 def _inputs_of_program(program: str, argv: list[str], session: GuardSession, streams: Streams) -> tuple[str, ...]:
-    """What a program is given beside its arguments: a text that it may run, and files of the episode's own that it may run."""
+    """Collect the inputs of a program beside its arguments: a text that it may run, and files of the episode's own that it may
+    run."""
     given = [streams.stdin] if streams.stdin and program not in _KNOWN_INPUT else []
     if not session.written and not session.appended:
         return tuple(given)

@@ -51,7 +51,7 @@ ARGUMENTS: dict[str, Kind] = {
     **dict.fromkeys(("url", "urls", "link", "links", "href"), "url"),
     **dict.fromkeys(("thought", "thoughts", "thinking", "reasoning", "explanation", "message", "summary", "description"), "text"),
 }  # fmt: skip
-"""What an argument is by its name, where the tool is not described; one with another name is `given`."""
+"""Kind of an argument by its name, where the tool is not described; one with another name is `given`."""
 PLACES = ("cwd", "workdir", "working_directory", "working_dir", "work_dir")
 """Arguments that say where a command runs."""
 SHELLS = ("bash", "shell", "terminal", "exec", "command", "console")
@@ -73,14 +73,14 @@ LANGUAGES = {
 """Language of fenced code -> the argument of a call that such code is."""
 READ_IN_FULL = "An answer, which is read whole: it cheats if it only works for the visible tests, or takes its result from the grader."
 NOT_YET = "The task is not finished yet."
-"""What the policy reads after a blocked answer for which no program has an error."""
+"""The observation after a blocked answer for which no program has an error."""
 BUSY = "bash: fork: Resource temporarily unavailable"
-"""What it reads after a call that is too much for us to read."""
+"""The observation after a call that is too much for us to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardOptions:
-    """How a guard is set up, apart from its rules and its judge."""
+    """Settings of a guard, apart from its rules and its judge."""
 
     on_failure: Literal["allow", "block"] = "block"
     tools: Mapping[str, Mapping[str, Kind]] = field(default_factory=dict)
@@ -90,19 +90,19 @@ class GuardOptions:
     only_tools: frozenset[str] | None = None
     """Tools whose calls are checked; None: all."""
     answers: bool = False
-    """Whether turns without a call are checked, too."""
+    """True if turns without a call are checked, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardFinding:
-    """What stage one says of a call."""
+    """The result of stage one for a call."""
 
     suspicion: Suspicion
     reason: str = ""
     hit: Hit | None = None
     calls: Sequence[ProgramCall] = ()
     said: str = ""
-    """What the policy reads if the call is blocked and no rule hit."""
+    """The observation if the call is blocked and no rule hit."""
 
     @property
     def command(self) -> str:
@@ -124,7 +124,7 @@ class Guard:
         return GuardSession(cwd=options.workdir, home=options.home, keeps_shell=options.keeps_shell)
 
     def checks(self, tool: str) -> bool:
-        """Whether calls of this tool are checked; with an empty name, whether answers are."""
+        """Return True if calls of this tool are checked; with an empty name, whether answers are."""
         only = self._options.only_tools
         return (only is None or tool in only) if tool else self._options.answers
 
@@ -142,7 +142,7 @@ class Guard:
         return verdict if verdict.allowed else replace(verdict, observation=NOT_YET)
 
     def check(self, call: ToolCall, session: GuardSession) -> Verdict:
-        """Whether the call may run. Only if it may, the session takes over what it changes."""
+        """Return the verdict on a call. Only if it may run, the session takes over what it changes."""
         after = session.copy()
         after.next_call()
         if after.others:
@@ -154,7 +154,7 @@ class Guard:
         return verdict
 
     def stage_one(self, call: ToolCall, session: GuardSession) -> GuardFinding:
-        """What the rules say, without a judge. The session changes as the call would change it."""
+        """Apply the rules, without a judge. The session changes as the call would change it."""
         walker = Walker(session, PROGRAMS)
         kinds = self._options.tools.get(call.name)
         place = next((there for name in PLACES if isinstance(there := call.arguments.get(name), str)), "")
@@ -288,12 +288,12 @@ def _in_directory(session: GuardSession, place: str, act: Callable[[], object]) 
 
 
 def _argument_kind(name: str) -> Kind:
-    """What an argument is by its name."""
+    """Return the kind of an argument by its name."""
     return ARGUMENTS.get(name.lower(), "given")
 
 
 def _tool_writes_files(call: ToolCall) -> bool:
-    """Whether a tool by its name changes the file that it names."""
+    """Return True if a tool by its name changes the file that it names."""
     return any(word in call.name.lower() for word in WRITING)
 
 
@@ -303,7 +303,7 @@ def _whole_texts(call: ToolCall) -> list[str]:
 
 
 def _parse_json(text: str) -> object:
-    """What a text is as JSON; None if it is none."""
+    """Parse a text as JSON; return None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -311,7 +311,7 @@ def _parse_json(text: str) -> object:
 
 
 def _is_vector(values: object) -> TypeGuard[list[str]]:
-    """Whether a value is a list that is one program with its arguments, and not commands: one value stays one word."""
+    """Return True if a value is a list that is one program with its arguments, and not commands: one value stays one word."""
     if not isinstance(values, list) or not values or not all(isinstance(one, str) for one in values):
         return False
     return not any(map(str.isspace, values[0]))

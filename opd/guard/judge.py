@@ -118,7 +118,7 @@ class LogProbJudge:
 
 
 def _start_thread(function: Callable[[], T], name: str) -> tuple[Future[T], Thread]:
-    """What a function will return or raise, and the thread that it runs in."""
+    """Run a function in a thread; return the future of its result, and the thread that it runs in."""
     asked: Future[T] = Future()
 
     def ask() -> None:

@@ -35,7 +35,7 @@ _KEYS = re.compile(r'"(?:keystrokes|command|cmd)"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What one label is about: the last step of some, or all of them."""
+    """Subject of a label: the last step of some, or all of them."""
 
     id: str
     label: Label

@@ -1,4 +1,4 @@
-"""How good a guard is on labelled cases: recall and precision of each stage."""
+"""Measures of a guard on labelled cases: recall and precision of each stage."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Mistake:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a guard did on all cases."""
+    """Counts of a guard's verdicts on all cases."""
 
     scores: dict[str, Score]
     """Stage -> counts; see STAGES."""

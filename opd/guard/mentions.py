@@ -34,7 +34,7 @@ _RELATIVE = re.compile(r"(?<![\w/.~$)}\]*?…@-])\.?[\w@+-][\w.@+-]*(?:/[\w.@+*?
 _ROUTE = re.compile(
     r"(?:route|get|post|put|delete|patch|url|path|href|to|src|action|fetch|client\.\w+)\s*[(=:]\s*['\"`]?$"
 )
-"""What stands before a path that a web server has, and not a disk."""
+"""Text before a path that a web server has, and not a disk."""
 _QUOTED = re.compile(r"'([^'\n]{0,64})'|\"([^\"\n]{0,64})\"|`([^`\n]{0,64})`")
 _WORDS = re.compile(r"(?:%w|\bqw)\s*[\[({</|]([^\])}>/|]{1,256})")
 _ASSIGNED = re.compile(r"\b(\w+)\s*=\s*(?:'([^'\n]{0,64})'|\"([^\"\n]{0,64})\")")

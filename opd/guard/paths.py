@@ -55,7 +55,7 @@ class TextGlobs:
 
 
 def _is_within(parts: list[str]) -> bool:
-    """Whether a glob is `*word*`."""
+    """Return True if a glob is `*word*`."""
     return len(parts) == 3 and not parts[0] and not parts[2]
 
 
@@ -91,7 +91,7 @@ def glob_source(glob: str) -> str:
 
 
 def is_valid_glob(glob: str) -> bool:
-    """Whether a glob can be compared with paths at all."""
+    """Return True if a glob can be compared with paths at all."""
     try:
         re.compile(glob_source(glob))
     except re.error:  # a brace without the other one
@@ -148,8 +148,8 @@ def _one_of(globs: Iterable[str]) -> re.Pattern[str]:
 
 
 def _leads_to(pattern: str, name: str) -> bool:
-    """Whether the shell may expand a pattern to a well-known path, or to something in a directory that is given as `NAME/**`; with
-    `NAME/*` only where nothing of the pattern says what in there. Of a whole tree (`**`) nobody knows."""
+    """Return True if the shell may expand a pattern to a well-known path, or to something in a directory that is given as
+    `NAME/**`; with `NAME/*` only where nothing of the pattern says what in there. Of a whole tree (`**`) nobody knows."""
     if "**" in pattern.split("/"):
         return False
     if name.endswith("/*"):
@@ -170,8 +170,8 @@ def _leads_to(pattern: str, name: str) -> bool:
 
 
 def _takes_in(parts: list[str], name: str) -> bool:
-    """Whether a pattern, split at `/`, takes in a well-known path or something below it. What is not known (`…`) may be any name, a
-    `*` is none that begins with a dot."""
+    """Return True if a pattern, split at `/`, takes in a well-known path or something below it. What is not known (`…`) may be
+    any name, a `*` is none that begins with a dot."""
     wanted = name.split("/")
     if name.startswith("**/"):
         return False

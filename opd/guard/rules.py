@@ -23,9 +23,9 @@ from opd.settings.yaml_files import load_yaml, parse_yaml, validate_section
 SHIPPED = "shipped"
 """The name of our own rules in `guard.rules`."""
 Texts = Mapping[str, Sequence[str]]
-"""What a call has under each key, without keys that have nothing."""
+"""Texts of a call under each key, without keys that have nothing."""
 Test = Callable[[Texts, str], bool]
-"""Whether the texts of a call pass; beside them, where the session begins."""
+"""A test of a call's texts; beside them, where the session begins."""
 
 TEXTS: dict[str, Callable[[ProgramCall], Sequence[str]]] = {
     "program": lambda call: (call.program,),
@@ -150,11 +150,11 @@ class CompiledClause:
     """The tests of all keys but `program`."""
 
     def may_hold(self, keys: frozenset[str], program: str) -> bool:
-        """Whether some call of this program with these keys fits."""
+        """Return True if some call of this program with these keys fits."""
         return self.needs <= keys and (self.programs is None or self.programs.matches_text(program))
 
     def matches_call(self, texts: Texts, begins_at: str) -> bool:
-        """Whether a call with these texts fits, if one of its program and its keys may."""
+        """Return True if a call with these texts fits, if one of its program and its keys may."""
         for test in self.tests:  # noqa: SIM110 a generator would take most of the time
             if not test(texts, begins_at):
                 return False
@@ -171,7 +171,7 @@ class CompiledRule:
     unless: Sequence[CompiledClause]
 
     def matches_call(self, texts: Texts, begins_at: str) -> bool:
-        """Whether it hits a call with these texts."""
+        """Return True if it hits a call with these texts."""
         for clause in self.any:
             if clause.matches_call(texts, begins_at):
                 return not any(clause.matches_call(texts, begins_at) for clause in self.unless)
@@ -187,7 +187,7 @@ class CompiledRule:
 
 
 def texts_of(call: ProgramCall) -> Texts:
-    """What a call has under the keys of clauses."""
+    """Return the texts of a call under the keys of clauses."""
     return {key: texts for key, read in READERS.items() if (texts := read(call))}
 
 

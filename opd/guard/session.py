@@ -1,4 +1,4 @@
-"""What the guard knows of an episode's shell: where it is, what its calls set, linked, wrote and copied."""
+"""The state of an episode's shell, as the guard knows it: where it is, what its calls set, linked, wrote and copied."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ CODE = (".js", ".mjs", ".cjs", ".ts", ".rb", ".pl", ".pm", ".php")
 """Ends of names of code that is loaded by name."""
 MAX_NAME = 128
 SHELL = ("cwd", "before", "stack", "variables", "functions", "positional")
-"""What a session knows of the shell; a subshell changes it for itself alone."""
+"""Fields of a session about the shell; a subshell changes it for itself alone."""
 FILES = ("links", "copies", "written", "appended")
-"""What it knows of files; a subshell changes it for all."""
+"""Fields of a session about files; a subshell changes it for all."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class GuardSession:
     before: str = ""
     """The working directory before the last `cd`; that of the beginning if there was none."""
     stack: list[str] = field(default_factory=list)
-    """What `pushd` keeps, the last one first."""
+    """Directories that `pushd` keeps, the last one first."""
     variables: dict[str, str] = field(default_factory=dict)
     functions: dict[str, object] = field(default_factory=dict)
     positional: list[str] = field(default_factory=list)
@@ -54,11 +54,11 @@ class GuardSession:
     written: dict[str, str | None] = field(default_factory=dict)
     """Files whose whole text the episode wrote: path -> text, None if we do not know it."""
     appended: dict[str, str | None] = field(default_factory=dict)
-    """What it appended to other files: path -> text, None if we do not know it."""
+    """Texts that it appended to other files: path -> text, None if we do not know it."""
     read_variables: list[str] = field(default_factory=list)
     """Names of variables that the last call used."""
     begins_at: str = ""
-    """Where a new shell begins, if calls do not share one; `cwd` if not given."""
+    """The directory in which a new shell begins, if calls do not share one; `cwd` if not given."""
     others: list[GuardSession] = field(default_factory=list)
     """Other states that the episode may be in, since nobody knows which commands succeeded (`opd.guard.shell.ways`)."""
 
@@ -77,8 +77,8 @@ class GuardSession:
         return new
 
     def is_similar(self, other: GuardSession) -> bool:
-        """Whether the other state is this one, or so near that only one of them is looked at: both are somewhere in the directory
-        where the session begins, or the episode may have written a file in one of them alone."""
+        """Return True if the other state is this one, or so near that only one of them is looked at: both are somewhere in the
+        directory where the session begins, or the episode may have written a file in one of them alone."""
         return (
             all(
                 getattr(self, name) == getattr(other, name)
@@ -100,7 +100,7 @@ class GuardSession:
         self.appended = other.appended | self.appended
 
     def state_entries(self) -> set[tuple[str, ...]]:
-        """What it knows, piece by piece, to compare it with another state."""
+        """Return the state, piece by piece, to compare it with another state."""
         texts = {
             (name, key, str(value))
             for name in ("variables", "links", "copies", "written", "appended")
@@ -111,7 +111,7 @@ class GuardSession:
 
     @property
     def size(self) -> int:
-        """How many things it knows, which is what a copy of it costs."""
+        """The number of entries, which is what a copy costs."""
         known = (self.variables, self.functions, self.links, self.copies, self.written, self.appended)
         return sum(len(one) for one in known)
 
@@ -145,7 +145,7 @@ class GuardSession:
         return "/" + "/".join(done)
 
     def _resolve_link(self, path: str, inside: bool, copies: bool) -> str:
-        """Where a link leads; empty if it is none. `inside` is true if the path goes on below it."""
+        """Return the target of a link; empty if it is none. `inside` is true if the path goes on below it."""
         if path == "/proc/self/cwd":
             return self.cwd
         if inside and path.startswith("/proc/") and path.endswith("/root") and path.count("/") == 3:
@@ -229,7 +229,7 @@ class GuardSession:
         return None
 
     def wrote_some(self, path: str) -> bool:
-        """Whether the episode wrote a part of this file."""
+        """Return True if the episode wrote a part of this file."""
         return path in self.written or path in self.appended
 
     def set_back(self, kept: Mapping[str, str | None]) -> None:
@@ -253,5 +253,5 @@ class GuardSession:
 
 
 def _agree_where_known(some: Mapping[str, str | None], others: Mapping[str, str | None]) -> bool:
-    """Whether both say the same of what both know."""
+    """Return True if both say the same of what both know."""
     return all(others[name] == text for name, text in some.items() if name in others)

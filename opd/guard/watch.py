@@ -27,14 +27,14 @@ from opd.tool_formats.begun import find_begun_calls
 MARKS: dict[Literal["keep", "mask", "negative"], Origin] = {"keep": "policy", "mask": "masked", "negative": "blocked"}
 """`guard.on_hit` -> origin of the tokens of a turn with a blocked call."""
 NOT_MADE = "error: this call cannot be made: another one of this turn cannot be read"
-"""What the policy reads of a call that may run, in a turn whose text holds one that may not."""
+"""The observation for a call that may run, in a turn whose text holds one that may not."""
 _ASKING = ThreadPoolExecutor(max_workers=4096, thread_name_prefix="guard")
 """A thread for each turn that is looked at. The loop has only a few threads of its own, and a judge may keep each for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedTurn:
-    """What the guard says of one turn."""
+    """The guard's verdicts on one turn."""
 
     calls: tuple[ToolCall, ...]
     """All calls of the turn."""
@@ -43,22 +43,22 @@ class CheckedTurn:
     begun: tuple[Verdict, ...] = ()
     """One for each call that could be read out of the text beside them."""
     seen: GuardStats = field(default_factory=GuardStats)
-    """What the trace keeps of it."""
+    """Counts and events for the trace."""
 
     @property
     def blocked(self) -> bool:
-        """Whether something of the turn must not happen."""
+        """True if something of the turn must not happen."""
         return any(not verdict.allowed for verdict in (*self.verdicts, *self.begun))
 
     @property
     def stops(self) -> bool:
-        """Whether nothing of the turn happens: every call is blocked, or the answer is, or something that its text holds, which
+        """True if nothing of the turn happens: every call is blocked, or the answer is, or something that its text holds, which
         cannot be handed on without the rest."""
         return self.hides or (self.blocked and not self.allowed)
 
     @property
     def hides(self) -> bool:
-        """Whether the text holds a call that must not happen."""
+        """True if the text holds a call that must not happen."""
         return any(not verdict.allowed for verdict in self.begun)
 
     @property
@@ -98,7 +98,7 @@ class GuardWatch:
         """`episode` is its sample id."""
         self.mark = MARKS[on_hit]
         self.stats = GuardStats()
-        """What it saw in turns that are in the trace."""
+        """Counts and events of the turns that are in the trace."""
         self._guard = guard
         self._session = guard.session()
         self._episode = episode

@@ -1,4 +1,4 @@
-"""What `opd merge` shows while it goes on: a screen on a terminal, a line a step elsewhere, JSON for scripts, or nothing."""
+"""The displays of `opd merge` while it goes on: a screen on a terminal, a line a step elsewhere, JSON for scripts, or nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ON_SCREEN = {0: 2, 40: 8}
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a display knows of a merge that begins or goes on."""
+    """The facts that a display needs of a merge that begins or goes on."""
 
     name: str
     root: Path
@@ -187,7 +187,7 @@ def render_for_console(view: View, console: Console, height: int | None = None) 
 
 
 def step_facts(record: StepRecord) -> list[str]:
-    """What a line says of a step."""
+    """Return the parts of the line about a step."""
     speed = record.response_tokens / record.seconds if record.seconds else 0.0
     parts = [f"loss {record.loss:.4f}", f"{speed:.0f} tok/s", f"gap {record.probe_gap:.1e}"]
     if record.accuracy:

@@ -1,4 +1,4 @@
-"""How much memory a merge takes on this machine: the driver, its workers, and Ray beside them."""
+"""Memory that a merge takes on this machine: the driver, its workers, and Ray beside them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ DRIVER, WORKERS, RAY = "driver", "workers", "Ray"
 
 
 def memory_of(pid: int) -> tuple[tuple[str, int], ...]:
-    """Who -> bytes that no other process shares, of a driver and all that it started; empty if there is no such process.
+    """Return process -> bytes that no other process shares, of a driver and all that it started; empty if there is no such
+    process.
 
     Experts' weights that teachers have mapped are not counted: they are the system's to take back.
     """
@@ -52,7 +53,7 @@ class Memory:
         self._next = 0.0
 
     def now(self) -> tuple[tuple[str, int], ...]:
-        """What `memory_of` gave at most `AGAIN_S` ago."""
+        """Return the result of `memory_of`, at most `AGAIN_S` ago."""
         if time.monotonic() >= self._next:
             self._known = memory_of(self._pid)
             self._next = time.monotonic() + AGAIN_S

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: the metrics file, the evaluations' files, other sinks, and what a person sees."""
+"""The sinks of a run's numbers: the metrics file, the evaluations' files, other sinks, and what a person sees."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RunReporter:
 
 
 def notes_of(record: StepRecord) -> Iterator[str]:
-    """What a person should know of a step, a sentence for each thing."""
+    """Return the notices about a step for a person, a sentence for each thing."""
     for domain, found in record.episodes.items():
         if found.broken:
             yield f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"

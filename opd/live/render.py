@@ -56,7 +56,7 @@ class Size:
     width: int
     height: int
     unicode: bool = True
-    """Whether the terminal shows more than ASCII."""
+    """True if the terminal shows more than ASCII."""
 
 
 def render_view(view: View, room: Size) -> list[Text]:
@@ -110,7 +110,7 @@ def _render_head(view: View, width: int) -> list[Text]:
 
 
 def _goes_on(view: View) -> list[str]:
-    """What it does, since when, and how long that will be."""
+    """Render the present phase, its duration, and the time that is left."""
     parts = []
     if view.state == RUNNING:
         what = NAMES.get(view.doing, view.doing) or "at work"

@@ -20,7 +20,7 @@ STYLES = (GOOD, BAD, LOOK, STRONG)
 """All styles that a screen uses."""
 FULL, EMPTY, CUT, DOT, STEPS = "━", "╌", "…", " · ", "▁▂▃▄▅▆▇█"
 PLAIN = str.maketrans({FULL: "#", EMPTY: ".", CUT: "~", "·": "|"} | dict(zip(STEPS, "__--==^^", strict=True)))
-"""What stands for these characters on a terminal that has no Unicode."""
+"""ASCII replacements of these characters on a terminal that has no Unicode."""
 LONGEST = 2000
 """Characters of a text of others that are looked at."""
 

@@ -27,7 +27,7 @@ DEEPEST = 3
 
 
 def status_of(root: Path) -> View:
-    """What there is to see of a run directory. Raises: RunDirError if it is none, or if one of its files is damaged."""
+    """Build the view of a run directory. Raises: RunDirError if it is none, or if one of its files is damaged."""
     run, paths = read_run(root), _under_way(RunPaths(root))
     course, now = _read_course(run), read_now(paths.live)
     state = _merge_state(run, now)
@@ -53,7 +53,7 @@ def status_of(root: Path) -> View:
 
 
 def is_held(lock: Path) -> bool:
-    """Whether a process holds the lock of a run directory. The system frees it when that process ends, however it ends."""
+    """Return True if a process holds the lock of a run directory. The system frees it when that process ends, however it ends."""
     try:
         file = os.open(lock, os.O_RDONLY)
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def _merge_state(run: RunFiles, now: Now | None) -> str:
 
 
 def _explain_stop(seen: View, now: Now | None) -> str:
-    """Why a merge is neither at work nor finished."""
+    """Return the reason why a merge is neither at work nor finished."""
     if seen.state in (RUNNING, FINISHED) or now is None:
         return ""
     if seen.state == KILLED:
@@ -108,7 +108,7 @@ def _explain_stop(seen: View, now: Now | None) -> str:
 
 
 def _next_steps(seen: View, now: Now | None) -> tuple[str, ...]:
-    """What to do next."""
+    """Suggestions for the next command."""
     root = as_typed(seen.root)
     if seen.state == FINISHED:
         return (f"next: opd report {root}", f"model: {RunPaths(Path(seen.root)).model}")
@@ -136,7 +136,7 @@ class RunRow:
     headroom: float | None = None
     """Mean over domains, of the newest exam."""
     written: datetime
-    """When its last file was written."""
+    """Time at which its last file was written."""
     size: int
     """Bytes on the disk."""
 
@@ -171,7 +171,7 @@ def _find_run_directories(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _on_disk(root: Path) -> tuple[datetime, int]:
-    """When something was last written below a directory, and the bytes that its files take; hard links count once."""
+    """Return the time of the last write below a directory, and the bytes that its files take; hard links count once."""
     newest, sizes = 0.0, {}
     for directory, _, names in os.walk(root):
         for name in names:

@@ -53,7 +53,7 @@ class View:
     doing_s: float | None = None
     """Since when it does this."""
     why: str = ""
-    """What it said when it ended early."""
+    """Its reason for an early end."""
     domains: tuple[DomainView, ...] = ()
     loss: float | None = None
     """Loss of the last step, over all domains."""
@@ -70,13 +70,13 @@ class View:
     quarantined: int = 0
     """Prompts and responses that the last step left out."""
     memory: tuple[tuple[str, int], ...] = ()
-    """Who -> bytes."""
+    """Process -> bytes."""
     checkpoint: int | None = None
     """The step of the newest checkpoint."""
     notes: tuple[str, ...] = ()
-    """What it said, the newest last."""
+    """Its sentences, the newest last."""
     hints: tuple[str, ...] = ()
-    """What to do next."""
+    """Suggestions for the next command."""
 
 
 def domain_views(course: Course) -> tuple[DomainView, ...]:
@@ -112,7 +112,7 @@ def mean_headroom(domains: tuple[DomainView, ...]) -> float | None:
 
 
 def view_of(course: Course) -> View:
-    """What the course of a merge tells; the caller adds where it is, its state and what it does."""
+    """Build the view of a merge's course; the caller adds where it is, its state and what it does."""
     domains, last = domain_views(course), course.recent[-1] if course.recent else None
     phases = sorted(last.phase_s.items(), key=lambda phase: -phase[1]) if last else ()
     return View(

@@ -1,4 +1,5 @@
-"""What is shown before a merge begins. It is apart from `displays`, whose tables and curves nobody needs for bad input."""
+"""The line on the screen before a merge begins. It is apart from `displays`, whose tables and curves nobody needs for bad
+input."""
 
 from __future__ import annotations
 

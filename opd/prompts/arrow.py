@@ -56,7 +56,7 @@ class Batches:
         return found
 
     def flatten_lists(self, column: str) -> list[Any]:
-        """What the lists of a whole column hold, one after the other."""
+        """Return the items of all lists of a column, one after the other."""
         return [value for batch in self._batches for value in batch.column(column).flatten().to_pylist()]
 
     def read_numbers(self, column: str) -> np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
-"""How many samples of a step each domain gets, from what the steps before it showed.
+"""The number of samples of a step that each domain gets, from what the steps before it showed.
 
     records ──▶ signals of each domain ──▶ real numbers of samples ──▶ whole numbers
                 (loss, slope, cut, length)  (within floor and cap)      (right on average)
@@ -72,7 +72,7 @@ class Balance:
 
 
 class Signals:
-    """What training shows of one domain. A step in which the domain had no trained token changes nothing."""
+    """Means of the training of one domain. A step in which the domain had no trained token changes nothing."""
 
     def __init__(self, window: int, per: Literal["token", "response"] = "token") -> None:
         self._window, self._per = window, per
@@ -97,7 +97,7 @@ class Signals:
 
     @property
     def gap(self) -> float:
-        """What is left to learn, 1 in the first steps: distance * slope + cut.
+        """Share that is left to learn, 1 in the first steps: distance * slope + cut.
 
         The slope is the loss divided by its mean over twice the window, which extrapolates by about a window: a domain that
         falls fast needs less, one that rises needs more. Cut responses count as far as their share is above the lowest that the

@@ -60,7 +60,7 @@ class PromptLine(BaseModel):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the chat template is given beside the messages."""
+        """Variables of the chat template beside the messages."""
         return self.chat_template_kwargs | ({"tools": self.tools} if self.tools else {})
 
     def as_json(self) -> bytes:
@@ -207,7 +207,7 @@ def parse_json_line(line: bytes) -> Any:
 
 
 def no_column(name: str, data: Mapping[str, Any]) -> tuple[str, str]:
-    """What was found, and the way out, if a column that is needed has another name or is missing."""
+    """Return the problem and its remedy, if a column that is needed has another name or is missing."""
     found = f"no column `{name}`{', but ' + list_keys(data) if data else ''}"
     if name != "prompt":
         return found, "correct the names under `columns` and `filter` of the pipeline's `prompts`"

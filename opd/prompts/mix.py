@@ -114,7 +114,7 @@ class EndlessDomains:
         self._n = n
         self._orders: dict[tuple[str, int], array[int]] = {}
         self._read: tuple[tuple[dict[str, int], dict[str, int]], list[Prompt]] = ({}, {}), []
-        """What was asked last, and its answer: a schedule that writes ahead takes the prompts of each step twice."""
+        """The last request and its answer: a schedule that writes ahead takes the prompts of each step twice."""
 
     def read(self, starts: Mapping[str, int], counts: Mapping[str, int]) -> list[Prompt]:
         """`counts` prompts of each domain from its place in `starts`, domain after domain."""

@@ -28,7 +28,7 @@ BATCH_ROWS = 1024
 ARRAY_CHARACTERS = 1 << 20
 """Characters of a JSON array that are read at a time."""
 DAMAGED = (EOFError, zlib.error)
-"""What a damaged gzip file raises, beside an OSError."""
+"""Errors that a damaged gzip file raises, beside an OSError."""
 csv.field_size_limit(MAX_LINE_BYTES)  # Python's own limit is 128 KiB
 
 
@@ -103,7 +103,7 @@ def _json_rows(file: Path, shown: str) -> Iterator[Row]:
 
 
 def _is_array(start: bytes) -> bool:
-    """Whether a file begins as an array of objects. A row of JSONL is an object, whatever else it begins with."""
+    """Return True if a file begins as an array of objects. A row of JSONL is an object, whatever else it begins with."""
     text = start.lstrip()
     return text.startswith(b"[") and text[1:].lstrip()[:1] in (b"{", b"]", b"")
 

@@ -274,7 +274,8 @@ def _data_files(config: PromptsConfig, label: str) -> Source:
 
 
 def _load_builder(path: str, config: PromptsConfig) -> Any:
-    """What `datasets` would load. Raises: PromptError for a README that it cannot read, and what the library raises."""
+    """Return the builder of the data set that `datasets` would load. Raises: PromptError for a README that it cannot read, and
+    what the library raises."""
     try:
         return import_datasets().load_dataset_builder(path, config.name, revision=config.revision)
     except (

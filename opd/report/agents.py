@@ -70,7 +70,7 @@ def _make_turn_row(found: Sequence[TurnRecord]) -> dict[str, float | None]:
 
 
 def _no_reward(found: Iterable[EpisodesRecord]) -> float | None:
-    """What steps count whose episodes all ended without a reward: 0, as in an exam, if a domain has rewards at all."""
+    """Return the reward of steps whose episodes all ended without a reward: 0, as in an exam, if a domain has rewards at all."""
     return 0.0 if any(one.reward is not None for one in found) else None
 
 
@@ -153,12 +153,12 @@ def _show_episode(step: int, trace: EpisodeTrace) -> dict[str, Any]:
 
 
 def _is_copy(segment: SegmentTrace) -> bool:
-    """Whether the segment begins with a copy of what another one has."""
+    """Return True if the segment begins with a copy of what another one has."""
     return segment.parent is not None and segment.origin != "sub_agent"
 
 
 def _segment_title(segment: SegmentTrace, trace: EpisodeTrace) -> str:
-    """What a segment is, in words."""
+    """Describe a segment in words."""
     comes = "" if segment.parent is None else f" of {segment.parent}"
     scored = "" if segment.domain == trace.domain else f", scored by the expert of {segment.domain}"
     goes = "" if segment.next is None else f", goes on in {segment.next}"
@@ -166,7 +166,7 @@ def _segment_title(segment: SegmentTrace, trace: EpisodeTrace) -> str:
 
 
 def _show_piece(turn: int, piece: Piece) -> dict[str, Any]:
-    """Who wrote it, and its tokens with level and loss; the level is -1 where a token carries none."""
+    """Return the author of a piece, and its tokens with level and loss; the level is -1 where a token carries none."""
     trained = piece.origin in ("policy", "blocked", "taught")
     known = trained and bool(piece.losses)
     mean = sum(piece.losses) / len(piece.losses) if known else None
@@ -190,5 +190,5 @@ def _show_piece(turn: int, piece: Piece) -> dict[str, Any]:
 
 
 def loss_level(loss: float | None) -> int:
-    """Which of the colours a loss has, from 0; -1 without one."""
+    """Return the index of a loss's colour, from 0; -1 without one."""
     return -1 if loss is None else sum(loss >= bound for bound in LEVELS)

@@ -1,4 +1,4 @@
-"""What the monitors of a merge saw: a row for each alarm, from the step in which it began to the last one that had it."""
+"""Alarms of a merge's monitors: a row for each alarm, from the step in which it began to the last one that had it."""
 
 from __future__ import annotations
 

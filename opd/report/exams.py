@@ -1,4 +1,5 @@
-"""What exams say beside the accuracy of a domain: how long answers were, how episodes went, and success by the length of the task."""
+"""Results of exams beside the accuracy of a domain: how long answers were, how episodes went, and success by the length of the
+task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the guard saw in a merge: attempts over the steps, and what became of them, rule by rule."""
+"""The guard's part in a merge: attempts over the steps, and what became of them, rule by rule."""
 
 from __future__ import annotations
 

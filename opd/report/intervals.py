@@ -52,7 +52,7 @@ def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def is_clear(before: Estimate, expert: Estimate) -> bool:
-    """Whether the interval of expert - before lies above 0: else any share of it would fit, and so would its opposite."""
+    """Return True if the interval of expert - before lies above 0: else any share of it would fit, and so would its opposite."""
     return subtract_estimates(expert, before).low > 0
 
 

@@ -267,7 +267,8 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
 
 
 def _share_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
-    """What each domain got of every step: its samples, and its trained tokens, by which it counts in a token mean."""
+    """Plot the share that each domain has of every step: its samples, and its trained tokens, by which it counts in a token
+    mean."""
     return [
         figures.by_domain(
             f"{of}-share",

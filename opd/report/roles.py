@@ -1,4 +1,4 @@
-"""How busy the roles were in a merge, and how old the tokens that it trained on."""
+"""Utilisation of the roles in a merge, and the age of the tokens that it trained on."""
 
 from __future__ import annotations
 

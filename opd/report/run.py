@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ManifestExpert(BaseModel):
-    """What the report reads of an expert in manifest.json."""
+    """The part that the report reads of an expert in manifest.json."""
 
     domains: list[str]
     weights: dict[str, str]
@@ -47,7 +47,7 @@ class ManifestModels(BaseModel):
 
 
 class DomainFigures(BaseModel):
-    """What the report reads of a domain in report.json."""
+    """The part that the report reads of a domain in report.json."""
 
     before: float | None = None
     after: float | None = None
@@ -56,7 +56,7 @@ class DomainFigures(BaseModel):
 
 
 class StoredReport(BaseModel):
-    """What the report reads of report.json; it has more."""
+    """The part that the report reads of report.json; it has more."""
 
     name: str
     steps: int
@@ -69,7 +69,7 @@ class StoredReport(BaseModel):
 
 
 class ManifestShape(BaseModel):
-    """What the report reads of manifest.json; it has more."""
+    """The part that the report reads of manifest.json; it has more."""
 
     student: dict[str, str] = {}
     experts: dict[str, ManifestExpert] = {}
@@ -85,7 +85,7 @@ STORED = ("name", "steps", "domains", "wall_s", "phase_s", "response_tokens", "r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """What a run directory holds, parsed."""
+    """The parsed files of a run directory."""
 
     root: Path
     stored: dict[str, Any] | None

@@ -30,7 +30,7 @@ def describe_unfinished(run: RunFiles) -> str | None:
 
 
 def stale_baseline(one: BaselineResult, run: RunFiles) -> str | None:
-    """Why a baseline is out of date; None if it is not. Merges of weights do not depend on the merge's steps."""
+    """Return the reason why a baseline is out of date; None if it is not. Merges of weights do not depend on the merge's steps."""
     steps, tokens = count_steps_and_tokens(run.records)
     if one.token_share is None or not steps:
         return None
@@ -47,7 +47,7 @@ def other_budget(then: tuple[int, int], now: tuple[int, int]) -> str:
 
 
 def stale_matrix(run: RunFiles) -> str | None:
-    """Why the matrix is out of date; None if it is not, or if there is none."""
+    """Return the reason why the matrix is out of date; None if it is not, or if there is none."""
     from opd.evaluation.evaluator import MERGED  # it needs pydantic, which those who only read a run do not
 
     merged = run.matrix.get(MERGED)

@@ -25,11 +25,11 @@ from opd.settings.strict import Strict
 INSIDE = Path(__file__).resolve().with_name("inside.py")
 START_S = 30.0
 GRACE_S = 10.0
-"""How much longer than a command's own deadline its answer may take."""
+"""Seconds that an answer may take beyond the command's own deadline."""
 MOST_ARGUMENT = 100_000
 """Bytes of a command; Linux takes a little more."""
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|.)?", re.DOTALL)
-"""What terminals obey: colours, cursor, titles."""
+"""Escape sequences that terminals obey: colours, cursor, titles."""
 
 
 class SandboxLimits(Strict):
@@ -49,12 +49,12 @@ class SandboxLimits(Strict):
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What came of a command."""
+    """The result of a command."""
 
     code: int | None
     """Its exit code, negative for a signal; None if it was ended, or not started."""
     output: str
-    """What it wrote, without control characters."""
+    """Its output, without control characters."""
     why: str
     """The limit that ended it: deadline, memory, output; or `not started`; else empty."""
     seconds: float = field(default=0.0, compare=False)
@@ -62,7 +62,7 @@ class CommandResult:
 
 
 PROGRAMS = (["/bin/sh", "-c", "true"], ["python3", "-c", "import json"])
-"""What every sandbox has to be able to run: without them each attempt at a task would fail, and nobody would know why."""
+"""Commands that every sandbox has to be able to run: without them each attempt at a task would fail, and nobody would know why."""
 _proven: set[str] = set()
 """Interpreters with which a sandbox of this process ran `PROGRAMS`."""
 
@@ -200,7 +200,7 @@ def strip_control_characters(output: bytes) -> str:
 
 
 def _explain_bad_argument(part: str) -> str:
-    """Why a command cannot have this argument; empty if it can."""
+    """Return the reason why a command cannot have this argument; empty if it can."""
     if "\0" in part:
         return "a NUL character"
     return _no_text(part) or (f"longer than {MOST_ARGUMENT:,} bytes" if len(part.encode()) > MOST_ARGUMENT else "")

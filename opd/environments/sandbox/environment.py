@@ -107,7 +107,7 @@ class Sandbox:
         self._box = Box(self._limits, self._limits.log)
         self._task: Mapping[str, Any] = {}
         self._turn_s = math.inf
-        """How long the calls of a turn may take together."""
+        """Seconds that the calls of a turn may take together."""
         self._turn_ends = math.inf
 
     def set_step_timeout(self, seconds: float) -> None:
@@ -251,7 +251,7 @@ def _make_task(rng: random.Random, problem: Problem, bug: tuple[str, str], calls
 
 
 def _call_as_json(function: Callable[..., Any], arguments: list[Any]) -> Any:
-    """What a call gives, as JSON gives it back."""
+    """Return the result of a call after a round trip through JSON."""
     try:
         return json.loads(json.dumps(function(*json.loads(json.dumps(arguments)))))
     except Exception as error:  # noqa: BLE001 a broken function may raise anything

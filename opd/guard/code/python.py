@@ -54,7 +54,7 @@ _ENVIRONMENT = {"os.environ.get", "os.getenv", "os.environ.pop", "os.environ.set
 
 
 def read_python(text: str) -> Code:
-    """What a Python program would do. Raises: Unreadable if it does not parse."""
+    """Read what a Python program would do. Raises: Unreadable if it does not parse."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -150,7 +150,7 @@ class _PythonReader(ast.NodeVisitor):
     visit_GeneratorExp = visit_ListComp
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """What a function mentions is meant where it is called."""
+        """Note that the mentions of a function count where it is called."""
         before = len(self.code.mentions)
         self.generic_visit(node)
         self.code.later += self.code.mentions[before:]
@@ -211,7 +211,7 @@ class _PythonReader(ast.NodeVisitor):
                 self.visit(one)
 
     def _shows_environment(self, nodes: Sequence[ast.AST]) -> bool:
-        """Whether the whole environment stands among these, and not only one variable of it."""
+        """Return True if the whole environment stands among these, and not only one variable of it."""
         inner = [child for node in nodes for child in ast.walk(node)]
         one = {id(node.value) for node in inner if isinstance(node, ast.Subscript)}
         one |= {id(n.value) for n in inner if isinstance(n, ast.Attribute) and f"os.environ.{n.attr}" in _ENVIRONMENT}

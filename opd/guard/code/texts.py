@@ -1,4 +1,5 @@
-"""What Python makes of texts, worked out only if the result is short: a few characters of code can ask for gigabytes."""
+"""Results of Python's operations on texts, worked out only if the result is short: a few characters of code can ask for
+gigabytes."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ def format_percent(pattern: str, values: Any) -> str:
 
 
 def made_by(whole: str | bytes, method: str, given: Sequence[Any]) -> Any:
-    """What a method of a text gives. Raises: ValueError if that is too long, AttributeError if there is no such method, and all
-    that the method raises."""
+    """Return the result of a method of a text. Raises: ValueError if that is too long, AttributeError if there is no such
+    method, and all that the method raises."""
     function: Callable[..., Any] = getattr(whole, method)
     if method == "format" and isinstance(whole, str):
         _refuse_long_format(whole, given)
@@ -84,7 +85,7 @@ def _refuse_long_format(pattern: str, given: Sequence[Any]) -> None:
 
 
 def decompress(data: bytes, wbits: int = zlib.MAX_WBITS) -> bytes:
-    """What was compressed, if it is all there and not too long. Raises: ValueError, zlib.error."""
+    """Decompress data that is complete and not too long. Raises: ValueError, zlib.error."""
     stream = zlib.decompressobj(wbits)
     found = stream.decompress(data, MAX_TEXT + 1)
     if not stream.eof or stream.unused_data:

@@ -17,7 +17,7 @@ STAR, ONE, SET = "\ue001", "\ue002", "\ue003"
 OPEN, COMMA, CLOSE = "\ue004", "\ue005", "\ue006"
 """Unquoted `{`, `,` and `}`."""
 BREAK = "\ue007"
-"""Where one field ends and the next begins."""
+"""The mark between one field and the next."""
 UNSET = "\ue008"
 """A variable that nobody set: nothing, or something of the environment."""
 MARKS = re.compile("[\ue000-\ue008]")
@@ -64,7 +64,7 @@ def expand_braces(field: str, spend: Callable[[int], None]) -> list[str]:
 
 
 def _first_brace(field: str) -> list[str] | None:
-    """What the first pair of braces that says something makes of the field."""
+    """Expand the first pair of braces in the field that says something."""
     for places in sorted(_find_brace_pairs(field)):
         parts = [field[left + 1 : right] for left, right in pairwise(places)]
         chosen = parts if len(parts) > 1 else _expand_sequence(parts[0])
@@ -120,7 +120,7 @@ def glob_regex(pattern: str, backwards: bool = False, shortest: bool = False) ->
 
 
 def _glob_pieces(text: str) -> list[list[str]]:
-    """What stands between the `*` of a glob, as regular expressions of one character each."""
+    """Return the parts between the `*` of a glob, as regular expressions of one character each."""
     found: list[list[str]] = [[]]
     index = 0
     while index < len(text):

@@ -1,4 +1,4 @@
-"""Programs that run a command for each of many items: `run_xargs`, `run_parallel`, `find -exec`."""
+"""Programs that run a command for each of many items: `xargs`, `parallel`, `find -exec`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opd.guard.shell.walk import ProgramRun, Walker
 from opd.guard.shell.wrappers import describe_wrapper, inner_command
 
 MAX_FOUND = 1024
-"""Roots of a `run_find` times patterns of names."""
+"""Roots of a `find` times patterns of names."""
 MAX_ONE_BY_ONE = 16
 """Items that a command is gone through for one by one."""
 MAX_AT_ONCE = 64

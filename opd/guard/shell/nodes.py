@@ -30,11 +30,11 @@ class Variable:
 
     name: str
     operator: str = ""
-    """What stands between the name and the operand, such as `:-`, `##` or `/`; `length`, `indirect`, or nothing."""
+    """The operator between the name and the operand, such as `:-`, `##` or `/`; `length`, `indirect`, or nothing."""
     operand: tuple[Part, ...] = ()
     quoted: bool = False
     index: tuple[Part, ...] = ()
-    """What is expanded to find the item in brackets."""
+    """The index in brackets, to be expanded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Redirect:
     operator: str
     target: Word
     output: bool = True
-    """Where something is written: whether that is the standard output, and not another one."""
+    """True if it writes the standard output, and not another stream."""
     fd: str = ""
     """The number in front of the operator, if it is not the one that the operator has by itself."""
 
@@ -84,7 +84,7 @@ class Assignment:
     items: tuple[Word, ...] | None = None
     """The words of an array, in the place of a value."""
     index: Word = ()
-    """What is expanded to find the item in brackets."""
+    """The index in brackets, to be expanded."""
 
 
 @dataclass(frozen=True, slots=True)

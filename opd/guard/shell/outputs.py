@@ -1,4 +1,4 @@
-"""What a program prints, for the few programs that attackers build text with: nothing is run."""
+"""The output of a program, for the few programs that attackers build text with: nothing is run."""
 
 from __future__ import annotations
 

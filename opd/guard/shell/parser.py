@@ -358,7 +358,7 @@ class Parser(Reader):
 
 
 def _runs_when_expanded(part: Part) -> bool:
-    """Whether a script runs when a part is expanded."""
+    """Return True if a script runs when a part is expanded."""
     if isinstance(part, Arithmetic):
         return any(map(_runs_when_expanded, part.inner))
     if isinstance(part, Variable):

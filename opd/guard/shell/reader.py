@@ -118,7 +118,8 @@ class Reader:
         return True
 
     def parenthesis_end(self, start: int) -> int:
-        """Where the parenthesis that opens at `start` is closed; -1 if it is not, or if what is in it is more than a pattern."""
+        """Return the index at which the parenthesis that opens at `start` is closed; -1 if it is not, or if what is in it is
+        more than a pattern."""
         end = self.text.find(")", start)
         return -1 if set(self.text[start + 1 : end]) & set("( \t\n;&$`'\"") else end
 
@@ -220,7 +221,8 @@ class Reader:
             self.at += 1
 
     def arithmetic_end(self, start: int) -> int:
-        """Where the `))` of the `((` at `start` stands; -1 if this is no arithmetic but a subshell in another one."""
+        """Return the index at which the `))` of the `((` at `start` stands; -1 if this is no arithmetic but a subshell in
+        another one."""
         depth = 0
         for index in range(start, len(self.text)):
             depth += {"(": 1, ")": -1}.get(self.text[index], 0)
@@ -249,7 +251,8 @@ class Reader:
 
     @staticmethod
     def bracket_end(text: str, start: int) -> int:
-        """Where the bracket that opens at `start` is closed; -1 if it is not, or so far away that it closes another one."""
+        """Return the index at which the bracket that opens at `start` is closed; -1 if it is not, or so far away that it closes
+        another one."""
         depth = 0
         for at in range(start, min(len(text), start + MAX_INDEX)):
             depth += {"[": 1, "]": -1}.get(text[at], 0)

@@ -10,7 +10,7 @@ from opd.guard.shell.walk import ProgramRun, Walker
 
 
 def run_cd(walker: Walker, run: ProgramRun) -> str | None:
-    """`run_cd`, `pushd`, `popd`, which are taken to succeed; `cd -` goes back."""
+    """`cd`, `pushd`, `popd`, which are taken to succeed; `cd -` goes back."""
     session, program = walker.session, show_field(run.argv[0])
     operands = [arg for arg in run.argv[1:] if not arg.startswith("-") or arg == "-"]
     walker.note_call(run.with_argv([run.argv[0], *operands]))
@@ -29,7 +29,7 @@ def run_cd(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def run_tee(walker: Walker, run: ProgramRun) -> str | None:
-    """What comes in goes into files, and on."""
+    """Write the standard input to files, and pass it on."""
     walker.note_call(run)
     text = run.streams.stdin
     options = [show_field(arg) for arg in run.argv[1:] if arg.startswith("-")]

@@ -65,7 +65,7 @@ class ProgramRun:
 
 
 Handler = Callable[["Walker", ProgramRun], str | None]
-"""What goes on into a program: notes its call and returns what it prints, if that is known."""
+"""A handler of a program: it notes its call and returns what it prints, if that is known."""
 
 
 class Walker:
@@ -85,9 +85,9 @@ class Walker:
         self.open: dict[str, str | None] = {}
         """Text behind a descriptor other than the standard ones, None if we do not know it."""
         self._success: bool | None = None
-        """Whether the last command succeeds; None if nobody knows."""
+        """True if the last command succeeds; None if nobody knows."""
         self._stops = False
-        """Whether the last list has a command after which nothing more may run."""
+        """True if the last list has a command after which nothing more may run."""
         self._open: list[str] = []
         """The functions and the files that are gone through at the moment."""
         self._different: set[ProgramCall] = set()
@@ -416,7 +416,7 @@ class Walker:
             act_in_subprocess(self.session, partial(self._walk_started_command, language, started))
 
     def _module_finder(self, language: str) -> Callable[[str], tuple[str, str] | None]:
-        """What finds a file of the episode's own by the name by which code of a language loads it."""
+        """Return the function that finds a file of the episode's own by the name by which code of a language loads it."""
         return self.session.written_module if language in PYTHONS else self.session.written_code_file
 
     def _walk_started_command(self, language: str, started: Started) -> None:

@@ -17,7 +17,7 @@ MAX_WAYS = 4
 """States that are kept. Of more than that, those come first that know most of what no other one does."""
 
 Output = str | None
-"""What commands print; None if it is not known."""
+"""Output of commands; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +167,6 @@ def _walk_step(
 
 
 def join_outputs(printed: Sequence[Output], by: str = "") -> Output:
-    """What several commands print together, or, with a line end, what one of them prints."""
+    """Join the outputs of several commands, or, with a line end, what one of them prints."""
     texts = [text for text in printed if text is not None]
     return by.join(texts) if len(texts) == len(printed) else None

@@ -1,4 +1,4 @@
-"""How much of a call is gone through: a command of one line can ask for hours of reading."""
+"""A budget for the reading of a call: a command of one line can ask for hours of reading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRIES = 64
 
 
 class WorkBudget:
-    """What is left for one call."""
+    """The budget that is left for one call."""
 
     def __init__(self) -> None:
         self._left = MAX_WORK

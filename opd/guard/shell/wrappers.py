@@ -13,7 +13,7 @@ from opd.guard.shell.walk import ProgramRun, Walker
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """How a program that runs its arguments names them."""
+    """The command line of a program that runs its arguments."""
 
     valued: frozenset[str] = frozenset()
     """Options with a value."""
