@@ -55,7 +55,7 @@ class DeviceCache:
         return self._states[key]
 
     def _evict_to(self, max_bytes: int) -> None:
-        """Drop the least recently used teachers until at most `most` bytes are left."""
+        """Drop the least recently used teachers until at most `max_bytes` are left."""
         while self._states and sum(self._sizes.values()) > max_bytes:
             key, _ = self._states.popitem(last=False)
             del self._sizes[key]

@@ -176,7 +176,7 @@ class Pool:
     def _iterate_parts(
         self, shares: Sequence[Sequence[ScoringGroup]], pending: list[PendingParts], restarted: list[str]
     ) -> Iterator[Any]:
-        """Yield handles to the parts of all workers as they come. `asked`: for each worker, the parts under way.
+        """Yield handles to the parts of all workers as they come. `pending`: for each worker, the parts under way.
 
         A worker that dies is restarted once and scores its share anew; the parts that it had given before are skipped.
         """
