@@ -42,7 +42,7 @@ class TrainSettings(Strict):
 
     @model_serializer(mode="wrap")
     def _without_what_is_left_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A `training.json` that an older version wrote is still that of the same settings."""
+        """Dump without the keys that are None: a `training.json` of an older version is still that of the same settings."""
         return {key: value for key, value in dump(self).items() if value is not None}
 
 
@@ -89,7 +89,9 @@ class BaseSpec(Strict):
 
     @property
     def template_reading(self) -> dict[str, Any]:
-        """How its chat template is read, as far as the spec says it: a `training.json` of an older version is still that of the
+        """Settings by which its chat template is read, without those left at their defaults.
+
+        A `training.json` of an older version is still that of the
         same settings."""
         return self.model_dump(mode="json", include={"template_date", "tool_call_parser"}, exclude_defaults=True)
 
@@ -126,7 +128,7 @@ class ExpertSpec(Strict):
 
 
 class FromBase(Strict):
-    """What every method needs: one base, and where its experts go."""
+    """Fields that every method needs: one base, and the directory of its experts."""
 
     output_dir: UserPath
     """Directory for one subdirectory per expert, and `base` for a base that is made or trained first."""
@@ -148,7 +150,7 @@ class FromBase(Strict):
 
     @property
     def base_dir(self) -> Path:
-        """Where the base is, or will be."""
+        """Directory of the base, which may not exist yet."""
         return self.base.existing_model or self.output_dir / BASE
 
     @model_validator(mode="after")
@@ -184,13 +186,13 @@ class ExpertsSpec(FromBase):
 
 
 def list_shipped_specs() -> dict[str, Path]:
-    """Name -> file of every training spec that comes with the package."""
+    """Return name -> file of every training spec that comes with the package."""
     found = sorted((file for file in files("experts").iterdir() if file.name.endswith(".yaml")), key=str)
     return {file.name.removesuffix(".yaml"): Path(str(file)) for file in found}
 
 
 def find_spec(name_or_path: str) -> Path:
-    """The file of a shipped spec, or the path of one of the user's. Raises: ConfigError if there is neither."""
+    """Return the file of a shipped spec, or the path of one of the user's. Raises: ConfigError if there is neither."""
     known, path = list_shipped_specs(), Path(name_or_path)
     if name_or_path not in known and not path.exists():
         raise no_such_yaml(path, known, "a shipped training spec", "check the path, or name a shipped one")

@@ -64,7 +64,7 @@ class ReinforcedExpert(Sections):
 
     @property
     def has_episodes(self) -> bool:
-        """Whether its rewards come from episodes, as a pipeline's domain has it."""
+        """True if its rewards come from episodes, as a pipeline's domain has it."""
         return self.environment is not None or self.agent is not None
 
 
@@ -90,7 +90,7 @@ class ReinforceSpec(FromBase, Sections):
         return self
 
     def sections_of(self, name: str) -> dict[str, dict[str, Any]]:
-        """The sections of one expert: the spec's, with the expert's own keys over them."""
+        """Return the sections of one expert: the spec's, with the expert's own keys over them."""
         expert = self.experts[name]
         return {key: merge_mappings(getattr(self, key), getattr(expert, key)) for key in Sections.model_fields}
 

@@ -56,7 +56,7 @@ class StudentConfig(Strict):
 
     @property
     def puts_in_front(self) -> bool:
-        """Whether a prompt of plain text begins as the tokenizer has it."""
+        """True if a prompt of plain text begins as the tokenizer has it."""
         return self.add_special_tokens is not False
 
 
@@ -191,19 +191,19 @@ class DomainConfig(Strict):
 
     @property
     def has_episodes(self) -> bool:
-        """Whether the domain has episodes, whose reward is the score of its exams."""
+        """True if the domain has episodes, whose reward is the score of its exams."""
         return self.environment is not None or self.agent is not None
 
     @property
     def can_be_rewarded(self) -> bool:
-        """Whether anything can judge the domain's responses in training. Where a student's answers are a replay of its expert's
+        """True if anything can judge the domain's responses in training. Where a student's answers are a replay of its expert's
         episodes, no environment runs and the verifier of the exams judges whole episodes."""
         replay = self.environment is not None and self.environment.replay
         return not replay and (self.has_episodes or self.eval is not None)
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether the domain takes part in `objective.reward`."""
+        """True if the domain takes part in `objective.reward`."""
         return self.can_be_rewarded if self.reward == "auto" else self.reward
 
     @model_validator(mode="after")

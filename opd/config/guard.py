@@ -115,7 +115,7 @@ class GuardConfig(Strict):
 
 
 def guard_of(section: GuardConfig | None, own: bool | Mapping[str, Any] | None) -> GuardConfig | None:
-    """The guard of a domain: the pipeline's section with the keys that differ in the domain; None: there is none.
+    """Return the guard of a domain: the pipeline's section with the keys that differ in the domain; None: there is none.
 
     Raises: ValidationError for keys that no guard has.
     """

@@ -49,7 +49,7 @@ class SignalLimits(Strict):
         return self
 
     def find_reached(self, reading: float) -> tuple[str, float] | None:
-        """The hardest action whose limit this reading reaches, and the limit."""
+        """Return the hardest action whose limit this reading reaches, and the limit."""
         for action in reversed(ACTIONS):
             limit = getattr(self, action)
             if limit is not None and reading >= limit:

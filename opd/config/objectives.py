@@ -64,7 +64,7 @@ class ObjectiveConfig(Strict):
 
     @property
     def weighting(self) -> str:
-        """How tokens are weighted in the mean; `opd.train.totals.row_weights` has the formulas."""
+        """Name of the weighting of tokens in the mean; `opd.train.totals.row_weights` has the formulas."""
         return "leave_one_out" if self.IS_ESTIMATE else self.normalize
 
     @property
@@ -79,11 +79,11 @@ class ObjectiveConfig(Strict):
 
     @property
     def top_k(self) -> int:
-        """How many of its likeliest tokens a teacher gives at each position."""
+        """Number of its likeliest tokens that a teacher gives at each position."""
         return 0
 
     def problem_with(self, payload: str) -> PydanticCustomError | None:
-        """Why the objective cannot be computed from this payload; None if it can."""
+        """Return why the objective cannot be computed from this payload; None if it can."""
         if payload in self.PAYLOADS:
             return None
         return PydanticCustomError(
@@ -98,7 +98,7 @@ class ObjectiveConfig(Strict):
         )
 
     def problem_with_extrapolation(self, payload: str) -> PydanticCustomError | None:
-        """Why the objective cannot be computed for an extrapolated target from this payload; None if it can."""
+        """Return why the objective cannot be computed for an extrapolated target from this payload; None if it can."""
         if payload in ("hidden_states", "sampled_logprobs"):
             return None
         return PydanticCustomError(
@@ -115,7 +115,7 @@ class ObjectiveConfig(Strict):
 
 
 def objective_config(kind: str) -> type[ObjectiveConfig]:
-    """The class of the section of this kind; `module:Class` is a class of the user's.
+    """Return the class of the section of this kind; `module:Class` is a class of the user's.
 
     Raises: KeyError for an unknown kind; ConfigError for a `module:Class` that cannot be imported or is no section.
     """
@@ -128,7 +128,7 @@ def objective_config(kind: str) -> type[ObjectiveConfig]:
 
 
 def default_objective() -> ObjectiveConfig:
-    """The objective of a pipeline that has no such section."""
+    """Return the objective of a pipeline that has no such section."""
     return objective_config(DEFAULT_KIND).model_validate({})
 
 

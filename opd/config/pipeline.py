@@ -284,19 +284,19 @@ class PipelineConfig(Strict):
 
 
 def domain_extrapolation(config: PipelineConfig, domain: str) -> float:
-    """How far beyond its experts a domain's student is trained: `extrapolate` of the domain, else of the objective."""
+    """Return how far beyond its experts a domain's student is trained: `extrapolate` of the domain, else of the objective."""
     own = config.domains[domain].extrapolate
     return config.objective.extrapolate if own is None else own
 
 
 def trainer_has_start(config: PipelineConfig) -> bool:
-    """Whether the trainer says what the student as the merge begins would, so that no teacher has to: LoRA leaves its weights
+    """Return True if the trainer says what the student as the merge begins would, so that no teacher has to: LoRA leaves its weights
     as they are. Not under a baseline, which has to be known before the trainer computes anything."""
     return config.student.lora is not None and not config.objective.wants_baseline
 
 
 def _refused_beyond(config: PipelineConfig, domain: str, beside: str, wanted: str) -> PydanticCustomError:
-    """The error about a domain's `extrapolate`, which does not go with something else."""
+    """Return the error about a domain's `extrapolate`, which does not go with something else."""
     where = "objective" if config.domains[domain].extrapolate is None else f"domains.{domain}"
     found = f"{domain_extrapolation(config, domain):g} with {beside}"
     return PydanticCustomError(
@@ -305,7 +305,7 @@ def _refused_beyond(config: PipelineConfig, domain: str, beside: str, wanted: st
 
 
 def _reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
-    """Why `objective.reward` has nothing to train on; None if it has, or is not there."""
+    """Return why `objective.reward` has nothing to train on; None if it has, or is not there."""
     reward = config.objective.reward
     judged = "an environment, an agent, or an eval whose verifier judges the responses"
     for name, domain in config.domains.items():
@@ -332,7 +332,7 @@ def _reward_error(where: str, found: str, wanted: str) -> PydanticCustomError:
 
 
 def _find_teacherless_problem(config: PipelineConfig) -> PydanticCustomError | None:
-    """What a pipeline without teachers must not have, or lacks; None if all is well."""
+    """Return what a pipeline without teachers must not have, or lacks; None if all is well."""
     taught = next((name for name, domain in config.domains.items() if domain.teachers is not None), None)
     idle = next((name for name, domain in config.domains.items() if not domain.is_rewarded), None)
     if config.experts != {}:
@@ -349,13 +349,13 @@ def _find_teacherless_problem(config: PipelineConfig) -> PydanticCustomError | N
 
 
 def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:
-    """A pipeline of one round for each round; all start from the pipeline's student."""
+    """Return a pipeline of one round for each round; all start from the pipeline's student."""
     num = config.rounds if isinstance(config.rounds, int) else len(config.rounds)
     return [PipelineConfig.model_validate(_round_data(config, index)) for index in range(num)]
 
 
 def _round_data(config: PipelineConfig, index: int) -> dict[str, Any]:
-    """The pipeline of round `index`, from 0, not validated yet."""
+    """Return the pipeline of round `index`, from 0, not validated yet."""
     data = config.model_dump(exclude={"rounds"}) | {"seed": config.seed + index}
     if isinstance(config.rounds, list):
         for key, value in config.rounds[index].model_dump(exclude_defaults=True).items():
@@ -367,7 +367,7 @@ def _round_data(config: PipelineConfig, index: int) -> dict[str, Any]:
 
 
 def is_overlapped(config: PipelineConfig) -> bool:
-    """Whether the trainer starts while teachers still score: `schedule.overlap`, with `auto` decided."""
+    """Return True if the trainer starts while teachers still score: `schedule.overlap`, with `auto` decided."""
     if config.schedule.overlap != "auto":
         return config.schedule.overlap
     gpus = config.cluster.trainer_gpus or config.cluster.teacher_gpus
@@ -403,7 +403,7 @@ def as_begun(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_columns_of_chats(pipeline: dict[str, Any]) -> dict[str, Any]:
-    """The pipeline of a run that passed over system messages, tools and variables in columns of their own."""
+    """Return the pipeline of a run that passed over system messages, tools and variables in columns of their own."""
     changed = dict(pipeline)
     if isinstance(domains := pipeline.get("domains"), Mapping):
         changed["domains"] = {name: _domain_without(domain) for name, domain in domains.items()}

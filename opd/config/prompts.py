@@ -105,7 +105,7 @@ class PromptsConfig(Strict):
         return {ours: name for ours, name in self.columns.items() if name is not None}
 
     def without_columns(self, *names: Column) -> PromptsConfig:
-        """The same prompts, but for these columns, which are not read."""
+        """Return the same prompts, but for these columns, which are not read."""
         return self.model_copy(update={"columns": {**self.columns, **dict.fromkeys(names)}})
 
 
@@ -122,5 +122,5 @@ Prompts = Annotated[
 
 
 def as_prompts_config(prompts: Path | PromptsConfig) -> PromptsConfig:
-    """The mapping that a path alone is short for."""
+    """Return the mapping that a path alone is short for."""
     return prompts if isinstance(prompts, PromptsConfig) else PromptsConfig(path=prompts)

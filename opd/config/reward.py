@@ -121,7 +121,7 @@ class RewardConfig(Strict):
     """Deadline of a verifier for one response. A verifier that is late or raises gives 0, and is counted."""
 
     def weight_at(self, step: int) -> float:
-        """The weight in this step, from 1: a function of nothing else, so that a resume has no state to restore."""
+        """Return the weight in this step, from 1: a function of nothing else, so that a resume has no state to restore."""
         if self.schedule is None:
             return self.weight
         done = min(1.0, (step - 1) / (self.schedule.steps - 1))

@@ -33,7 +33,7 @@ class ServerConfig(Strict):
 
 
 def _url_problem(url: str) -> str | None:
-    """Why a server's address cannot be used, without any password in it; None if it can."""
+    """Return why a server's address cannot be used, without any password in it; None if it can."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
@@ -49,7 +49,7 @@ def _url_problem(url: str) -> str | None:
 
 
 def _parse_device(value: Any) -> int | str:
-    """A GPU's number, which JSON's keys have as text, or where else weights can be."""
+    """Return a GPU's number, which JSON's keys have as text, or where else weights can be."""
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if number in ("cpu", "disk") or (type(number) is int and number >= 0):
         return number
@@ -240,7 +240,7 @@ SECRET = ("servers", "api_key_env")
 
 
 def without_other_engines(data: Any) -> Any:
-    """The section without the keys of other engines that hold their defaults.
+    """Return the section without the keys of other engines that hold their defaults.
 
     A pipeline that was written out with all its defaults, by an older release or for another engine, has such keys.
     Raises: PydanticCustomError for an unknown engine, or for a key of another engine with a value of its own, which this
@@ -266,7 +266,7 @@ def without_other_engines(data: Any) -> Any:
 
 
 def changed_teachers(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The section with some keys changed. If `engine` is among them, the keys that both engines have are kept."""
+    """Return the section with some keys changed. If `engine` is among them, the keys that both engines have are kept."""
     engine = changes.get("engine", data["engine"])
     known = ENGINES[engine].model_fields if isinstance(engine, str) and engine in ENGINES else data
     return {key: value for key, value in data.items() if key in known} | dict(changes)
