@@ -57,7 +57,7 @@ def _section(name: str, command: Command) -> str:
         "",
     ]
     if inner:
-        rows = [(f"[`{name} {word}`](#{_anchor(f'{name} {word}')})", _first(one.help)) for word, one in inner.items()]
+        rows = [(f"[`{name} {word}`](#{anchor(f'{name} {word}')})", _first(one.help)) for word, one in inner.items()]
         lines += [_table("Command", rows), ""]
     if rows := [(f"`{_argument(param, types)}`", _meaning(param)) for param in arguments]:
         lines += [_table("Argument", rows), ""]
@@ -67,8 +67,9 @@ def _section(name: str, command: Command) -> str:
     return "\n".join(lines)
 
 
-def _anchor(heading: str) -> str:
-    return re.sub(r"[^\w -]", "", heading).replace(" ", "-")
+def anchor(heading: str) -> str:
+    """The anchor of a heading, as code hosts and the site make it."""
+    return re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
 
 
 def _sentences(text: str | None) -> str:
