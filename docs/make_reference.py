@@ -1,4 +1,5 @@
-"""Writes what follows from the code: in docs/pipelines.md key tables and the shipped files, in docs/commands.md the commands, in docs/plan.md the keys of a cluster spec and the shipped plans; and the keys that the shell offers behind `--set`.
+"""Writes what follows from the code: in docs/pipelines.md key tables and the shipped files, in docs/commands.md the commands, in
+docs/plan.md the keys of a cluster spec and the shipped plans; and the keys that the shell offers behind `--set`.
 
     python docs/make_reference.py            rewrite the text between the markers
     python docs/make_reference.py --check    write nothing; exit code 1 and a diff if the text is out of date
@@ -132,7 +133,8 @@ class Tables:
 
 
 def _meaning(prop: Schema) -> str:
-    return " ".join(prop.get("description", "").split())
+    """The string under a field on one line, with its mentions of pages as links."""
+    return re.sub(r"docs/([\w-]+\.md)(#[\w-]+)?", r"[\1](\1\2)", " ".join(prop.get("description", "").split()))
 
 
 def _options(prop: Schema) -> Sequence[Schema]:
