@@ -82,9 +82,9 @@ class BaseSpec(Strict):
     train: TrainSettings | None = None
     """Settings of that training; default for each: the spec's `train`."""
     template_date: date | None = None
-    """As the merge's `student.template_date`; default: today."""
+    """Same as the merge's `student.template_date`; default: today."""
     tool_call_parser: ToolCallParser = "auto"
-    """As the merge's `student.tool_call_parser`."""
+    """Same as the merge's `student.tool_call_parser`."""
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -132,9 +132,9 @@ class FromBase(Strict):
     seed: int = Field(0, ge=0)
     base: BaseSpec
     add_special_tokens: bool = True
-    """As the merge's `student.add_special_tokens`."""
+    """Same as the merge's `student.add_special_tokens`."""
     chat_template_kwargs: ChatTemplateKwargs = Field(default_factory=dict)
-    """As the merge's `student.chat_template_kwargs`."""
+    """Same as the merge's `student.chat_template_kwargs`."""
     registry: UserPath | None = None
     """Registry for finished experts; default: none is registered."""
 

@@ -52,7 +52,7 @@ class ReinforcedExpert(Sections):
     prompts: Prompts
     """The tasks; completions are not read."""
     environment: EnvironmentConfig | None = None
-    """As in a domain of a pipeline; it gives the reward."""
+    """The key of a pipeline's domain; it gives the reward."""
     agent: AgentConfig | None = None
     """Instead of `environment`: your program is the agent and gives the reward."""
     eval: DomainEvalConfig

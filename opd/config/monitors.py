@@ -64,7 +64,7 @@ class RepetitionLimits(Limits):
     warn: float | None = Field(0.35, gt=0)
     """Share of looping responses."""
     stop: float | None = Field(0.75, gt=0)
-    """As for `pause`, with exit code 1. On the way to long answers a student may loop for a while."""
+    """Also a checkpoint, and exit code 1. On the way to long answers a student may loop for a while."""
 
 
 class TruncationLimits(Limits):

@@ -41,7 +41,7 @@ class RolloutConfig(Strict):
     """Processes that share an engine's weights, on one machine; each has `cluster.rollout_gpus`. It has to divide the
     attention heads."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """Of a GPU engine. Fewer bits hold more tokens and bend sampling, see docs/gpu.md."""
+    """Type of a GPU engine's cache. Fewer bits hold more tokens and bend sampling, see docs/gpu.md."""
     engine_args: dict[str, Any] = {}
     """Other arguments of vLLM's `LLM`; those that bend sampling or have a key here are refused."""
 
@@ -76,7 +76,7 @@ class TrainerConfig(Strict):
     steps: int = Field(..., ge=1)
     """Optimiser steps of the whole merge."""
     samples_per_step: int = Field(..., ge=1)
-    """Responses in a step, over all domains; a multiple of `rollout.n`."""
+    """Responses in one optimiser step, over all domains; a multiple of `rollout.n`."""
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(0, ge=0)
