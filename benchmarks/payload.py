@@ -26,11 +26,11 @@ from machine import score
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from opd.config.strict import DTYPE_BYTES  # noqa: E402 - found without an installation
 from opd.payloads import answer_class  # noqa: E402
 from opd.payloads.answer import Answer  # noqa: E402
+from opd.records.types import Rollout, Span, Teacher  # noqa: E402
+from opd.settings.strict import DTYPE_BYTES  # noqa: E402 - found without an installation
 from opd.stream.schema import TargetRow, write_parts  # noqa: E402
-from opd.types import Rollout, Span, Teacher  # noqa: E402
 
 SMALL_VOCAB = 256
 """Vocabulary of the tiny model. Its size does not matter: an id always takes 4 bytes."""

@@ -174,7 +174,7 @@ def recorded(folder: Path) -> list[str]:
 
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The chosen settings of a pipeline; each is written as soon as it is there."""
-    from opd.settings import load_yaml
+    from opd.settings.yaml_files import load_yaml
 
     case, file = CASES[args.pipeline], prepared(args.pipeline, folder)
     student = folder.absolute() / load_yaml(file)["student"]["model"]

@@ -46,7 +46,7 @@ class Case:
 
     def rollouts(self, seed: int) -> list[Any]:
         """Random tokens, `n` responses to each prompt."""
-        from opd.types import Rollout
+        from opd.records.types import Rollout
 
         rng = random.Random(seed)
 
@@ -131,9 +131,9 @@ class Passes:
         import torch
 
         from opd.losses.reverse_kl import ReverseKLConfig
-        from opd.model_weights import load_causal_lm
+        from opd.models.weights import load_causal_lm
+        from opd.records.types import Teacher
         from opd.train.student import Student
-        from opd.types import Teacher
         from teachers.scorers import ScorerOptions
         from teachers.scorers.transformers import TransformersScorer
 
@@ -165,7 +165,7 @@ class Passes:
         return {row.rollout.sample_id: row for rows in batches for row in rows}
 
     def _train(self, way: str, rollouts: Sequence[Any], rows: dict[str, Any]) -> float:
-        from opd.stream.heads import Head
+        from opd.models.heads import Head
         from opd.train.batch import micro_batch
         from opd.train.plan import plan_micro_batches
         from opd.train.totals import row_weights, token_weights

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.environments import find
+from opd.environments import find_environment
 from opd.environments.game import Game
-from opd.environments.records import Action, Outcome, Tool
+from opd.records.environments import Action, Outcome, Tool
 
 OFTEN = 10
 """Turns in a state after which we say that it was seen often."""
@@ -55,7 +55,7 @@ class States:
 
 def game_of(name: str) -> Game[Any]:
     """A new game by its name."""
-    game = find(name, "--environment")()
+    game = find_environment(name, "--environment")()
     assert isinstance(game, Game)
     return game
 

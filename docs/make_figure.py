@@ -22,9 +22,9 @@ from matplotlib import colormaps
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from opd.metrics import MetricsFile
-from opd.run_dir import RunPaths
-from opd.step_record import StepRecord
+from opd.records.step import StepRecord
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
 
 BARS = (("before", "student before", "#bbbbbb"), ("expert", "expert", "#4477aa"), ("after", "merged", "#228833"))
 BAR_WIDTH = 0.27

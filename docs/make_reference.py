@@ -28,12 +28,12 @@ from experts.rl.spec import ReinforceSpec
 from experts.spec import ExpertsSpec
 from experts.suites import DOMAINS
 from opd.config import PipelineConfig, load_pipeline
-from opd.settings import every_key, load_yaml
-from pipelines.catalog import find, shipped
+from opd.settings.yaml_files import every_key, load_yaml
+from pipelines.catalog import find_pipeline, shipped_pipelines
 from pipelines.commands.completion import KEYS
 from pipelines.plan.plan import make_plan
 from pipelines.plan.spec import ClusterSpec, load_spec
-from pipelines.plan.tables import tables
+from pipelines.plan.tables import plan_tables
 
 PAGES = tuple(Path(__file__).with_name(name) for name in ("pipelines.md", "commands.md", "plan.md"))
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
@@ -187,7 +187,7 @@ def pipeline_page() -> tuple[str, ...]:
 
 def shipped_files() -> str:
     """What `opd pipelines list` shows, and the training specs."""
-    configs = {name: load_pipeline(path) for name, path in shipped().items()}
+    configs = {name: load_pipeline(path) for name, path in shipped_pipelines().items()}
     rows = [(f"`{n}`", f"`{c.student.model}`", str(len(c.domains)), str(c.trainer.steps)) for n, c in configs.items()]
     specs = {p.name.removesuffix(".yaml"): load_yaml(Path(str(p))) for p in _experts_yaml()}
     trained = [(f"`{n}`", f"`{s['output_dir']}`", str(len(s["experts"]))) for n, s in specs.items()]
@@ -210,8 +210,8 @@ def suites() -> str:
 
 def shipped_plan(pipeline: str, cluster: str) -> str:
     """What `opd plan PIPELINE --cluster CLUSTER` prints."""
-    plan = make_plan(load_pipeline(find(pipeline)), load_spec(cluster))
-    parts = [f"*{one.title}*\n\n{table(one.columns, one.rows)}" for one in tables(plan)]
+    plan = make_plan(load_pipeline(find_pipeline(pipeline)), load_spec(cluster))
+    parts = [f"*{one.title}*\n\n{table(one.columns, one.rows)}" for one in plan_tables(plan)]
     return "\n".join([*parts, "\n".join(f"- {note}" for note in plan.notes)])
 
 

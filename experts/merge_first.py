@@ -8,7 +8,7 @@ from pathlib import Path
 
 from experts.safetensors_header import read_header
 from opd.errors import ModelError
-from opd.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 _TIED = re.compile(r"\b(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|lm_head|embed_out)(\.|$)")
 _TOKENIZER = "and the tokenizer with it: AutoTokenizer.from_pretrained(base).save_pretrained(out)"

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from opd.environments.records import Action, Outcome, Tool
 from opd.errors import RunError
-from opd.evaluation.scores import Evaluation
-from opd.step_record import AlarmRecord, StepRecord
-from opd.types import (
+from opd.records.environments import Action, Outcome, Tool
+from opd.records.scores import Evaluation
+from opd.records.step import AlarmRecord, StepRecord
+from opd.records.types import (
     Completion,
     LayoutProof,
     Prompt,
@@ -30,14 +30,14 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     import numpy as np
     from torch import Tensor
 
-    from opd.buckets import WeightStream
-    from opd.early import Early
     from opd.losses.objective import Slope, StudentChunk
-    from opd.losses.rule import LogitRule
+    from opd.models.buckets import WeightStream
+    from opd.models.heads import HeadFile, HeadSource
+    from opd.models.logit_rule import LogitRule
     from opd.prompts.conversation import Messages
-    from opd.reward.records import RewardStep
+    from opd.records.rewards import RewardStep
+    from opd.rollouts.groups import Early
     from opd.rollouts.partial import Cuts
-    from opd.stream.heads import HeadFile, HeadSource
     from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
 

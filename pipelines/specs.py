@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig, overlaps, sync_tolerance
+from opd.config import PipelineConfig, is_overlapped, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
-from opd.config.strict import NUMPY_SEEDS, TORCH_SEEDS
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec, WarmUp
 from opd.credit.gae import CUT, GaeSpec
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
+from opd.settings.strict import NUMPY_SEEDS, TORCH_SEEDS
 from opd.train.compiled import WRITTEN_OUT_UP_TO
 from opd.train.critic import CriticEngineSpec
 from opd.train.critic_rank import CriticOptions
@@ -32,7 +32,7 @@ from pipelines.cores import roles_at_once
 from pipelines.inputs.environments import episode_options
 from pipelines.inputs.routes import START, asked_by_trainer
 from teachers.flight.client import FlightSpec
-from teachers.nobody import NobodySpec
+from teachers.nobody import TeacherlessSpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
 
@@ -93,7 +93,7 @@ def _engine_options(config: PipelineConfig, model_dir: Path, vocab_size: int, *,
         max_num_seqs=rollout.max_num_seqs,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         vocab_size=vocab_size,
-        share_prompts=rollout.shares or acts,
+        share_prompts=rollout.shares_prefixes or acts,
         sleep=rollout.sleep,
         tensor_parallel_size=rollout.tensor_parallel_size,
         kv_cache_dtype=rollout.kv_cache_dtype,
@@ -110,7 +110,7 @@ def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
         domain_weights={name: domain.loss_weight for name, domain in config.domains.items()},
         weighs_turns=any(turn_weights(config)),
         micro_batch_tokens=config.trainer.micro_batch_tokens,
-        share_prompts=config.rollout.shares,
+        share_prompts=config.rollout.shares_prefixes,
         queue_bytes=config.teachers.queue,
         tolerance=sync_tolerance(config),
         gpus=config.cluster.trainer_gpus,
@@ -274,7 +274,7 @@ def pool_spec(config: PipelineConfig, vocab_size: int) -> PoolSpec:
         max_quarantined=teachers.max_quarantined,
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
-        early_bytes=teachers.queue if overlaps(config) else None,
+        early_bytes=teachers.queue if is_overlapped(config) else None,
     )
 
 
@@ -306,7 +306,7 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
         payload=teachers.payload,
         top_k=config.objective.top_k,
         vocab_size=vocab_size,
-        share_prompts=config.rollout.shares,
+        share_prompts=config.rollout.shares_prefixes,
         lends_memory=config.rollout.sleep and config.cluster.teacher_gpus > 0,
         max_model_len=config.rollout.max_model_len,
         **own,
@@ -331,6 +331,6 @@ def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
     )
 
 
-def nobody_spec(config: PipelineConfig) -> NobodySpec:
+def nobody_spec(config: PipelineConfig) -> TeacherlessSpec:
     """Spec of the pool without teachers."""
-    return NobodySpec(dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined)
+    return TeacherlessSpec(dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined)

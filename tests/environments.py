@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from opd.environments.records import Action, Outcome, Tool, ToolCall
+from opd.records.environments import Action, Outcome, Tool, ToolCall
 
 
 class Sleeper:

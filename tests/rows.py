@@ -11,8 +11,8 @@ from opd.payloads.answer import Answer
 from opd.payloads.hidden_states import HiddenStates
 from opd.payloads.sampled_logprobs import SampledLogprobs
 from opd.payloads.top_k import TopTokens
+from opd.records.types import Rollout, Span
 from opd.stream.schema import TargetRow
-from opd.types import Rollout, Span
 
 
 def spans_of(mask: Sequence[bool], policy_version: int = 0) -> tuple[Span, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from opd.step_record import DomainRecord, StepRecord
-from opd.types import Rollout
+from opd.records.step import DomainRecord, StepRecord
+from opd.records.types import Rollout
 from tests.rows import make_rollout
 
 

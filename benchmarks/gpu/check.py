@@ -39,7 +39,7 @@ PARTS = (
     Part(
         "packing",
         "Packing: several sequences in a row against each alone",
-        (*CORE, "pytest", "opd.layouts", "tests.models.families"),
+        (*CORE, "pytest", "opd.models.layouts", "tests.models.families"),
         3,
     ),
     Part("engines", "Rollout engine: weight push, CUDA graphs, sleep mode", (*CORE, "pytest", "vllm"), 3),

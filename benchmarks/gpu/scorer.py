@@ -12,8 +12,8 @@ import torch
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.work import MODELS as SIZES
 from benchmarks.gpu.work import Shape, build_model, make_rollouts, measured, num_tokens, scorer_options, used_bytes
+from opd.records.types import Rollout, Teacher
 from opd.stream.schema import TargetRow
-from opd.types import Rollout, Teacher
 from teachers.scorers import transformers as scoring
 from teachers.scorers.transformers import TransformersScorer
 from teachers.weights import weights_nbytes

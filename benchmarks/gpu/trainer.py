@@ -15,13 +15,13 @@ from benchmarks.gpu.check import Check
 from benchmarks.gpu.work import MODELS as SIZES
 from benchmarks.gpu.work import Shape, Span, build_model, make_rollouts, measured, num_tokens, scorer_options
 from opd.config import PipelineConfig
-from opd.settings import validate
-from opd.stream.heads import HeadSource
+from opd.models.heads import HeadSource
+from opd.records.types import Rollout, Teacher
+from opd.settings.yaml_files import validate_section
 from opd.stream.schema import TargetRow, write_stream
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import RankResult, RankWork, TrainerRank
 from opd.train.totals import row_weights
-from opd.types import Rollout, Teacher
 from pipelines.specs import rank_options
 from teachers.scorers.transformers import TransformersScorer
 
@@ -77,7 +77,7 @@ class Task:
         if self.device == "cuda":
             torch.cuda.empty_cache()
             self.held_before = torch.cuda.memory_allocated()
-        rank = TrainerRank(rank_options(validate(PipelineConfig, data, "gpu-check"), self.vocab), 0)
+        rank = TrainerRank(rank_options(validate_section(PipelineConfig, data, "gpu-check"), self.vocab), 0)
         rank.start(*rank.meeting_point("127.0.0.1"))
         return rank
 

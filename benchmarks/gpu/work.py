@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opd import types
+from opd.records import types
 
 MODELS: dict[str, dict[str, int]] = {
     "tiny": {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

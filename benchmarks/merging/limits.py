@@ -169,10 +169,10 @@ def _optimizer(lm: Any) -> dict[str, float]:
 
 def _real_share(case: Case) -> float:
     """Share of the tokens in our packed rows that are not padding."""
-    from opd.packing import pack
+    from opd.models.packing import pack_into_rows
 
     length = case.prompt_tokens + case.new_tokens
-    packing = pack([length] * case.rows)
+    packing = pack_into_rows([length] * case.rows)
     return case.rows * length / (packing.num_rows * packing.width)
 
 
@@ -181,7 +181,7 @@ def sharded(case: Case) -> dict[str, float]:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import torch
 
-    from opd.model_weights import load_causal_lm
+    from opd.models.weights import load_causal_lm
     from opd.train.optimizer import AdamWOptions
     from opd.train.zero import ZeroEngine, ZeroOptions
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, Tag
 
 from opd.config.kinds import NameOrMapping, by_kind
-from opd.config.strict import Strict
+from opd.settings.strict import Strict
 
 
 class SamplesBalance(Strict):

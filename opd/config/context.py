@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import Strict
+from opd.settings.strict import Strict
 
 PLACE = "{summary}"
 """Where the summary stands in `resume`."""

@@ -13,10 +13,10 @@ from opd.config.agents import AgentConfig
 from opd.config.context import ContextConfig
 from opd.config.drift import CurriculumConfig, TeacherTurnsConfig, TurnWeightsConfig
 from opd.config.prompts import ChatTemplateKwargs, Prompts
-from opd.config.strict import Name, Strict, UserPath, flag_or_mapping, text_or_more
 from opd.config.sub_agents import SubAgentConfig, ToolName
 from opd.config.verifiers import VerifierConfig
-from opd.types import ToolCallParser
+from opd.records.types import ToolCallParser
+from opd.settings.strict import Name, Strict, UserPath, flag_or_mapping, text_or_more
 
 
 class StudentLora(Strict):
@@ -178,7 +178,7 @@ class DomainConfig(Strict):
     where there is one."""
 
     @property
-    def acts(self) -> bool:
+    def has_episodes(self) -> bool:
         """Whether the domain has episodes, whose reward is the score of its exams."""
         return self.environment is not None or self.agent is not None
 
@@ -187,10 +187,10 @@ class DomainConfig(Strict):
         """Whether anything can judge the domain's responses in training. Where a student's answers are a replay of its expert's
         episodes, no environment runs and the verifier of the exams judges whole episodes."""
         replay = self.environment is not None and self.environment.replay
-        return not replay and (self.acts or self.eval is not None)
+        return not replay and (self.has_episodes or self.eval is not None)
 
     @property
-    def rewarded(self) -> bool:
+    def is_rewarded(self) -> bool:
         """Whether the domain takes part in `objective.reward`."""
         return self.can_be_rewarded if self.reward == "auto" else self.reward
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import PathOrName, Strict
+from opd.settings.strict import PathOrName, Strict
 
 
 class LMEvalConfig(Strict):

@@ -8,13 +8,13 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import Strict
+from opd.settings.strict import Strict
 
 ACTIONS = ("warn", "pause", "stop")
 """What a monitor does, the hardest last."""
 
 
-class Limits(Strict):
+class SignalLimits(Strict):
     """The limits of one signal; a reading that reaches one of them counts, and null is never reached."""
 
     MOST: ClassVar[float | None] = None
@@ -30,7 +30,7 @@ class Limits(Strict):
     """Also a checkpoint, and the merge ends with exit code 1; a resume goes on with another limit."""
 
     @model_validator(mode="after")
-    def _reached_one_after_the_other(self) -> Limits:
+    def _reached_one_after_the_other(self) -> SignalLimits:
         given = [(action, limit) for action in ACTIONS if (limit := getattr(self, action)) is not None]
         for (mild, low), (hard, high) in pairwise(given):
             if high < low:
@@ -48,7 +48,7 @@ class Limits(Strict):
                 )
         return self
 
-    def reached(self, reading: float) -> tuple[str, float] | None:
+    def find_reached(self, reading: float) -> tuple[str, float] | None:
         """The hardest action whose limit this reading reaches, and the limit."""
         for action in reversed(ACTIONS):
             limit = getattr(self, action)
@@ -57,7 +57,7 @@ class Limits(Strict):
         return None
 
 
-class RepetitionLimits(Limits):
+class RepetitionLimits(SignalLimits):
     MOST = 1.0
     over: int = Field(5, ge=1)
     """Steps that a reading is taken over."""
@@ -67,23 +67,23 @@ class RepetitionLimits(Limits):
     """Also a checkpoint, and exit code 1. On the way to long answers a student may loop for a while."""
 
 
-class TruncationLimits(Limits):
+class TruncationLimits(SignalLimits):
     MOST = 1.0
     warn: float | None = Field(0.9, gt=0)
     """Share of cut responses."""
 
 
-class LengthLimits(Limits):
+class LengthLimits(SignalLimits):
     warn: float | None = Field(3.0, gt=0)
     """Times the expert's length."""
 
 
-class EntropyLimits(Limits):
+class EntropyLimits(SignalLimits):
     warn: float | None = Field(0.5, gt=0)
     """Nats a token."""
 
 
-class DisagreementLimits(Limits):
+class DisagreementLimits(SignalLimits):
     MOST = 1.0
     over: int = Field(20, ge=1)
     """Steps that a reading is taken over."""
@@ -91,14 +91,14 @@ class DisagreementLimits(Limits):
     """Share of tokens."""
 
 
-class GapLimits(Limits):
+class GapLimits(SignalLimits):
     over: int = Field(5, ge=1)
     """Steps that a reading is taken over."""
     warn: float | None = Field(0.8, gt=0)
     """Share of the tolerance; above all of it the run ends anyway."""
 
 
-class GradNormLimits(Limits):
+class GradNormLimits(SignalLimits):
     over: int = Field(10, ge=1)
     """Steps before the newest one whose median it is compared with."""
     warn: float | None = Field(10.0, gt=0)

@@ -10,15 +10,25 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Serializ
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from opd.config.reward import CriticBaseline, RewardConfig
-from opd.config.strict import Strict
 from opd.errors import ConfigError
-from opd.losses import OBJECTIVES
-from opd.named import imported, is_place, users
-from opd.near import nearest
+from opd.settings.named import import_object, import_user_object, is_place
+from opd.settings.near import find_nearest
+from opd.settings.strict import Strict
 
 if TYPE_CHECKING:
     from opd.interfaces import Objective
 
+OBJECTIVES = {
+    "reverse_kl": "opd.losses.reverse_kl:ReverseKLConfig",
+    "forward_kl": "opd.losses.forward_kl:ForwardKLConfig",
+    "adaptive_kl": "opd.losses.adaptive_kl:AdaptiveKLConfig",
+    "jsd": "opd.losses.jsd:JSDConfig",
+    "skew": "opd.losses.skew:SkewConfig",
+    "sampled": "opd.losses.sampled:SampledConfig",
+    "top_k": "opd.losses.top_k:TopKConfig",
+    "none": "opd.losses.none:NoDivergenceConfig",
+}
+"""`objective.kind` -> the class of its section. Named, not imported: a pipeline is checked against the names alone."""
 DEFAULT_KIND = "adaptive_kl"
 """What a section without `kind` is; that class has it as its default too."""
 SECTION = "a class on top of opd.config.objectives.ObjectiveConfig, as module:Class"
@@ -106,7 +116,9 @@ def objective_config(kind: str) -> type[ObjectiveConfig]:
 
     Raises: KeyError for an unknown kind; ConfigError for a `module:Class` that cannot be imported or is no section.
     """
-    found: type[ObjectiveConfig] = users(kind, "objective.kind", SECTION) if ":" in kind else imported(OBJECTIVES[kind])
+    found: type[ObjectiveConfig] = (
+        import_user_object(kind, "objective.kind", SECTION) if ":" in kind else import_object(OBJECTIVES[kind])
+    )
     if not (isinstance(found, type) and issubclass(found, ObjectiveConfig) and hasattr(found, "OBJECTIVE")):
         raise ConfigError.at("objective.kind", found=kind, wanted=SECTION, fix="see docs/python.md for an example")
     return found
@@ -132,7 +144,7 @@ def _of_its_kind(value: Any) -> ObjectiveConfig:
         return value
     kind = value.get("kind", DEFAULT_KIND) if isinstance(value, Mapping) else DEFAULT_KIND
     if kind not in list(OBJECTIVES) and not is_place(kind):  # it may be anything, a list too
-        near = nearest(kind, OBJECTIVES) if isinstance(kind, str) else None
+        near = find_nearest(kind, OBJECTIVES) if isinstance(kind, str) else None
         raise PydanticCustomError(
             "objective_kind",
             "{hint}`kind` is one of: {kinds}, or your own module:Class",

@@ -7,15 +7,23 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticKnownError
 
-from opd.payloads import PAYLOADS
+PAYLOADS = {
+    "hidden_states": "opd.payloads.hidden_states:HiddenStates",
+    "sampled_logprobs": "opd.payloads.sampled_logprobs:SampledLogprobs",
+    "top_k": "opd.payloads.top_k:TopTokens",
+    "none": "opd.payloads.none:Unscored",
+}
+"""Named, not imported: a pipeline is checked against the names alone."""
 
 
-def _known(value: Any) -> Any:
+def _check_payload(value: Any) -> Any:
     if value in list(PAYLOADS):  # it may be anything, a list too
         return value
     *most, last = map(repr, PAYLOADS)
     raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
 
 
-PayloadName = Annotated[str, BeforeValidator(_known), WithJsonSchema({"enum": list(PAYLOADS), "type": "string"})]
-"""One of `opd.payloads.PAYLOADS`."""
+PayloadName = Annotated[
+    str, BeforeValidator(_check_payload), WithJsonSchema({"enum": list(PAYLOADS), "type": "string"})
+]
+"""One of `PAYLOADS`."""

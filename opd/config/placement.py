@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import Strict
-from opd.wording import LABEL, SELECTED
+from opd.settings.strict import Strict
+from opd.settings.wording import LABEL, SELECTED
 
 OWN_KEYS = {"CPU": "cpus", "GPU": "cluster.*_gpus"}
 """Ray's names of resources that other keys give."""

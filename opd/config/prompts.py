@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import Name, Strict, UserPath
+from opd.settings.strict import Name, Strict, UserPath
 
 Column = Literal["prompt", "completion", "answer", "metadata", "system", "tools", "chat_template_kwargs"]
 

@@ -8,10 +8,10 @@ from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.kinds import NameOrMapping, by_kind
-from opd.config.strict import Strict
+from opd.settings.strict import Strict
 
 
-class NoBaseline(Strict):
+class NoBaselineConfig(Strict):
     kind: Literal["none"]
     """The reward itself is the advantage."""
 
@@ -78,7 +78,7 @@ BaselineConfig = Annotated[
     Annotated[LeaveOneOutBaseline, Tag("~leave_one_out")]
     | Annotated[GroupBaseline, Tag("~group")]
     | Annotated[EmaBaseline, Tag("~ema")]
-    | Annotated[NoBaseline, Tag("~none")]
+    | Annotated[NoBaselineConfig, Tag("~none")]
     | Annotated[CriticBaseline, Tag("~critic")],
     by_kind("baseline"),
     NameOrMapping("baseline", "objective.reward.baseline", KINDS),

@@ -8,7 +8,7 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.placement import PlacementConfig
-from opd.config.strict import DType, Strict
+from opd.settings.strict import DType, Strict
 
 
 class RolloutConfig(Strict):
@@ -46,8 +46,8 @@ class RolloutConfig(Strict):
     """Other arguments of vLLM's `LLM`; those that bend sampling or have a key here are refused."""
 
     @property
-    def shares(self) -> bool:
-        """Whether the rows of a step that begin alike are laid out as trees; see `opd.packing`."""
+    def shares_prefixes(self) -> bool:
+        """Whether the rows of a step that begin alike are laid out as trees; see `opd.models.packing`."""
         return self.n > 1 if self.share_prefixes is None else self.share_prefixes
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.strict import Name, Strict
+from opd.settings.strict import Name, Strict
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 TASK, ANSWER = "{task}", "{answer}"

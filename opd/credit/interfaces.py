@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from opd.types import Rollout, WrittenFile
+    from opd.records.types import Rollout, WrittenFile
 
     Floats = NDArray[np.float32]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from opd.errors import ConfigError
-from opd.named import is_place, users
-from opd.near import did_you_mean
+from opd.settings.named import import_user_object, is_place
+from opd.settings.near import did_you_mean
 
 ENVIRONMENTS = {
     "calculator": "opd.environments.calculator:Calculator",
@@ -41,6 +41,6 @@ def place_of(name: str, where: str) -> str:
     )
 
 
-def find(name: str, where: str) -> Any:
+def find_environment(name: str, where: str) -> Any:
     """The class of a name or import path. Raises: ConfigError if there is none, or if it cannot be imported."""
-    return users(place_of(name, where), where, "a class with the methods of opd.interfaces.Environment")
+    return import_user_object(place_of(name, where), where, "a class with the methods of opd.interfaces.Environment")

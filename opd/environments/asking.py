@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from opd.config.strict import Strict
-from opd.environments.records import Action, Outcome, Tool, ToolCall
 from opd.errors import ConfigError
+from opd.records.environments import Action, Outcome, Tool, ToolCall
+from opd.settings.strict import Strict
 from opd.text import readable
 
 
@@ -76,11 +76,11 @@ class Asking(ABC):
         """What an expert does in the present state."""
 
 
-def hermes(tool: str, arguments: Mapping[str, Any]) -> str:
+def format_hermes_call(tool: str, arguments: Mapping[str, Any]) -> str:
     """A tool call as a model with a chat template writes it."""
     return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': dict(arguments)})}\n</tool_call>"
 
 
-def calling(tool: str, arguments: Mapping[str, Any]) -> Action:
+def format_turn_with_call(tool: str, arguments: Mapping[str, Any]) -> Action:
     """A turn with this one call."""
-    return Action(text=hermes(tool, arguments), calls=(ToolCall(name=tool, arguments=arguments),))
+    return Action(text=format_hermes_call(tool, arguments), calls=(ToolCall(name=tool, arguments=arguments),))

@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-from opd.environments.records import ToolCall
-from opd.guard.session import Session
-
-Stage = Literal["rules", "judge", "no_judge", "judge_failed"]
-"""Who decided: a rule or the absence of a hit; the judge; `on_failure`, because there is no judge, or because it did not answer."""
-Suspicion = Literal["none", "rule", "certain", "unreadable", "answer"]
-"""What stage one said: nothing, a rule that wants a judge, a rule that is certain, or a command that does not parse; `answer`: an
-answer in which it found nothing, which a judge reads all the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The guard's answer to one call, and all that the trace keeps of it."""
-
-    allowed: bool
-    """False: the call must not run."""
-    stage: Stage
-    suspicion: Suspicion
-    rule: str = ""
-    """The rule that hit, if one did."""
-    reason: str = ""
-    """Why, for people."""
-    command: str = ""
-    """The calls that the command would make, one line each, with resolved words."""
-    observation: str = ""
-    """What the policy reads instead, if the call is blocked: the program's natural error."""
+from opd.guard.session import GuardSession
+from opd.records.environments import ToolCall
+from opd.records.guard import Verdict
 
 
 class ToolGuard(Protocol):
     """What an episode asks before it carries out a call."""
 
-    def session(self) -> Session:
+    def session(self) -> GuardSession:
         """The state of a new episode."""
         ...
 
@@ -44,11 +21,11 @@ class ToolGuard(Protocol):
         """Whether calls of this tool are checked; with an empty name, whether answers are."""
         ...
 
-    def check(self, call: ToolCall, session: Session) -> Verdict:
+    def check(self, call: ToolCall, session: GuardSession) -> Verdict:
         """Whether the call may run; if so, the session takes over what it changes."""
         ...
 
-    def check_answer(self, text: str, session: Session) -> Verdict:
+    def check_answer(self, text: str, session: GuardSession) -> Verdict:
         """Whether a turn without calls may be taken as an answer."""
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from opd.step_record import StepRecord
+from opd.records.step import StepRecord
 
 
 class Display(Protocol):

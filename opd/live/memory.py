@@ -18,27 +18,27 @@ def memory_of(pid: int) -> tuple[tuple[str, int], ...]:
     Experts' weights that teachers have mapped are not counted: they are the system's to take back.
     """
     found = dict.fromkeys((DRIVER, WORKERS, RAY), 0)
-    for who, nbytes in _parts(pid):
+    for who, nbytes in _process_parts(pid):
         found[who] += nbytes
     return tuple((who, nbytes) for who, nbytes in found.items() if nbytes)
 
 
-def _parts(pid: int) -> Iterator[tuple[str, int]]:
+def _process_parts(pid: int) -> Iterator[tuple[str, int]]:
     try:
         driver = psutil.Process(pid)
-        yield DRIVER, _private(driver)
+        yield DRIVER, _private_bytes(driver)
         children = driver.children(recursive=True)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return
     for child in children:
         try:
             is_worker = " ".join(child.cmdline()).startswith("ray::")  # the name that Ray gives to who holds an actor
-            yield WORKERS if is_worker else RAY, _private(child)
+            yield WORKERS if is_worker else RAY, _private_bytes(child)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # it has just ended, or belongs to somebody else
 
 
-def _private(process: psutil.Process) -> int:
+def _private_bytes(process: psutil.Process) -> int:
     taken = process.memory_info()
     return int(taken.rss - getattr(taken, "shared", 0))
 

@@ -30,7 +30,7 @@ class Now:
     why: str = ""
     """What it said when it ended early."""
 
-    def said(self, line: str) -> Now:
+    def with_note(self, line: str) -> Now:
         """The same moment with one sentence more."""
         return replace(self, notes=(*self.notes, line)[-NOTES:])
 
@@ -46,10 +46,10 @@ def read_now(path: Path) -> Now | None:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    return _parsed(data)
+    return _parse_now(data)
 
 
-def _parsed(data: Any) -> Now | None:
+def _parse_now(data: Any) -> Now | None:
     if not isinstance(data, dict) or not isinstance(data.get("notes"), list):
         return None
     texts = {key: data.get(key) for key in ("host", "began", "doing", "ended", "why")}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from opd.live.course import Course
-from opd.report import headroom
+from opd.report import recovered_share
 
 RUNNING, KILLED = "running", "killed"
 """States of a run beside those of `opd.live.now.ENDS`."""
@@ -86,7 +86,7 @@ def domain_views(course: Course) -> tuple[DomainView, ...]:
     found = []
     for name in dict.fromkeys((*course.domains, *course.before)):
         before, now, expert = course.before.get(name), accuracy.get(name), course.expert.get(name)
-        share = None if before is None or now is None else headroom(before, now, expert)
+        share = None if before is None or now is None else recovered_share(before, now, expert)
         clear = course.clear is None or name in course.clear
         found.append(
             DomainView(

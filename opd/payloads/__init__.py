@@ -8,21 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from opd.named import imported
+from opd.config.payloads import PAYLOADS
+from opd.settings.named import import_object
 
 if TYPE_CHECKING:
     from opd.payloads.answer import Answer
 
-PAYLOADS = {
-    "hidden_states": "opd.payloads.hidden_states:HiddenStates",
-    "sampled_logprobs": "opd.payloads.sampled_logprobs:SampledLogprobs",
-    "top_k": "opd.payloads.top_k:TopTokens",
-    "none": "opd.payloads.none:Unscored",
-}
-"""Named, not imported: a pipeline is checked against the names alone."""
-
 
 def answer_class(payload: str) -> type[Answer]:
     """The class of a payload's answers. Raises: KeyError for a name that is no payload."""
-    found: type[Answer] = imported(PAYLOADS[payload])
+    found: type[Answer] = import_object(PAYLOADS[payload])
     return found

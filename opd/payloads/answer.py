@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from opd.interfaces import ScoredRow
     from opd.losses.blocks import Block
-    from opd.stream.heads import Head
+    from opd.models.heads import Head
 
 Columns = tuple[tuple[str, pa.DataType], ...]
 """Name and Arrow type; every name is also a field of the answer."""

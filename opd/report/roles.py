@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from opd.step_record import StepRecord
+from opd.records.step import StepRecord
 
 
-def utilisation(records: Sequence[StepRecord]) -> dict[str, float]:
+def measure_utilisation(records: Sequence[StepRecord]) -> dict[str, float]:
     """Role -> share of the time of all steps in which it was at work; without steps of a release that did not measure it."""
     known = [record for record in records if record.busy_s]
     seconds = sum(record.seconds for record in known)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from opd.reward.records import PolicyReport, RewardRecord, RewardStep
-    from opd.types import Prompt, Rollout, RolloutBatch
+    from opd.records.rewards import PolicyReport, RewardRecord, RewardStep
+    from opd.records.types import Prompt, Rollout, RolloutBatch
 
 
 class Rewards(Protocol):

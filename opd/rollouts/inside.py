@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from opd.buckets import Bucket
+from opd.models.buckets import Bucket
 from opd.rollouts.processes import take_names_away
 from opd.rollouts.repairs import drop_expert_kernels, repack_output_head, rotate_every_head
 

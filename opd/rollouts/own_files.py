@@ -2,7 +2,7 @@
 
 Every engine has a `vllm_dist_...`, also one of a single process; one of several has sockets with random names as well. vLLM
 removes them when an engine ends by itself. A worker is mostly killed, and they stay: here they get a folder with the worker's
-mark, which goes when the worker does, or is swept up like all that a killed process leaves (`opd.leftovers`).
+mark, which goes when the worker does, or is swept up like all that a killed process leaves (`opd.machine.leftovers`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 
-from opd import leftovers
-from opd.leftovers import SHARED_MEMORY
+from opd.machine import leftovers
+from opd.machine.leftovers import SHARED_MEMORY
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
 """The variable that vLLM reads, with the directory of its sockets."""
@@ -42,14 +42,16 @@ def own_files() -> Iterator[None]:
 
 def own_folder() -> str:
     """This process's folder, which no other user can enter; it is made when it is first asked for."""
-    return _folder().name
+    return _own_folder().name
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
     """This process's folder, which lives as long as it does."""
     leftovers.remove_directories()  # of workers that were killed on a node where no driver comes by
     # A socket's path has 107 characters at most, and a temporary directory's may be long.
     return tempfile.TemporaryDirectory(
-        prefix=leftovers.prefix(), dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None, ignore_cleanup_errors=True
+        prefix=leftovers.directory_prefix(),
+        dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None,
+        ignore_cleanup_errors=True,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opd.types import Rollout
+from opd.records.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,6 @@ class Cuts:
     begun: tuple[Rollout, ...] = ()
     """Responses that were cut in the step before, to be carried on."""
 
-    def room(self, written: int, left: int) -> int:
+    def tokens_allowed(self, written: int, left: int) -> int:
         """Tokens that a response may get now: `written` it has already, `left` it may have further at all."""
         return left if written >= self.at * self.times else min(self.at, left)

@@ -16,8 +16,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from opd.address import GLOO_DEVICE, LOOPBACK_DEVICE, NCCL_DEVICE
 from opd.errors import RunError
+from opd.machine.address import GLOO_DEVICE, LOOPBACK_DEVICE, NCCL_DEVICE
 
 ENGINE_ENV = {
     # Run the engine inside the worker: faster on a small machine, and no engine process can outlive its owner.
@@ -54,7 +54,7 @@ def engine_env(size: int) -> dict[str, str]:
 
 
 @contextmanager
-def explained(size: int) -> Iterator[None]:
+def explain_failed_start(size: int) -> Iterator[None]:
     """Within, an engine of so many processes starts. Raises: RunError with what they wrote if they do not start: vLLM's own error
     says no more than that it is somewhere else."""
     try:

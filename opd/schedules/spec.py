@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opd.early import Early
 from opd.interfaces import PromptSource, RolloutEngine, TargetLog
+from opd.records.types import Prompt, RolloutBatch
+from opd.rollouts.groups import Early
 from opd.rollouts.partial import Cuts
-from opd.types import Prompt, RolloutBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from opd.early import Early
+from opd.records.types import Prompt, Rollout, RolloutBatch
+from opd.rollouts.groups import Early
 from opd.schedules.spec import ScheduleSpec, Writer
-from opd.types import Prompt, Rollout, RolloutBatch
 
 
-class Sync:
+class SyncSchedule:
     """Implements `opd.interfaces.Schedule`."""
 
     STEPS_AHEAD: ClassVar[int] = 0

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from opd.buckets import Kept
+from opd.models.buckets import Kept
 from opd.rollouts.worker import can_swap, model_shape
 from opd.sync.files import stream_files
 from opd.sync.proof import ProvenSync

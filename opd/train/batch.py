@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.layouts import LAYOUTS, Packed, predict_trained
 from opd.losses.blocks import Block
+from opd.models.layouts import LAYOUTS, Packed, predict_trained
 from opd.payloads.sampled_logprobs import mixed_logprobs
+from opd.records.types import Rollout
 from opd.stream.schema import TargetRow
-from opd.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

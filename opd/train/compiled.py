@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opd.compiler import can_compile
+from opd.machine.compiler import can_compile
 from opd.train.gathered import layers_of
 
 WRITTEN_OUT_UP_TO = 512

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from opd.config.sections import HELD_WHOLE
-from opd.model_weights import whole_shape
+from opd.models.weights import whole_shape
 
 
 def gathered_together(lm: nn.Module, world_size: int, *, compiled: bool = False) -> list[type[nn.Module]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opd.model_weights import whole_shape
+from opd.models.weights import whole_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class AdamWOptions:
     """Weight decay, on matrices only."""
 
 
-def adamw(module: nn.Module, options: AdamWOptions, *, lr: float) -> torch.optim.AdamW:
+def build_adamw(module: nn.Module, options: AdamWOptions, *, lr: float) -> torch.optim.AdamW:
     """AdamW over all parameters of `module` that are trained: fused, one pass over the numbers that makes no further tensor. torch's
     default makes two of a parameter's size, and ZeRO-3 gives all weights of a rank as one parameter."""
     groups = parameter_groups(module, options.weight_decay)

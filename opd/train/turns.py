@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opd.records.types import Rollout
 from opd.train.batch import MicroBatch
-from opd.types import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ from experts.licences import FILES as LICENCE_FILES
 from experts.safetensors_header import Tensor, read_header
 from experts.weight_files import weight_shards
 from opd.errors import ModelError, RunDirError
-from opd.files import atomic_write_text, replace_dir, storing
-from opd.imports import TRANSFORMERS, import_lightly
-from opd.model_files import ModelFiles
+from opd.files import atomic_write_text, raise_storage_errors, replace_dir
+from opd.machine.imports import TRANSFORMERS, import_lightly
+from opd.models.files import ModelFiles
 from pipelines.after.gguf import find_converter, write_gguf
 from pipelines.after.models import Found
 
@@ -43,7 +43,7 @@ class ExportOptions:
     """Whether a GGUF file is written beside the safetensors."""
 
 
-def export(model: Found, output: Path, options: ExportOptions) -> list[Path]:
+def export_model(model: Found, output: Path, options: ExportOptions) -> list[Path]:
     """Write the copy to `output`, which must not exist. Returns its files. Raises: OpdError before anything is written; RunError
     if the converter fails, and then nothing is left."""
     if output.exists():
@@ -54,7 +54,7 @@ def export(model: Found, output: Path, options: ExportOptions) -> list[Path]:
     temporary = output.with_name(f".tmp-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)  # left by an export that was interrupted
     try:
-        with storing(output):
+        with raise_storage_errors(output):
             temporary.mkdir(parents=True)
             _write_weights(model.path, temporary, options)
             _write_config(model.path, temporary, options.dtype)
@@ -80,7 +80,7 @@ class _Cast:
         """Raises: ModelError for a number that would become infinite."""
         import torch
 
-        if not self._dtype or not self._changes(name, tensor):
+        if not self._dtype or not self._is_cast(name, tensor):
             return value
         made = value.to(getattr(torch, self._dtype))
         if not value.is_meta and bool((made.isinf() & ~value.isinf()).any()):
@@ -92,7 +92,7 @@ class _Cast:
             )
         return made
 
-    def _changes(self, name: str, tensor: Tensor) -> bool:
+    def _is_cast(self, name: str, tensor: Tensor) -> bool:
         return tensor.dtype in _FLOATS and not (self._kept and self._kept.search(name))
 
 
@@ -102,7 +102,7 @@ def _kept_in_float32(source: Path, dtype: str) -> re.Pattern[str] | None:
     Raises: ModelError for an architecture that transformers does not know.
     """
     import_lightly(TRANSFORMERS)
-    from opd.model_weights import class_of, config_of
+    from opd.models.weights import class_of, config_of
 
     made = class_of(config_of(source))
     names = set(made._keep_in_fp32_modules_strict or ()) if made else set()

@@ -10,7 +10,7 @@ from experts.model_dir import ModelInfo, inspect_model
 from opd.config import PipelineConfig, load_run_pipeline
 from opd.errors import RunDirError
 from opd.report import read_run
-from opd.run_dir import RunPaths
+from opd.run.paths import RunPaths
 from opd.text import as_typed
 
 

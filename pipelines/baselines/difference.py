@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from opd.evaluation.scores import DomainScore
 from opd.evaluation.statistics import Z
+from opd.records.scores import DomainScore
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

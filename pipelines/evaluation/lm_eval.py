@@ -14,8 +14,8 @@ from opd.config import PipelineConfig
 from opd.config.evaluate import LMEvalConfig
 from opd.evaluation.evaluator import BEFORE, MERGED
 from opd.evaluation.harness import TaskScores, check_tasks, run_tasks
-from opd.evaluation.scores import FORMAT
 from opd.files import atomic_write_text
+from opd.records.scores import FORMAT
 from pipelines.evaluation.models import Tell, whole
 from pipelines.inputs.read import as_teacher
 

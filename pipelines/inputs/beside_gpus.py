@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opd.config import PipelineConfig
-from opd.config.strict import DTYPE_BYTES
+from opd.settings.strict import DTYPE_BYTES
 from pipelines.inputs.read import Inputs
 
 STATE_COPY = 12

@@ -9,8 +9,8 @@ from opd.config import PipelineConfig
 from opd.config.domains import EnvironmentConfig
 from opd.errors import ConfigError
 from opd.prompts import PromptTable
+from opd.records.types import WeightedTeacher
 from opd.rollouts.episodes.drift import Curriculum, DriftOptions, TeacherTurns
-from opd.types import WeightedTeacher
 
 Routes = Mapping[str, Sequence[WeightedTeacher]]
 MOST_OF_A_GPU = 0.45
@@ -23,11 +23,11 @@ def drift_options(config: PipelineConfig, routes: Routes) -> dict[str, DriftOpti
     for name, domain in config.domains.items():
         acts = domain.environment
         if acts is not None and (acts.curriculum or acts.teacher_turns or acts.replay):
-            found[name] = _options(acts, routes.get(name, ()))
+            found[name] = _drift_options(acts, routes.get(name, ()))
     return found
 
 
-def _options(acts: EnvironmentConfig, assigned: Sequence[WeightedTeacher]) -> DriftOptions:
+def _drift_options(acts: EnvironmentConfig, assigned: Sequence[WeightedTeacher]) -> DriftOptions:
     curriculum, turns, written = acts.curriculum, acts.teacher_turns, None
     if turns is not None:
         directory = assigned[0].teacher.model_dir.absolute()  # a worker starts in another directory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig
-from opd.lora import LoraSize
+from opd.models.lora import LoraSize
 
 
 def size_of_lora(config: PipelineConfig, student: ModelInfo) -> LoraSize | None:
@@ -13,8 +13,8 @@ def size_of_lora(config: PipelineConfig, student: ModelInfo) -> LoraSize | None:
     import torch
     from transformers import AutoConfig
 
-    from opd.model_weights import Naming
-    from opd.train.lora import adapt, lora_size
+    from opd.models.weights import Naming
+    from opd.train.lora import add_adapters, lora_size
     from pipelines.specs import lora_options
 
     options = lora_options(config)
@@ -22,5 +22,5 @@ def size_of_lora(config: PipelineConfig, student: ModelInfo) -> LoraSize | None:
         return None
     found = AutoConfig.from_pretrained(student.path, trust_remote_code=False)
     lm = Naming(found, torch.float32).model
-    adapt(lm, options)
+    add_adapters(lm, options)
     return lora_size(lm)

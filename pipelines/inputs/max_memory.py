@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from opd.config import PipelineConfig
-from opd.config.strict import DTYPE_BYTES
 from opd.config.teachers import Teachers, TransformersTeachers
 from opd.errors import ConfigError
+from opd.settings.strict import DTYPE_BYTES
 from pipelines.inputs.routes import Expert
 
 GIB = 1 << 30

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
-from opd.config import PipelineConfig, extrapolation, trainer_has_start
-from opd.config.objectives import objective_config
+from opd.config import PipelineConfig, domain_extrapolation, trainer_has_start
+from opd.config.objectives import OBJECTIVES, objective_config
 from opd.errors import ConfigError
-from opd.losses import OBJECTIVES
-from opd.near import did_you_mean
-from opd.types import Teacher, WeightedTeacher
+from opd.records.types import Teacher, WeightedTeacher
+from opd.settings.near import did_you_mean
 
 START = "start student"
 """The teacher's name of the student as the merge begins; an expert's name has no space."""
@@ -46,7 +45,7 @@ def route_domains(
     routes: dict[str, tuple[WeightedTeacher, ...]] = {}
     notices: list[str] = []
     for domain in config.domains:
-        shares = _shares(config, domain, experts)
+        shares = _expert_weights(config, domain, experts)
         total = sum(shares.values())
         if abs(total - 1) > 1e-6:
             shown = ", ".join(f"{name} {weight / total:.3g}" for name, weight in shares.items())
@@ -69,7 +68,7 @@ def scoring_routes(
     """
     scoring = dict(routes)
     for domain, assigned in routes.items():
-        factor = extrapolation(config, domain)
+        factor = domain_extrapolation(config, domain)
         if factor > 1:
             experts = tuple(replace(one, weight=factor * one.weight) for one in assigned)
             itself = () if trainer_has_start(config) else (WeightedTeacher(teacher=start, weight=1 - factor),)
@@ -81,11 +80,11 @@ def asked_by_trainer(config: PipelineConfig) -> dict[str, float]:
     """Domain -> weight of the start student where the trainer asks it, and no teacher scores in its name."""
     if not trainer_has_start(config):
         return {}
-    factors = {domain: extrapolation(config, domain) for domain in config.domains}
+    factors = {domain: domain_extrapolation(config, domain) for domain in config.domains}
     return {domain: 1 - factor for domain, factor in factors.items() if factor > 1}
 
 
-def _shares(config: PipelineConfig, domain: str, experts: Mapping[str, Expert]) -> dict[str, float]:
+def _expert_weights(config: PipelineConfig, domain: str, experts: Mapping[str, Expert]) -> dict[str, float]:
     """Expert -> weight as the pipeline gives it, without experts of weight 0."""
     named = config.domains[domain].teachers
     if named is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opd.config import PipelineConfig
-from opd.processor import slow_bf16
+from opd.machine.processor import slow_bf16
 
 
 def slow_types(config: PipelineConfig) -> list[str]:

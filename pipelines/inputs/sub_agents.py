@@ -77,7 +77,9 @@ def _check_system(where: str, agent: SubAgentConfig, chat: ChatAppender | None) 
     found = "text for a system message, but the domain's prompts are no chat messages"
     if chat is not None:
         try:
-            chat.first([{"role": "system", "content": agent.system}, {"role": "user", "content": agent.prompt}])
+            chat.encode_opening(
+                [{"role": "system", "content": agent.system}, {"role": "user", "content": agent.prompt}]
+            )
             return
         except TemplateError as error:
             found = f"text for a system message, which the student's chat template refuses: {error}"

@@ -14,26 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd import checkpoints
 from opd.config import PipelineConfig
 from opd.config.sections import ShorterConfig
 from opd.errors import RunDirError
-from opd.lineage import EXTENDED, LINEAGE
-from opd.run_dir import RunPaths
-from opd.settings import validate
+from opd.run import checkpoints
+from opd.run.lineage import EXTENDED, LINEAGE
+from opd.run.paths import RunPaths
+from opd.settings.yaml_files import validate_section
 from opd.text import as_typed
 from pipelines.merging.directory import refuse_no_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Longer:
+class Extension:
     """A merge that is to take more steps."""
 
     more: int
     at: int
     """Step of the checkpoint that it goes on from."""
 
-    def pipeline(self, config: PipelineConfig) -> PipelineConfig:
+    def extended_pipeline(self, config: PipelineConfig) -> PipelineConfig:
         """The pipeline with the further steps."""
         trainer = config.trainer
         update: dict[str, Any] = {"steps": trainer.steps + self.more}
@@ -44,14 +44,14 @@ class Longer:
             update["extended"] = (*(one for one in trainer.extended if one.at < self.at), shorter)
         return config.model_copy(update={"trainer": trainer.model_copy(update=update)})
 
-    def manifest(self, recorded: Mapping[str, Any], paths: RunPaths) -> dict[str, Any]:
+    def extended_manifest(self, recorded: Mapping[str, Any], paths: RunPaths) -> dict[str, Any]:
         """The manifest with the further steps, and an event in its lineage.
 
         Raises: RunDirError for a run that an extension before has not brought to its end.
         """
-        before = validate(PipelineConfig, recorded["config"], paths.manifest)
+        before = validate_section(PipelineConfig, recorded["config"], paths.manifest)
         self._refuse_on_its_way(recorded, before.trainer.steps, paths)
-        now = self.pipeline(before)
+        now = self.extended_pipeline(before)
         event = {
             "event": EXTENDED,
             "after_step": self.at,
@@ -77,7 +77,7 @@ class Longer:
                 fix=f"`opd merge --resume {as_typed(paths.root)}` goes on to that end; extend it then",
             )
 
-    def notices(self, config: PipelineConfig) -> list[str]:
+    def extension_notices(self, config: PipelineConfig) -> list[str]:
         """Sentences about the longer pipeline `config`: how long it is, and in what it is not the run of so many steps."""
         trainer, taken = config.trainer, f"the {self.at} steps already taken"
         said = [f"{trainer.steps} steps in all, {self.more} more than before; the run goes on after step {self.at}"]
@@ -93,7 +93,7 @@ class Longer:
         return said
 
 
-def longer(paths: RunPaths, more: int) -> Longer:
+def plan_extension(paths: RunPaths, more: int) -> Extension:
     """Check that a run can be made longer by so many steps; needs no torch and reads no weights.
 
     Raises: RunDirError if it is no run, a merge in several rounds or one of them, or has no checkpoint.
@@ -108,7 +108,7 @@ def longer(paths: RunPaths, more: int) -> Longer:
             wanted="a merge of one round",
             fix=f"start a new merge whose student.model is {RunPaths(paths.whole).model}",
         )
-    steps = checkpoints.steps_of(paths.checkpoints)
+    steps = checkpoints.list_checkpoint_steps(paths.checkpoints)
     if not steps:
         raise RunDirError.at(
             paths.checkpoints,
@@ -116,4 +116,4 @@ def longer(paths: RunPaths, more: int) -> Longer:
             wanted="the checkpoint of the last step, with weights and optimiser",
             fix=f"put it back, or start a new merge whose student.model is {paths.model}",
         )
-    return Longer(more=more, at=steps[-1])
+    return Extension(more=more, at=steps[-1])

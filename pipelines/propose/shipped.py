@@ -8,7 +8,7 @@ from pathlib import Path
 from experts.spec import find_spec
 from opd.errors import ConfigError
 from opd.text import as_typed
-from pipelines.catalog import find
+from pipelines.catalog import find_pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def files_of(name: str, pipeline: Path) -> dict[Path, str]:
             wanted="another name for the pipeline",
             fix=f"--output {as_typed(pipeline.with_name(f'{name}.yaml'))}",
         )
-    texts = {pipeline: find(name).read_text(encoding="utf-8")}
+    texts = {pipeline: find_pipeline(name).read_text(encoding="utf-8")}
     if recipe.spec:
         texts[pipeline.with_name(f"{recipe.spec}.yaml")] = find_spec(recipe.spec).read_text(encoding="utf-8")
     return texts

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from opd.interfaces import Scorer
-from opd.named import imported
+from opd.settings.named import import_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class ScorerOptions:
     dtype: str
     """Teachers compute in it, hidden states and heads are sent in it."""
     payload: str
-    """What is sent of each trained token: a name in `opd.payloads.PAYLOADS`."""
+    """What is sent of each trained token: a name in `opd.config.payloads.PAYLOADS`."""
     top_k: int
     """Tokens of a `top_k` payload."""
     vocab_size: int
@@ -73,5 +73,5 @@ SCORERS = {
 
 def make_scorer(engine: str, options: ScorerOptions) -> Scorer:
     """The scorer behind `teachers.engine`."""
-    made: Scorer = imported(SCORERS[engine])(options)
-    return made
+    scorer: Scorer = import_object(SCORERS[engine])(options)
+    return scorer

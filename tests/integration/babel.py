@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from opd.environments.records import Action, Outcome
-from opd.rollouts.episodes.spec import EpisodeResult
+from opd.records.environments import Action, Outcome
+from opd.records.episodes import EpisodeResult
 from opd.rollouts.worker import VLLMWorker
 
 ALPHABETS = (

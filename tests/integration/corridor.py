@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from opd.environments.records import Action, Outcome
+from opd.records.environments import Action, Outcome
 
 
 class Corridor:

@@ -10,9 +10,9 @@ import os
 import resource
 from pathlib import Path
 
-from opd.imports import TRANSFORMERS, import_lightly
+from opd.machine.imports import TRANSFORMERS, import_lightly
+from opd.records.types import WrittenFile
 from opd.train.rank import RankResult, TrainerRank
-from opd.types import WrittenFile
 
 MIB = 1 << 20
 LIMIT, NOTES = "TEST_RANK_LIMIT", "TEST_RANK_NOTES"

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from opd.evaluation.scores import DomainScore, Evaluation
-from opd.run_dir import RunPaths
+from opd.records.scores import DomainScore, Evaluation
+from opd.records.types import Rollout
+from opd.run.paths import RunPaths
 from opd.stream.rollouts import read_file
 from opd.traces.record import read_traces
-from opd.types import Rollout
 from tests.integration.test_merge import kill_when_logged, opd, records, write
 
 WORLD = '''
 import time
-from opd.environments.records import Outcome
+from opd.records.environments import Outcome
 
 class Corridor:
     """Says how many vowels there were so far, and ends after as many turns as the task is long."""

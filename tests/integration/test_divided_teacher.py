@@ -14,7 +14,7 @@ from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
-from opd.types import Teacher, WeightedTeacher
+from opd.records.types import Teacher, WeightedTeacher
 from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from tests.integration.parts import VOCABULARY, config, rollouts, stop

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from opd.evaluation.scores import Evaluation
 from opd.files import blake3_file
+from opd.records.scores import Evaluation
 from tests.integration.test_merge import opd, records, write
 
 STEPS, SHORT = 5, 3

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from opd.evaluation.scores import Evaluation
+from opd.records.scores import Evaluation
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "s3cret"

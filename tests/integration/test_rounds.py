@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from opd.evaluation.scores import Evaluation
+from opd.records.scores import Evaluation
 
 ROOT = Path(__file__).parents[2]
 

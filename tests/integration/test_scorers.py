@@ -21,13 +21,13 @@ from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
+from opd.models.heads import head_tensor
 from opd.payloads.hidden_states import HiddenStates
 from opd.payloads.top_k import TopTokens
+from opd.records.types import Rollout, Teacher, WeightedTeacher
 from opd.rollouts.processes import ENGINE_ENV
-from opd.settings import validate
-from opd.stream.heads import head_tensor
+from opd.settings.yaml_files import validate_section
 from opd.stream.schema import TargetRow
-from opd.types import Rollout, Teacher, WeightedTeacher
 from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
@@ -80,7 +80,7 @@ def route(name: str, model_dir: Path) -> tuple[WeightedTeacher, ...]:
 
 
 def start_pool(engine: str, payload: str, left: Path, right: Path, *, dtype: str = "float32", **more: Any) -> Pool:
-    config = validate(
+    config = validate_section(
         PipelineConfig,
         {
             "name": "test",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from opd import cluster
-from opd.types import Prompt
+from opd.records.types import Prompt
 from tests.integration.parts import config, plain_logprobs, start_engine, stop, with_n
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from opd.records.types import Rollout
 from opd.stream.rollouts import read_file
-from opd.types import Rollout
 from tests.integration.test_agents import agent_pipeline, largest_gap_by_turn
 from tests.integration.test_merge import ROOT, opd, records, write
 

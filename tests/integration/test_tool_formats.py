@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from opd.environments.records import Tool, ToolCall
-from opd.rollouts.episodes.tool_formats import ALIASES, TOOL_FORMATS, tool_format
+from opd.records.environments import Tool, ToolCall
+from opd.tool_formats import ALIASES, TOOL_FORMATS, tool_format
 from tests.chatml import chat_tokenizer
 from tests.tool_templates import FAMILIES
 

@@ -67,13 +67,13 @@ def restored(root: Path, attention: str | None = "eager") -> Any:
     last = max((root / "run" / "checkpoints").glob("step-*"))
     with torch.no_grad(), Shards(last) as shards:
         for name, param in model.named_parameters():
-            param.copy_(shards.part(f"param/{name}", param.numel(), 0, param.numel()).view_as(param))
+            param.copy_(shards.read_slice(f"param/{name}", param.numel(), 0, param.numel()).view_as(param))
     return model
 
 
 def packing(model: Any, layout: str, vocab_size: int) -> float:
     """Largest relative difference of hidden states, laid out together against alone."""
-    from opd.layouts import Packed, layout_differences
+    from opd.models.layouts import Packed, layout_differences
 
     def body(laid_out: Packed) -> Tensor:
         states: Tensor = model.base_model(**laid_out.inputs()).last_hidden_state
@@ -84,7 +84,7 @@ def packing(model: Any, layout: str, vocab_size: int) -> float:
 
 def scored(root: Path, name: str, given: list[list[int]], vocab_size: int) -> Logprobs:
     """What the product's scorer says of the tokens after the prompt, all sequences in one call."""
-    from opd.types import Rollout, Teacher
+    from opd.records.types import Rollout, Teacher
     from teachers.scorers import ScorerOptions
     from teachers.scorers.transformers import TransformersScorer
 

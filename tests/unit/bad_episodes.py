@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from opd.environments.records import Action, Outcome, Tool
-from opd.episodes_record import EpisodesRecord
 from opd.errors import RunError
-from opd.rollouts.endpoint.episode import play
+from opd.records.environments import Action, Outcome, Tool
+from opd.records.episodes import EpisodeResult, EpisodesRecord
+from opd.records.types import Prompt, RolloutBatch
+from opd.rollouts.endpoint.episode import play_episodes
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.runner import Dialogues
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest, EpisodeResult
+from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.types import Prompt, RolloutBatch
 from pipelines.specs import rollout_spec
 from tests.chatml import CHATML, chat_tokenizer
 from tests.unit.opd.rollouts.endpoint.test_episode import ASK, BARE, CONTEXT, FOR_EVER, Speaker
@@ -103,7 +103,7 @@ def played(b: Any, options: Any, tasks: Sequence[Any], policy: Policy = counts, 
 
         def episodes(self, requests: Sequence[EpisodeRequest], temperature: float, version: int) -> Any:
             dialogues = Dialogues(tokenizer, [tokenizer.eos_token_id])
-            found = asyncio.run(play(requests, Speaker(policy, tokenizer), dialogues, CONTEXT, version))
+            found = asyncio.run(play_episodes(requests, Speaker(policy, tokenizer), dialogues, CONTEXT, version))
             results.extend(found)
             return found
 

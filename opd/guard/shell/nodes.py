@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal as OneOf
 
 
-class Unreadable(ValueError):
+class UnreadableCommand(ValueError):
     """A text that we cannot read as a shell script; it is not clear what it would do. `said` is what the program would print that
     cannot read it either."""
 
@@ -99,7 +99,7 @@ class Simple:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CompoundCommand:
     """Bodies that may run: one after the other in braces and subshells; tests and branches in turn, and a last `else`, of an `if`;
     the subject and the branches of a `case`, of which an empty one stands for none; test and body of a loop."""
 
@@ -124,7 +124,7 @@ class Function:
     body: Command
 
 
-Command = Simple | Group | For | Function
+Command = Simple | CompoundCommand | For | Function
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from datetime import date
 from typing import TYPE_CHECKING, Any, Literal
 
 from opd.config.verifiers import VerifierConfig
-from opd.rollouts.episodes.tool_formats import AUTO
+from opd.tool_formats import AUTO
 
 if TYPE_CHECKING:
     from opd.guard.build import GuardSpec
@@ -44,7 +44,7 @@ class AgentOptions:
     template_date: date | None = None
     """The day for a chat template that asks for a date."""
     tool_call_parser: str = AUTO
-    """How the student writes calls of tools, by a name of `opd.rollouts.episodes.tool_formats`."""
+    """How the student writes calls of tools, by a name of `opd.tool_formats`."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the student's chat template."""
     guard: GuardSpec | None = None

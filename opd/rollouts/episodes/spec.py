@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any
 
 from opd.errors import RunError
-from opd.guard.events import GuardStats
+from opd.records.episodes import BROKEN, EpisodeResult, EpisodeStats
+from opd.records.types import Prompt, StopReason
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.drift import Guide
 from opd.rollouts.episodes.sub_agents import REFUSED, SubAgentsOptions
-from opd.rollouts.episodes.tool_formats import AUTO
-from opd.rollouts.episodes.trace import Audit, Sample
-from opd.types import Broken, Prompt, Rollout, StopReason
+from opd.rollouts.episodes.trace import EpisodeKey
+from opd.tool_formats import AUTO
 
 if TYPE_CHECKING:
     from opd.guard.build import GuardSpec
 
-BROKEN: frozenset[str] = frozenset(get_args(Broken))
 LIMITS = frozenset({"turns", "curriculum", "tokens", "context"})
 """Stop reasons of an episode that did not end by itself."""
 
@@ -59,7 +56,7 @@ class EpisodeOptions:
     template_date: date | None = None
     """The day for a chat template that asks for a date."""
     tool_call_parser: str = AUTO
-    """How the student writes calls of tools, by a name of `opd.rollouts.episodes.tool_formats`."""
+    """How the student writes calls of tools, by a name of `opd.tool_formats`."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the student's chat template."""
     compaction: CompactionOptions | None = None
@@ -75,7 +72,7 @@ class EpisodeRequest:
     """One episode to run."""
 
     prompt: Prompt
-    sample: Sample
+    sample: EpisodeKey
     options: EpisodeOptions | AgentOptions
     seed: int
     """The run's seed: with the sample and the number of a turn it decides what is sampled, with the prompt what the
@@ -90,87 +87,6 @@ class EpisodeRequest:
     """The same for what sub-agents write and the experts of another domain score."""
     told: Callable[[EpisodeResult], None] | None = None
     """Within a worker: who gets the result as soon as the episode has ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeResult:
-    """What came of one episode."""
-
-    rollouts: tuple[Rollout, ...]
-    """Its segments; none if it broke before the first turn."""
-    stop_reason: StopReason
-    reward: float | None
-    audit: Audit
-    invalid_calls: int = 0
-    """Turns with a tool call that could not be made as it was written."""
-    error: str = ""
-    """What broke it."""
-    close_error: str = ""
-    """Why its environment could not be closed, or the first of its sub-agents'; the episode counts as it ended."""
-    text: str = ""
-    """The turns as text, for people."""
-    guard: GuardStats | None = None
-    """What the guard saw; None where none looked on."""
-    sub_agents: Mapping[str, int] = field(default_factory=dict)
-    """Why its sub-agents ended -> how many. `refused`: a call that started none."""
-    sub_agent_error: str = ""
-    """What broke the first sub-agent that broke."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeStats:
-    """Counts over the episodes of one domain in a step or an exam."""
-
-    episodes: int = 0
-    audit: Audit = field(default_factory=Audit)
-    invalid_calls: int = 0
-    rewarded: int = 0
-    """Episodes with a reward."""
-    reward_sum: float = 0.0
-    stop_reasons: Mapping[str, int] = field(default_factory=dict)
-    """Why the episodes ended -> how many."""
-    error: str = ""
-    """What broke the first that broke."""
-    not_closed: int = 0
-    """Episodes with an environment that could not be closed."""
-    close_error: str = ""
-    """Why the first could not."""
-    guard: GuardStats | None = None
-    """What the guard saw; None where none looked on. The step's log has it, so that a replay asks no judge."""
-    sub_agents: Mapping[str, int] = field(default_factory=dict)
-    """Sum of `EpisodeResult.sub_agents`."""
-    sub_agent_error: str = ""
-    """What broke the first sub-agent that broke."""
-
-    @property
-    def broken(self) -> int:
-        """Episodes that ended because an environment or an agent's program failed."""
-        return sum(num for reason, num in self.stop_reasons.items() if reason in BROKEN)
-
-    @classmethod
-    def of(cls, results: Iterable[EpisodeResult]) -> Self:
-        """Count what came of these episodes."""
-        found = list(results)
-        return cls(
-            episodes=len(found),
-            audit=sum((r.audit for r in found), Audit()),
-            invalid_calls=sum(r.invalid_calls for r in found),
-            rewarded=sum(r.reward is not None for r in found),
-            reward_sum=math.fsum(r.reward for r in found if r.reward is not None),
-            stop_reasons=dict(Counter(r.stop_reason for r in found)),
-            error=next((r.error for r in found if r.error), ""),
-            not_closed=sum(bool(r.close_error) for r in found),
-            close_error=next((r.close_error for r in found if r.close_error), ""),
-            guard=GuardStats.total(r.guard for r in found),
-            sub_agents=dict(sum((Counter(r.sub_agents) for r in found), Counter())),
-            sub_agent_error=next((r.sub_agent_error for r in found if r.sub_agent_error), ""),
-        )
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `dataclasses.asdict`."""
-        guard = None if data.get("guard") is None else GuardStats.from_json(data["guard"])
-        return cls(**{**data, "audit": Audit(**data["audit"]), "guard": guard})
 
 
 def is_reward(value: Any) -> bool:

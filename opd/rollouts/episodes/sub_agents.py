@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opd.config.sub_agents import ANSWER, TASK
-from opd.environments.records import Tool
+from opd.records.environments import Tool
 
 REFUSED = "refused"
 """Counted beside the stop reasons of sub-agents: a call that started none, because there were as many as an episode may start,
@@ -61,6 +61,6 @@ class SubAgentsOptions:
         """Domains whose experts score sub-agents, where they are named."""
         return frozenset(kind.domain for kind in self.kinds.values() if kind.domain)
 
-    def inner(self, at_most: int) -> SubAgentsOptions | None:
+    def nested_options(self, at_most: int) -> SubAgentsOptions | None:
         """What one of the sub-agents may start in turn."""
         return replace(self, at_most=at_most, depth=self.depth - 1) if self.depth > 1 and at_most else None

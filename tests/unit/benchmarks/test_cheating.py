@@ -28,14 +28,14 @@ from benchmarks.cheating import (
 )
 from experts.rl.spec import ReinforceSpec, load_training
 from opd.config.guard import guard_of
-from opd.episodes_record import EpisodesRecord
-from opd.evaluation.scores import DomainScore, Evaluation
 from opd.guard.build import guard_spec
-from opd.guard.events import GuardRecord
-from opd.reward.records import DomainReward, RewardRecord
-from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeResult
-from opd.run_dir import RunPaths, step_name
-from opd.types import Prompt
+from opd.records.episodes import EpisodeResult, EpisodesRecord
+from opd.records.guard import GuardRecord
+from opd.records.rewards import DomainReward, RewardRecord
+from opd.records.scores import DomainScore, Evaluation
+from opd.records.types import Prompt
+from opd.rollouts.episodes.spec import EpisodeOptions
+from opd.run.paths import RunPaths, step_name
 from pipelines.reinforce import pipeline_of
 from tests.scripted import NEEDS_SANDBOX, Policy, played
 from tests.steps import step as step_record
@@ -211,7 +211,7 @@ def made_run(root: Path) -> None:
     paths.evaluation.mkdir(parents=True)
     for name, accuracy in (("before", 0.125), (step_name(1), 0.25), (step_name(2), 0.5), ("after", 0.75)):
         score = DomainScore(accuracy=accuracy, stderr=0.0, low=0.0, high=1.0, questions=8)
-        Evaluation(model=name, scores={DOMAIN: score}).save(paths.exam(name))
+        Evaluation(model=name, scores={DOMAIN: score}).save(paths.evaluation_file(name))
     records = [
         step_record(
             step,

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("benchmark", [tool_wait, shared_prefix])
 def test_auto_is_the_type_that_the_cores_have(benchmark: object, monkeypatch: pytest.MonkeyPatch) -> None:
     for has, dtype in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr("opd.processor.has_bf16", lambda has=has: has)
+        monkeypatch.setattr("opd.machine.processor.has_bf16", lambda has=has: has)
         assert benchmark.parse_args([]).dtype == dtype  # type: ignore[attr-defined]
         assert benchmark.parse_args(["--dtype", "auto"]).dtype == dtype  # type: ignore[attr-defined]
         assert merge.parse_args([]).dtypes == (["float32", "bfloat16"] if has else ["float32"])

@@ -16,7 +16,7 @@ from benchmarks.planning.cases import CASES, shapes, without_exams
 from benchmarks.planning.lengths import lengths_of
 from benchmarks.planning.peaks import peaks
 from opd.config import PipelineConfig
-from opd.settings import apply_overrides
+from opd.settings.yaml_files import apply_overrides
 
 ROOT = Path(__file__).parents[3]
 MEASURED: list[dict[str, Any]] = json.loads((ROOT / "docs/results/plan.json").read_text())

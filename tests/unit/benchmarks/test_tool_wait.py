@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.tool_wait import AT_ONCE, LENGTHS, SLEEPS, TOLD, Case, Time, summary
 from experts.suites.letters import build_tokenizer
+from opd.records.types import Sampled
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
-from opd.types import Sampled
 
 CASE = Case(
     episodes=3, turns=4, turn_tokens=8, prompt_tokens=20, sleep_s=0.001, dtype="float32", vocab_size=512

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.visited import OFTEN, Visited, right_ways, states_seen
 from opd.environments.hanoi import Hanoi
-from opd.environments.records import Action
+from opd.records.environments import Action
 
 
 def task(start: str) -> dict[str, object]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from docs.make_figure import loss_curves, make_figure
-from opd.metrics import MetricsFile
-from opd.run_dir import RunPaths
-from opd.step_record import DomainRecord, StepRecord
+from opd.records.step import DomainRecord, StepRecord
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
 
 RECORDS = [
     StepRecord(step=1, domains={"a": DomainRecord(loss=2.0, tokens=3), "b": DomainRecord(loss=1.0, tokens=0)}),

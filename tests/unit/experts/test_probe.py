@@ -21,7 +21,7 @@ from experts.model_dir import inspect_model
 from experts.probe import probe_ids, take_probe
 from experts.registry import Registry
 from opd.errors import ModelError
-from opd.types import Probe
+from opd.records.types import Probe
 from tests.conftest import build_tokenizer
 
 

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from opd.errors import RunError
-from opd.evaluation.scores import DomainScore, Evaluation
 from opd.loop import Parts, Plan, run
-from opd.schedules.spec import ScheduleSpec
-from opd.schedules.sync import Sync
-from opd.step_record import AlarmRecord, StepRecord
-from opd.types import (
+from opd.records.scores import DomainScore, Evaluation
+from opd.records.step import AlarmRecord, StepRecord
+from opd.records.types import (
     DomainStats,
     PositionStats,
     Prompt,
@@ -27,6 +25,8 @@ from opd.types import (
     SavedCheckpoint,
     StepReport,
 )
+from opd.schedules.spec import ScheduleSpec
+from opd.schedules.sync import SyncSchedule
 from tests.rows import make_rollout
 
 PROMPTS = [Prompt(id=f"{d}/0", domain=d, token_ids=(1, 2)) for d in ("a", "b")]
@@ -203,7 +203,7 @@ class Events:
         bounds: Any = {"max_staleness": 0, "timeout_s": 60, "last_step": 99}
         spec = ScheduleSpec(prompts=every, engine=every, log=every, sleeps=self.sleeps, **bounds)
         return Parts(
-            prompts=every, schedule=Sync(spec), engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,
+            prompts=every, schedule=SyncSchedule(spec), engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,
             monitors=every, traces=every, checkpoints=every, reporter=every,
         )  # fmt: skip
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from opd.loop import Parts, run
-from opd.reward.records import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep
-from opd.types import Prompt, Rollout, RolloutBatch, StepReport
+from opd.records.rewards import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep
+from opd.records.types import Prompt, Rollout, RolloutBatch, StepReport
 from tests.unit.opd.test_loop import PROMPTS, Events, plan
 
 REPORT = PolicyReport(loss=0.25, domains={"a": PolicyStats(tokens=3, loss_sum=0.75, masked=1)})

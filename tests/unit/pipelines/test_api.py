@@ -17,8 +17,8 @@ import pipelines
 from opd.config import PipelineConfig
 from opd.errors import ConfigError, OpdError, RunDirError
 from opd.live.displays import Beginning
-from opd.metrics import MetricsFile
-from opd.step_record import StepRecord
+from opd.records.step import StepRecord
+from opd.run.metrics import MetricsFile
 from pipelines import MergeResult, load_pipeline, merge, register_expert, resume
 from pipelines.merging import run as merging
 
@@ -44,7 +44,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                     sink.step(record)
         return REPORT
 
-    monkeypatch.setattr(merging, "_session", session)
+    monkeypatch.setattr(merging, "_run_session", session)
     return seen
 
 

@@ -55,7 +55,7 @@ def test_options_are_those_of_the_environment(tmp_path: Path) -> None:
 
 def test_a_class_without_tasks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a class without `tasks`"):
-        environments.write_tasks("opd.environments.records:Tool", 1, 0, [], tmp_path / "x")
+        environments.write_tasks("opd.records.environments:Tool", 1, 0, [], tmp_path / "x")
 
 
 def test_playing_needs_a_terminal() -> None:
@@ -64,14 +64,14 @@ def test_playing_needs_a_terminal() -> None:
 
 
 def test_a_person_plays_to_the_end() -> None:
-    row = environments._tasks("hanoi", 1, 4, [])[0]
+    row = environments._make_tasks("hanoi", 1, 4, [])[0]
     turns, said = iter(["hm", *row["answer"].split()]), list[str]()
-    assert environments.play("hanoi", 4, [], lambda _: next(turns), said.append) == 1
+    assert environments.play_task("hanoi", 4, [], lambda _: next(turns), said.append) == 1
     assert said[0] == row["prompt"] and said[1].startswith("no, ab ac")
 
 
 def test_a_person_may_leave_and_may_call_tools() -> None:
     turns = iter(["calculate 1+1", "calculate {}", 'calculate {"expression": "2+2"}', "calculate {", "quit"])
     said: list[str] = []
-    assert environments.play("calculator", 0, ["form=chat"], lambda _: next(turns), said.append) is None
+    assert environments.play_task("calculator", 0, ["form=chat"], lambda _: next(turns), said.append) is None
     assert said[1] == "2" and "needs expression" in said[2] and said[3] == "4" and "cannot be made" in said[4]

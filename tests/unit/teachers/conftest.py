@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from opd.types import Rollout, Teacher
+from opd.records.types import Rollout, Teacher
 from tests.rows import make_rollout
 
 

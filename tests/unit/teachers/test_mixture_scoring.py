@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from opd.errors import RunError
-from opd.types import Teacher
+from opd.records.types import Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers.transformers import TransformersScorer
 from tests.unit.teachers.conftest import rollout

@@ -17,9 +17,9 @@ import pytest
 
 from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.losses.rule import IDENTITY
+from opd.models.logit_rule import IDENTITY
+from opd.records.types import Rollout, Teacher, WeightedTeacher
 from opd.stream.schema import TargetRow
-from opd.types import Rollout, Teacher, WeightedTeacher
 from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server

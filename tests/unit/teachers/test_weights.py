@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from opd.types import Teacher
+from opd.records.types import Teacher
 from teachers.weights import WeightCache, base_key, read_weights, weight_key, weights_nbytes
 
 SIZES = {"base": 100, "other": 100, "third": 100, "a": 10, "b": 10, "c": 10}

@@ -8,9 +8,9 @@ import pytest
 
 from experts.suites.letters import CHARACTERS
 from opd.environments.calculator import CALCULATE, Calculator, worked_out
-from opd.environments.records import Action, ToolCall
 from opd.environments.retry import Retry
 from opd.errors import ConfigError, PromptError
+from opd.records.environments import Action, ToolCall
 
 
 def call(expression: str) -> Action:

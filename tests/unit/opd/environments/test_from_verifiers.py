@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from opd.environments.from_verifiers import FromVerifiers
-from opd.environments.records import Action
 from opd.errors import ConfigError, PromptError
+from opd.records.environments import Action
 
 State = dict[str, Any]
 

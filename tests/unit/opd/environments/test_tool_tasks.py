@@ -9,8 +9,8 @@ import pytest
 
 from opd.environments.boxes import BOXES, DONE, THINGS, Boxes
 from opd.environments.lookup import CITIES, FIELDS, NAMES, PEOPLE, Lookup
-from opd.environments.records import Action, Outcome, ToolCall
 from opd.errors import ConfigError, PromptError
+from opd.records.environments import Action, Outcome, ToolCall
 from tests.spoken import tagged_calls
 
 KINDS: list[Any] = [Lookup, Boxes]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from opd.evaluation.baselines import BaselineResult
-from opd.evaluation.scores import DomainScore
-from opd.run_dir import RunPaths
+from opd.records.scores import DomainScore
+from opd.run.paths import RunPaths
 
 
 def score(accuracy: float) -> DomainScore:
@@ -49,4 +49,4 @@ def test_a_run_directory_has_those_that_are_there(ties: BaselineResult, tmp_path
     assert paths.baseline_results() == []
     (tmp_path / "baselines" / "models").mkdir(parents=True)
     ties.save(tmp_path / "baselines" / "ties.json")
-    assert paths.baseline_results() == [paths.baseline("ties")]
+    assert paths.baseline_results() == [paths.baseline_file("ties")]

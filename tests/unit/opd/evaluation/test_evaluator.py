@@ -20,13 +20,12 @@ from opd.evaluation.evaluator import (
     measure_before,
     measure_experts,
 )
-from opd.evaluation.scores import Evaluation
-from opd.evaluation.verifiers.exact import ExactMatch, LastLine
-from opd.evaluation.verifiers.reward import Reward
 from opd.interfaces import Verifier
-from opd.rollouts.episodes.spec import EpisodeResult
-from opd.rollouts.episodes.trace import Audit
-from opd.types import Completion, Prompt, Teacher
+from opd.records.episodes import Audit, EpisodeResult
+from opd.records.scores import Evaluation
+from opd.records.types import Completion, Prompt, Teacher
+from opd.verifiers.exact import ExactMatch, LastLine
+from opd.verifiers.reward import Reward
 
 
 class FakeEngine:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from opd.environments.records import ToolCall
 from opd.guard.guard import Guard, GuardOptions
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.guard.shell.ways import MAX_WAYS
+from opd.records.environments import ToolCall
 
 GUARD = Guard(RuleSet([shipped_rules()]))
 CHEATS = [

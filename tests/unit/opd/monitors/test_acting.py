@@ -13,14 +13,14 @@ import pytest
 
 from opd.config.monitors import MonitorsConfig
 from opd.errors import Paused, RunError, StorageError
-from opd.evaluation.scores import DomainScore, Evaluation
 from opd.live.displays import Silence
-from opd.metrics import MetricsFile
+from opd.live.progress import RunReporter
 from opd.monitors.acting import RunMonitors
 from opd.monitors.alarms import SAMPLES, SAMPLES_OF_STEP, Alarms
-from opd.progress import RunReporter
-from opd.run_dir import RunPaths
-from opd.step_record import AlarmRecord, StepRecord
+from opd.records.scores import DomainScore, Evaluation
+from opd.records.step import AlarmRecord, StepRecord
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
 from tests.steps import Letters, rollout, step
 
 OFF: dict[str, Any] = {"warn": None, "stop": None}

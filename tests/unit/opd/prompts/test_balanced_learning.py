@@ -17,8 +17,8 @@ import pytest
 
 from opd.config.balance import GapBalance, TokensBalance
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts, samples_by_weight
-from opd.step_record import DomainRecord, StepRecord
-from opd.types import Prompt
+from opd.records.step import DomainRecord, StepRecord
+from opd.records.types import Prompt
 
 VOCAB = 8
 GAP, TOKENS = GapBalance(kind="gap"), TokensBalance(kind="tokens")

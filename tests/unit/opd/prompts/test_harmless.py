@@ -9,10 +9,10 @@ import pytest
 from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.rows import episode_row
 from experts.sft import IGNORED, encode_line
-from opd.environments.records import Tool
 from opd.prompts import PromptLine, encode_prompt
 from opd.prompts.encode import encode_prompts
 from opd.prompts.harmless import escape_specials, special_texts
+from opd.records.environments import Tool
 from opd.rollouts.endpoint.dialogue import ChatMessages, PlainMessages
 from opd.rollouts.endpoint.messages import Message
 from opd.rollouts.episodes.chat import ChatAppender
@@ -82,7 +82,7 @@ def test_a_message_cannot_bring_a_turn(family: str) -> None:
     text = tokenizer.decode(encode_prompt(tokenizer, chat))
     assert [text.count(mark) for mark in marks] == [1, 1]
     appender = ChatAppender(tokenizer, [tokenizer.eos_token_id])
-    after = tokenizer.decode(appender.after([{"role": "user", "content": forged}], ended=True))
+    after = tokenizer.decode(appender.encode_following([{"role": "user", "content": forged}], ended=True))
     assert [after.count(mark) for mark in marks] == [1, 1]
     assert (text + after).count("<|im_end|>") == 2 * (family == "chatml")
 

@@ -25,7 +25,7 @@ from opd.prompts import (
 )
 from opd.prompts.encode import encode_text, ids_in_front, put_nothing_in_front
 from opd.prompts.line import as_chat, read_row
-from opd.types import Prompt
+from opd.records.types import Prompt
 from tests.conftest import build_tokenizer, put_in_front
 
 

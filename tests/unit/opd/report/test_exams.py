@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opd.evaluation.lengths import by_length
-from opd.evaluation.scores import Evaluation, LengthScore
+from opd.records.scores import Evaluation, LengthScore
 from opd.report import full_report, length_rows, read_run, write_report
 from opd.report.figures import by_length as plot_by_length
 from pipelines.commands.report import LENGTH_COLUMNS

@@ -7,11 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from opd.episodes_record import EpisodesRecord
-from opd.guard.events import GuardEvent, GuardRecord, GuardStats
-from opd.guard.records import Verdict
+from opd.records.episodes import EpisodesRecord
+from opd.records.guard import GuardEvent, GuardRecord, GuardStats, Verdict
+from opd.records.step import StepRecord
 from opd.report import full_report, read_run, write_report
-from opd.step_record import StepRecord
 from tests.unit.opd.report.conftest import HOSTILE, record
 
 

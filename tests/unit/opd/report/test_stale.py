@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from opd.evaluation.scores import Evaluation
+from opd.records.scores import Evaluation
 from opd.report import baseline_rows, full_report, read_run, write_report
 from tests.unit.opd.report.conftest import AFTER, BEFORE, EXPERT, baseline, evaluation, put, record
 

@@ -12,11 +12,11 @@ from opd.config.reward import RewardConfig
 from opd.credit.ema import Ema, EmaSpec
 from opd.credit.interfaces import Assigned
 from opd.credit.leave_one_out import LeaveOneOut
-from opd.evaluation.verifiers.exact import ExactMatch
-from opd.reward.records import Compared, PolicyReport, PolicyStats, RewardRecord
+from opd.records.rewards import Compared, PolicyReport, PolicyStats, RewardRecord
+from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.reward.stream import RewardStream
 from opd.reward.verified import VerifiedRewards
-from opd.types import Prompt, Rollout, RolloutBatch
+from opd.verifiers.exact import ExactMatch
 from tests.rows import make_rollout
 from tests.steps import Letters
 

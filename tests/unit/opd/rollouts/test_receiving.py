@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from opd import cluster
-from opd.buckets import Bucket, WeightStream
 from opd.errors import RunError
+from opd.models.buckets import Bucket, WeightStream
 from opd.rollouts import worker
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker

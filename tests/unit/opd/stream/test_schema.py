@@ -10,9 +10,11 @@ import pyarrow as pa
 import pytest
 import torch
 
+from opd.config.payloads import PAYLOADS
 from opd.errors import RunError
-from opd.payloads import PAYLOADS, answer_class
+from opd.payloads import answer_class
 from opd.payloads.none import Unscored
+from opd.records.types import Rollout
 from opd.stream.schema import (
     VERSION,
     PartRecord,
@@ -24,7 +26,6 @@ from opd.stream.schema import (
     stream_schema,
     write_stream,
 )
-from opd.types import Rollout
 from tests.rows import columns_of_row, make_row
 
 FIELDS = {payload: columns_of(answer_class(payload)) for payload in PAYLOADS}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from opd.errors import RunError
+from opd.records.types import Prompt
 from opd.sync import SYNCS, NetworkSync, ProvenSync, SharedMemorySync, SyncSpec
 from opd.sync.proof import probe_sequences
-from opd.types import Prompt
 
 NAN = float("nan")
 PROBE = [[1, 2, 3], [4, 5]]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from opd.run_dir import RunPaths
+from opd.records.types import RolloutBatch, StepReport
+from opd.run.paths import RunPaths
 from opd.traces.keeping import TraceFiles
 from opd.traces.record import read_traces
-from opd.types import RolloutBatch, StepReport
 from pipelines.merging.results import take_back
 from tests.rows import make_rollout
 from tests.steps import Letters
@@ -34,7 +34,7 @@ def test_early_steps_stay_and_of_the_others_the_newest(tmp_path: Path) -> None:
         keep(files, step)
         seen.append(sorted(kept(paths)))
     assert seen[4] == [1, 2, 4, 5] and seen[9] == [1, 2, 4, 8, 10] and seen[-1] == [1, 2, 4, 8, 16, 23]
-    (episode,) = read_traces(paths.trace(16)).episodes
+    (episode,) = read_traces(paths.trace_file(16)).episodes
     (piece,) = episode.segments[0].pieces
     assert (episode.reward, piece.texts, piece.losses) == (16.0, ("c", "d"), (0.5, 16))
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from opd.records.types import Rollout, Span
 from opd.traces.making import MAX_TEXT, MAX_TOKENS, trace_of
 from opd.traces.record import EpisodeTrace, StepTraces, read_traces
 from opd.traces.texts import token_texts
-from opd.types import Rollout, Span
 from tests.chatml import bpe_tokenizer, chat_tokenizer
 from tests.rows import make_rollout
 

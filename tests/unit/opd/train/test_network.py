@@ -10,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from opd.address import GLOO_DEVICE
+from opd.machine.address import GLOO_DEVICE
 from opd.train.network import device_towards, gloo_towards
 from tests.unit.sources import ROOT
 

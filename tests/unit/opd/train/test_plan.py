@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from opd.records.types import Rollout
 from opd.train.plan import RowSize, plan_micro_batches, row_sizes
-from opd.types import Rollout
 from tests.rows import make_rollout
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from opd.config import PipelineConfig
-from opd.reward.records import Compared, PolicyStats, RewardStep
+from opd.records.rewards import Compared, PolicyStats, RewardStep
 from opd.train import deepspeed
 from opd.train.policy import RankPolicy
 from opd.train.rank import RankResult

@@ -14,8 +14,9 @@ import torch
 from opd.errors import RunError
 from opd.losses.chunked import TokenStats
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.rule import IDENTITY
-from opd.stream.heads import Head
+from opd.models.heads import Head
+from opd.models.logit_rule import IDENTITY
+from opd.records.types import DomainStats, Rollout
 from opd.stream.schema import TargetRow
 from opd.train.batch import micro_batch
 from opd.train.plan import RowSize, plan_micro_batches
@@ -29,7 +30,6 @@ from opd.train.totals import (
     row_weights,
     token_weights,
 )
-from opd.types import DomainStats, Rollout
 from tests.rows import make_rollout, make_row
 
 WIDTH = 64

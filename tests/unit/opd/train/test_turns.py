@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from opd.losses.chunked import TokenStats
-from opd.losses.rule import IDENTITY
-from opd.stream.heads import Head, HeadSource
+from opd.models.heads import Head, HeadSource
+from opd.models.logit_rule import IDENTITY
+from opd.records.types import Origin, Rollout, Span
 from opd.stream.schema import TargetRow, write_stream
 from opd.train import deepspeed, rank
 from opd.train.batch import micro_batch
 from opd.train.rank import RankWork
 from opd.train.totals import Totals, mean_gap, row_weights
 from opd.train.turns import TurnWeights, drift_before, first_turns, turn_factors
-from opd.types import Origin, Rollout, Span
 from pipelines.specs import rank_options, trainer_spec
 from tests.rows import make_rollout, make_row
 from tests.unit.opd.rollouts.episodes.test_compaction import options, policy
@@ -118,7 +118,7 @@ class Driven:
         one = rank.TrainerRank(self.options, index)
         one._engine, one._device = StillEngine(self.model_dir), torch.device("cpu")
         one._engine.module = one._engine.student
-        one._head = lambda source: head()  # type: ignore[method-assign]
+        one._fetch_head = lambda source: head()  # type: ignore[method-assign]
         work = RankWork(
             step=1, lr=0.1, micro_batches=tuple(map(tuple, part)), first_turns=first_turns(STEP),
             weights={i: weights[i] for ids in part for i in ids},

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import pipelines.evaluation.models
 from cli import app
 from experts.registry import Registry
-from opd.evaluation.scores import Evaluation
+from opd.records.scores import Evaluation
 from opd.rollouts.worker import Generated, GenerateRequest
 
 

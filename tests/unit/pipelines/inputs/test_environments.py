@@ -18,7 +18,7 @@ from pipelines.inputs.read import load_tokenizer, read_inputs
 from tests.tool_templates import ODD
 
 WORLD = """
-from opd.environments.records import Outcome, Tool
+from opd.records.environments import Outcome, Tool
 
 class Maze:
     tools = ()
@@ -93,7 +93,7 @@ def test_tools_of_a_row_are_not_read_where_the_environment_has_them(acting: Any)
         ({"options": {"width": 10}}, ["domains.reverse.environment.options", "a maze is at most 9 wide"]),
         ({"options": {"height": 1}}, ["domains.reverse.environment.options", "unexpected keyword argument 'height'"]),
         ({"name": "mazes:Slow", "options": {}, "step_timeout_s": 1}, ["close was not back after 1 s", "step_timeout_s"]),
-        ({"name": "mazes:Odd", "options": {}}, ["tools = ['look']", "opd.environments.records.Tool"]),
+        ({"name": "mazes:Odd", "options": {}}, ["tools = ['look']", "opd.records.environments.Tool"]),
         ({"name": "mazes:NoTools", "options": {}}, ["no attribute 'tools'"]),
         ({"name": "a maze"}, ["domains.reverse.environment.name"]),
         ({"max_turns": 0}, ["domains.reverse.environment.max_turns"]),

@@ -16,7 +16,7 @@ from pipelines.merging.changes import refuse_changed_inputs
 from pipelines.merging.manifest import manifest_of
 
 WORLD = """
-from opd.environments.records import Outcome, Tool
+from opd.records.environments import Outcome, Tool
 
 class Shell:
     tools = (Tool(name="shell", description="Run."),)

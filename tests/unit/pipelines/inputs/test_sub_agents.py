@@ -15,7 +15,7 @@ from pipelines.inputs.environments import episode_options
 from pipelines.inputs.read import read_inputs
 
 WORLD = """
-from opd.environments.records import Outcome, Tool
+from opd.records.environments import Outcome, Tool
 
 class Maze:
     tools = ()

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from opd.checkpoints import CheckpointStore
 from opd.config import load_pipeline
 from opd.config.sections import CheckpointConfig
 from opd.errors import RunError
 from opd.files import blake3_file
-from opd.types import WrittenFile
+from opd.records.types import WrittenFile
+from opd.run.checkpoints import CheckpointStore
 from pipelines.merging import run as merging
 
 

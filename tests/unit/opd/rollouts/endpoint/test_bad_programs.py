@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from opd.config.verifiers import PythonConfig
-from opd.rollouts.episodes.spec import EpisodeResult
+from opd.records.episodes import EpisodeResult
 from tests.unit.opd.rollouts.endpoint.test_episode import ASK, BARE, agent, run
 
 over = threading.Event()

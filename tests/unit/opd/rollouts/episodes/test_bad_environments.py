@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from opd.environments.records import Outcome, Tool
-from opd.rollouts.episodes.spec import EpisodeResult
+from opd.records.environments import Outcome, Tool
+from opd.records.episodes import EpisodeResult
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.unit.opd.rollouts.episodes.test_runner import Counting, play, request
 

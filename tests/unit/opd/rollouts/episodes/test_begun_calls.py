@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from opd.environments.records import ToolCall
-from opd.rollouts.episodes.tool_formats import TOOL_FORMATS, tool_format
-from opd.rollouts.episodes.tool_formats.begun import find_begun_calls
+from opd.records.environments import ToolCall
+from opd.tool_formats import TOOL_FORMATS, tool_format
+from opd.tool_formats.begun import find_begun_calls
 
 RUN = ToolCall(name="run", arguments={"command": 'cat "/tests/a b"\n'})
 

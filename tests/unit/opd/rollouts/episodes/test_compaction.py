@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from opd.environments.records import Outcome
 from opd.errors import ModelError, RunError
+from opd.records.environments import Outcome
+from opd.records.episodes import EpisodeStats
+from opd.records.types import Rollout
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import CompactionOptions
-from opd.rollouts.episodes.spec import EpisodeStats, refuse_many_broken
-from opd.types import Rollout
+from opd.rollouts.episodes.spec import refuse_many_broken
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.tool_templates import ALTERNATES, ALTERNATES_WITH_TOOLS
 from tests.unit.opd.rollouts.episodes.test_runner import EOS, TOKENIZER, encode, play, request

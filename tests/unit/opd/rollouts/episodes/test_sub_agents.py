@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
-from opd.environments.records import Action, Outcome, Tool
 from opd.errors import RunError
+from opd.records.environments import Action, Outcome, Tool
+from opd.records.episodes import EpisodeResult, EpisodeStats
+from opd.records.types import Rollout, Sampled
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.delegation import NO_ANSWER, NO_MORE
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
-from opd.rollouts.episodes.spec import EpisodeRequest, EpisodeResult, EpisodeStats, refuse_many_broken
+from opd.rollouts.episodes.spec import EpisodeRequest, refuse_many_broken
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
-from opd.rollouts.episodes.tool_formats.records import OPEN
 from opd.rollouts.episodes.trace import Trace
+from opd.tool_formats.records import OPEN
 from opd.train.totals import row_weights
-from opd.types import Rollout, Sampled
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.unit.opd.rollouts.episodes.test_runner import CONTEXT, EOS, TOKENIZER, Policy, Speaker, play, request
 
@@ -247,13 +248,13 @@ def test_a_sub_agent_of_the_last_level_has_no_such_tool() -> None:
 
 def test_segments_say_who_started_them() -> None:
     trace, inner, innermost = Trace(), Trace(domain="math"), Trace(domain="text")
-    first = trace.begin([1])
-    second = trace.begin([1], "summary", first)
-    child = inner.begin([2], "sub_agent")
-    innermost.begin([3], "sub_agent")
-    inner.adopt(innermost, child)
-    inner.begin([2], "summary", child)
-    trace.adopt(inner, second)
+    first = trace.begin_segment([1])
+    second = trace.begin_segment([1], "summary", first)
+    child = inner.begin_segment([2], "sub_agent")
+    innermost.begin_segment([3], "sub_agent")
+    inner.adopt_segments(innermost, child)
+    inner.begin_segment([2], "summary", child)
+    trace.adopt_segments(inner, second)
     assert [s.number for s in trace.segments] == [0, 1, 2, 3, 4]
     assert [s.parent for s in trace.segments] == [None, 0, 1, 2, 2]
     assert [s.next for s in trace.segments] == [1, None, 4, None, None]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from opd.environments.records import Tool, ToolCall
-from opd.rollouts.episodes.tool_formats.records import BadCall
-from opd.rollouts.episodes.tool_formats.schema import problem_with
+from opd.records.environments import Tool, ToolCall
 from opd.rollouts.episodes.tools import plain_calls
+from opd.tool_formats.records import BadCall
+from opd.tool_formats.schema import problem_with
 from tests.spoken import tagged_calls
 
 ADD = Tool(

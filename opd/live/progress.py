@@ -1,0 +1,72 @@
+"""Where the numbers of a run go: the metrics file, the evaluations' files, other sinks, and what a person sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from opd.interfaces import Sink
+from opd.live.interfaces import Display
+from opd.monitors.alarms import format_alarm, load_signal
+from opd.records.scores import Evaluation
+from opd.records.step import StepRecord
+from opd.run.metrics import MetricsFile
+from opd.run.paths import RunPaths
+
+
+class RunReporter:
+    """Implements `opd.interfaces.Reporter`: the metrics file, the evaluations' directory, other sinks and the display."""
+
+    def __init__(self, metrics: MetricsFile, paths: RunPaths, shown: Display, sinks: Sequence[Sink] = ()) -> None:
+        self._metrics = metrics
+        self._paths = paths
+        self._shown = shown
+        self._sinks = sinks
+
+    def phase(self, name: str) -> None:
+        """A phase of the step begins."""
+        self._shown.doing(name)
+
+    def evaluation(self, name: str, found: Evaluation) -> None:
+        """Store an evaluation in the run directory. Raises: OSError."""
+        self._paths.evaluation.mkdir(exist_ok=True)
+        found.save(self._paths.evaluation_file(name))
+
+    def step(self, record: StepRecord) -> None:
+        """Store one step's record, then show it."""
+        self._metrics.write(record)
+        for sink in self._sinks:
+            sink.step(record)
+        for line in notes_of(record):
+            self._shown.say(line)
+        self._shown.step(record)
+
+
+def notes_of(record: StepRecord) -> Iterator[str]:
+    """What a person should know of a step, a sentence for each thing."""
+    for domain, found in record.episodes.items():
+        if found.broken:
+            yield f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"
+        elif found.error:
+            yield f"step {record.step}: a sub-agent of domain {domain} broke: {found.error}"
+        if found.not_closed:
+            yield (
+                f"warning: step {record.step}: {found.not_closed} of {found.episodes} episodes of domain {domain} had an "
+                f"environment that could not be closed, and count as they ended: {found.close_error}"
+            )
+        unanswered = found.guard.unanswered if found.guard else 0
+        if unanswered:
+            yield (
+                f"warning: step {record.step}: the guard's judge did not answer about {unanswered} calls of domain "
+                f"{domain}; guard.on_failure decided"
+            )
+    for domain, judged in record.reward.domains.items() if record.reward else ():
+        if judged.failed:
+            yield (
+                f"step {record.step}: the verifier of {domain} failed on {judged.failed} of {judged.episodes} responses, "
+                f"whose reward is 0: {judged.error}"
+            )
+    for alarm in record.alarms:
+        if alarm.since == record.step:
+            yield f"warning: step {record.step}: {format_alarm(alarm)}; {load_signal(alarm).advice}"
+    for name in record.restarted:
+        yield f"{name} died in step {record.step} and was started again; its rows were scored again"

@@ -1,0 +1,51 @@
+"""Network addresses as a user writes them, and the hosts that may be reached without encryption."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""Hosts that no other machine can reach."""
+LOOPBACK_DEVICE = "lo"
+"""Linux's name of the network device that has them."""
+GLOO_DEVICE = "GLOO_SOCKET_IFNAME"
+NCCL_DEVICE = "NCCL_SOCKET_IFNAME"
+"""The variables that gloo and NCCL read, with the name of the network device to speak through."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host and a port."""
+
+    host: str
+    """Name or number, an IPv6 number without brackets."""
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host in LOOPBACK
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address | None:
+    """`HOST:PORT` or `[IPv6]:PORT`; None for anything else."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})", text)
+    if match is None or int(match[3]) > 65535:
+        return None
+    return Address(match[1] or match[2], int(match[3]))
+
+
+def parse_url(text: str) -> tuple[str, Address] | None:
+    """Scheme and address of `grpc://HOST:PORT` or `grpc+tls://HOST:PORT`; None for anything else."""
+    scheme, _, rest = text.partition("://")
+    address = parse_address(rest)
+    return (scheme, address) if scheme in ("grpc", "grpc+tls") and address and address.port else None
+
+
+def strip_secret(url: str) -> str:
+    """The address without the user and password that it may hold, so that it can be shown."""
+    scheme, mark, rest = url.rpartition("://")
+    return f"{scheme}{mark}{rest.rpartition('@')[2]}"

@@ -1,0 +1,1 @@
+"""Model files, their weights and how their layers are computed."""

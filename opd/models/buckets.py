@@ -1,0 +1,115 @@
+"""New weights on their way to engines that share no files with the trainer: named tensors, several in one array of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BUCKET_BYTES = 64 << 20
+"""Most that a bucket holds, unless the largest tensor needs more: then as much as that."""
+ALIGNED = 64
+"""Tensors begin at multiples of this many bytes, which suits every type."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSlot:
+    """Where a tensor is in a bucket."""
+
+    name: str
+    """Its name in a model's files."""
+    dtype: str
+    """torch's name of the type."""
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some tensors of a model, by value."""
+
+    places: tuple[BucketSlot, ...]
+    data: np.ndarray
+    """uint8 [bytes]"""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and value of each, in order. Each is a copy: the bytes that travelled may not be written to, and whoever keeps one
+        tensor does not keep the others."""
+        import torch
+
+        for place in self.places:
+            tensor = torch.empty(place.shape, dtype=getattr(torch, place.dtype))
+            if tensor.numel():
+                tensor.view(-1).view(torch.uint8).numpy()[:] = self.data[place.start : place.start + tensor.nbytes]
+            yield place.name, tensor
+
+
+@dataclass(slots=True)
+class BucketWriter:
+    """A bucket of this many bytes while it is filled."""
+
+    nbytes: int
+    _places: list[BucketSlot] = field(default_factory=list)
+    _end: int = 0
+    _data: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._data = np.empty(self.nbytes, np.uint8)
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy these tensors' values."""
+        import torch
+
+        raw = torch.from_numpy(self._data)
+        for name, tensor in tensors.items():
+            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            self._places.append(BucketSlot(name, dtype, shape, self._end))
+            if tensor.numel():
+                part = raw[self._end : self._end + tensor.numel() * tensor.dtype.itemsize]
+                part.view(tensor.dtype).view(shape).copy_(tensor)
+            self._end += padded_bytes(tensor)
+
+    def finish_bucket(self) -> Bucket:
+        """All that was added, which must be as much as was said."""
+        assert self._end == self.nbytes, (self._end, self.nbytes)
+        return Bucket(tuple(self._places), self._data)
+
+
+def padded_bytes(tensor: Tensor) -> int:
+    """Bytes of a bucket that a tensor takes; it may be one without values."""
+    return -(-tensor.numel() * tensor.dtype.itemsize // ALIGNED) * ALIGNED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightStream:
+    """New weights that the trainer sends as somebody takes them."""
+
+    model_dir: Path
+    """Directory of a model of this shape. It has the weights that do not come."""
+    whole: bool
+    """True if all weights come."""
+    buckets: Iterable[Any]
+    """Handles that reach a worker's method as `Bucket`s. Each is made when it is taken from here."""
+    node: str | None = None
+    """Ray's id of the node whose object store has the buckets when they are made; None if that is not known."""
+
+
+class Kept:
+    """Handles that can be taken again: the first time they come from `source`, and all are kept."""
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        self._source = iter(source)
+        self._kept: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(self._kept)
+        for handle in self._source:
+            self._kept.append(handle)
+            yield handle

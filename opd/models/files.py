@@ -1,0 +1,157 @@
+"""Weight files of a model: which files of a directory they are, and how they are written tensor by tensor, so that nobody has to
+hold more than one of them.
+
+The files written are those that huggingface_hub and safetensors write for the same tensors, byte for byte: one `model.safetensors`,
+or shards of up to 5 GB and an index.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from opd.errors import ModelError, OpdError
+from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHARD = "5GB"
+"""Largest shard, unless a single tensor is larger."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+METADATA = {"format": "pt"}
+
+
+class ModelFiles:
+    """The weight files of a directory while they are being written."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor], shard: int | None = None) -> None:
+        """`tensors` say what will come, without values; their order decides which shard a tensor is in. `shard`: bytes of the
+        largest one; default: `SHARD`."""
+        from huggingface_hub import split_torch_state_dict_into_shards
+
+        self.path = path
+        self._tensors = dict(tensors)
+        self._split = split_torch_state_dict_into_shards(self._tensors, max_shard_size=shard or SHARD)
+        self._places: dict[str, tuple[FileIO, int]] = {}
+        """Name -> file and first byte of a tensor that has not come yet."""
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for name, members in self._split.filename_to_tensors.items():
+                file = stack.enter_context((self.path / name).open("wb", buffering=0))
+                header, starts = file_header({member: self._tensors[member] for member in members}, METADATA)
+                _write_all(file, memoryview(header))
+                self._places |= {member: (file, start) for member, start in starts.items()}
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write the values of some tensors, each once. Raises: OSError."""
+        for name, tensor in tensors.items():
+            planned, (file, start) = self._tensors[name], self._places.pop(name)
+            assert (tensor.shape, tensor.dtype) == (planned.shape, planned.dtype), name
+            file.seek(start)
+            _write_all(file, _tensor_bytes(tensor))
+
+    def finish(self) -> None:
+        """Write the index, if there are several shards, when all tensors were written. Raises: OSError."""
+        assert not self._places, f"never written: {sorted(self._places)[:3]}"
+        if self._split.is_sharded:
+            index = {"metadata": self._split.metadata, "weight_map": self._split.tensor_to_filename}
+            (self.path / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files that hold a model, or an adapter, as transformers and vLLM choose them: one file, or those that the
+    index names. Others may lie beside them: shards of an earlier save, or `consolidated.safetensors`, the same weights under other names.
+
+    Without such a file or index it is all of them, as for vLLM. `experts.weight_files` checks that loaders agree and that the files are
+    there. Raises: OSError; ModelError for an index that is none.
+    """
+    if (directory / ADAPTER_CONFIG).is_file():
+        names = {ADAPTER_WEIGHTS}
+    elif (directory / SINGLE).is_file():
+        names = {SINGLE}
+    elif (directory / INDEX).is_file():
+        names = set(read_index(directory / INDEX))
+    else:
+        names = {file.name for file in directory.glob("*.safetensors") if file.is_file()}
+    return [directory / name for name in sorted(names)]
+
+
+def read_index(index: Path) -> list[str]:
+    """Return the file of each tensor that an index names. Raises: OSError; ModelError if it names none, or is no index."""
+    try:
+        data = json.loads(index.read_bytes())
+    except ValueError as error:
+        raise _no_index(str(index), str(error)) from None
+    found = data.get("weight_map") if isinstance(data, dict) else data
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+        raise _no_index(f"{index}: weight_map", repr(found)[:80])
+    if "metadata" not in data:
+        raise ModelError.at(
+            f"{index}: metadata",
+            found="nothing",
+            wanted="a mapping, without which transformers reads no index",
+            fix='add `"metadata": {}`',
+        )
+    return list(found.values())
+
+
+def _no_index(where: str, found: str) -> OpdError:
+    return ModelError.at(
+        where,
+        found=found,
+        wanted="the name of a file for each tensor",
+        fix="copy the file from the original model or save the model again with save_pretrained",
+    )
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one file as safetensors' `save_file` does, which would first copy all tensors. Raises: OSError."""
+    header, starts = file_header(tensors)
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, memoryview(header))
+        for name in starts:
+            _write_all(file, _tensor_bytes(tensors[name]))
+
+
+def _tensor_bytes(tensor: Tensor) -> memoryview:
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    """Write all of it: the system takes no more than 2 GiB at once."""
+    while data:
+        data = data[file.write(data) :]
+
+
+def file_header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a safetensors file, up to the first tensor's bytes, and where each tensor begins, in this order.
+
+    safetensors itself decides on the order and on the types' names: it writes the same tensors without values.
+    """
+    import torch
+    from safetensors.torch import save
+
+    empty = save({name: torch.empty(0, dtype=t.dtype) for name, t in tensors.items()}, metadata)
+    entries = json.loads(empty[8 : 8 + int.from_bytes(empty[:8], "little")])
+    end, starts = 0, {}
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            tensor, starts[name] = tensors[name], end
+            end += tensor.numel() * tensor.dtype.itemsize
+            entry |= {"shape": list(tensor.shape), "data_offsets": [starts[name], end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}

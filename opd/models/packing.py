@@ -1,0 +1,157 @@
+"""Packing: sequences side by side in rows of fixed width, and sequences that begin alike as a tree.
+
+Used by the trainer and by the teachers, so both see the same token at the same place. transformers builds the block
+mask from position ids alone (sdpa, no attention mask, no cache): a position that does not follow its left neighbour
+starts a new sequence. Padding would cost 1.9x on mixed lengths.
+
+A tree has every prefix once: the prompt, and behind it the responses. What follows a prefix is not in it, so its states are
+the same for all that share it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opd.records.types import Rollout
+
+SHARED = "shared"
+"""Name of the layout of trees in `opd.models.layouts.LAYOUTS`."""
+SHORT, ROW = 64, 128
+"""Sequences that are all at most so long go into rows of so many columns, or into one row that they fill."""
+MULTIPLE = 8
+"""Rows of longer sequences have a width that this divides: products of such sizes are quick on every machine."""
+FILLED = 0.95
+"""Rows that are filled so far are good enough: the search for a better width takes time too."""
+WIDEST_TREE = 512
+"""Columns up to which a tree grows in any case. Attention looks at the whole width of a row, so wider rows cost more."""
+WORTH = 4
+"""A sequence joins a tree if it adds at most so many times the tokens that it shares. Else the wider row would cost more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of one sequence."""
+
+    index: int
+    """Index of the sequence in the caller's list."""
+    row: int
+    """Packed row, counted over all micro-batches of the plan."""
+    start: int
+    """First column."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A plan that puts every sequence into exactly one slot."""
+
+    width: int
+    """Columns of every row."""
+    num_rows: int
+    slots: tuple[Slot, ...]
+
+
+def pack_into_rows(lengths: Sequence[int]) -> Packing:
+    """First-fit decreasing into rows of one width: 128 if all sequences are short, or what they need if that is less; else
+    the width that wastes least."""
+    longest = max(lengths, default=1)
+    if longest <= SHORT:
+        return _first_fit(lengths, min(ROW, _round_columns(sum(lengths))))
+    narrowest = _round_columns(longest)
+    # Sequences of 107 tokens fill 96 % of rows of 112 and 84 % of rows of 128; a few columns more may take a second one in.
+    first = _first_fit(lengths, narrowest)
+    if sum(lengths) >= FILLED * first.num_rows * first.width:
+        return first
+    more = (_first_fit(lengths, narrowest + width) for width in range(2 * MULTIPLE, ROW + 1, 2 * MULTIPLE))
+    return min([first, *more], key=lambda packing: packing.num_rows * packing.width)
+
+
+def count_columns(tokens: int, longest: int) -> int:
+    """Columns of the rows of so many tokens in sequences of at most `longest`, if all rows but the last are full."""
+    row = ROW if longest <= SHORT and tokens > ROW else MULTIPLE
+    return -(-tokens // row) * row
+
+
+def _round_columns(columns: int) -> int:
+    return -(-columns // MULTIPLE) * MULTIPLE
+
+
+def _first_fit(lengths: Sequence[int], width: int) -> Packing:
+    assert all(0 < n <= width for n in lengths)
+    used: list[int] = []
+    slots = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        row = next((r for r, n in enumerate(used) if n + lengths[index] <= width), len(used))
+        if row == len(used):
+            used.append(0)
+        slots.append(Slot(index, row, used[row]))
+        used[row] += lengths[index]
+    return Packing(width, len(used), tuple(slots))
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Sequences that begin alike, in an order in which each shares most with the one before it."""
+
+    members: tuple[int, ...]
+    """Indices of the sequences in the caller's list."""
+    shared: tuple[int, ...]
+    """First tokens of each member that the member before it has too; 0 for the first."""
+    size: int
+    """Columns: tokens of all members, those that are shared counted once."""
+
+
+def build_trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
+    """All sequences as trees of `tree_limit` columns at most; one that shares too little is a tree of its own.
+
+    What becomes of a tree depends on its members alone, so that its micro-batch lays it out as the plan has it.
+    """
+    found: list[Tree] = []
+    before: Sequence[int] = ()
+    longest = 0
+    for index in sorted(range(len(sequences)), key=lambda i: (tuple(sequences[i]), i)):
+        now = sequences[index]
+        shared = _common_prefix(before, now)
+        new, longest = len(now) - shared, max(longest, len(now))
+        if found and new <= WORTH * shared and found[-1].size + new <= tree_limit(longest):
+            last = found[-1]
+            found[-1] = Tree((*last.members, index), (*last.shared, shared), last.size + new)
+        else:
+            found.append(Tree((index,), (0,), len(now)))
+            longest = len(now)
+        before = now
+    return found
+
+
+def tree_limit(longest: int) -> int:
+    """Most columns of a tree, given the tokens of its longest member."""
+    return max(WIDEST_TREE, 2 * longest)
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of first tokens that are equal in both."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Rollouts that stay in one forward pass: those of a tree, or a single one."""
+
+    rollouts: tuple[Rollout, ...]
+    size: int
+    """Tokens to compute."""
+
+
+def packing_units(rollouts: Sequence[Rollout], *, share: bool) -> list[Unit]:
+    """Each rollout alone, or with `share` the trees of each domain."""
+    if not share:
+        return [Unit((r,), len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
+    by_domain: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        by_domain[rollout.domain].append(rollout)
+    return [
+        Unit(tuple(mine[i] for i in tree.members), tree.size)
+        for mine in by_domain.values()
+        for tree in build_trees([r.prompt_ids + r.response_ids for r in mine])
+    ]

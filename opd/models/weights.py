@@ -1,0 +1,350 @@
+"""A model's tensors under two sets of names: those of its files, and those of its modules.
+
+For some architectures transformers' modules have other tensors than the files: it fuses the experts of a mixture into one
+tensor, splits tensors or renames them. This module uses transformers' own conversion in both directions.
+
+    files ──→ Naming.from_files ──→ modules ──→ to_files ──→ files
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opd.errors import ModelError
+
+State = dict[str, Tensor]
+
+
+def whole_shape(param: Any) -> torch.Size:
+    """The shape of a parameter, also of one that ZeRO-3 cut among its ranks, where an empty tensor is in its place."""
+    shape: torch.Size = getattr(param, "ds_shape", param.shape)
+    return shape
+
+
+def fastest_attention(config: Any) -> str:
+    """The fastest attention that transformers has for an architecture without more packages. What its files ask for is ignored.
+
+    Gemma 2 bounds attention scores. torch's kernel cannot do that, and transformers would silently leave the bound out.
+    """
+    if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        return "eager"
+    known = class_of(config)
+    return "sdpa" if known is None or known._supports_sdpa else "eager"
+
+
+def obeys_masks(lm: Any) -> bool:
+    """Whether every layer attends to whatever a given mask lets it, near or far, and nothing else tells tokens apart.
+
+    Windows, chunks and recurrent states go by columns or by distance, whatever a mask of four dimensions says.
+    """
+    config = lm.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        far = set(kinds) == {"full_attention"}
+    else:
+        far = not any(getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size", "window_size"))
+    # What torch's kernel can do is the same where its scores are written out.
+    kernel = config._attn_implementation in ("sdpa", "eager") and lm._supports_sdpa
+    return far and kernel and lm.is_backend_compatible() and not lm._is_stateful
+
+
+def config_of(model_dir: Path) -> Any:
+    """transformers' config of a model directory; no code from it is run. Raises: ModelError for one that it does not know, or whose
+    keys contradict each other."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    except (ValueError, StrictDataclassError) as error:
+        kind = json.loads((model_dir / "config.json").read_text(encoding="utf-8")).get("model_type")
+        raise (
+            _make_unusable_config_error(model_dir, error)
+            if kind in CONFIG_MAPPING
+            else _make_unknown_architecture_error(model_dir, kind)
+        ) from None
+
+
+def class_of(config: Any) -> Any:
+    """transformers' class of causal language models for a config; None if there is none."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+
+
+def causal_lm_class(model_dir: Path) -> tuple[Any, Any]:
+    """The `config_of` a directory, and transformers' class of causal language models for it. Raises: ModelError if there is none."""
+    config = config_of(model_dir)
+    known = class_of(config)
+    if known is None:
+        raise _make_unknown_architecture_error(model_dir, config.model_type)
+    return config, known
+
+
+@contextmanager
+def refuse_unusable_config(model_dir: Path) -> Iterator[None]:
+    """Within, transformers makes a model of a directory's config. Raises: ModelError if it cannot."""
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        raise _make_unusable_config_error(model_dir, error) from None
+
+
+def _make_unknown_architecture_error(model_dir: Path, kind: object) -> ModelError:
+    return ModelError.at(
+        f"{model_dir / 'config.json'}: model_type",
+        found=f"{kind!r}, which transformers has no causal language model for",
+        wanted="an architecture of AutoModelForCausalLM",
+        fix="take another model, or the version of transformers that knows this one",
+    )
+
+
+def _make_unusable_config_error(model_dir: Path, error: Exception) -> ModelError:
+    said = " ".join(str(error).split())
+    return ModelError.at(
+        model_dir / "config.json",
+        found=f"{said}, which transformers does not know" if isinstance(error, KeyError) else said,
+        wanted="a config of which transformers can make a model",
+        fix="correct the key, or copy the file from the original model",
+    )
+
+
+def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
+    """transformers' causal language model of a directory, from safetensors alone; no code from it is run.
+
+    Raises: ModelError if transformers has none for its config, or if the files lack a tensor or have one of another shape:
+    transformers would go on with random numbers.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config, _ = causal_lm_class(model_dir)
+    with refuse_unusable_config(model_dir):
+        lm, found = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            dtype=dtype,
+            attn_implementation=fastest_attention(config),
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
+        )
+    _refuse_made_up(model_dir, found)
+    return lm
+
+
+def _refuse_made_up(model_dir: Path, loaded: Mapping[str, Any]) -> None:
+    """`loaded` is transformers' loading info. Raises: ModelError if it made a tensor up, because the files lack it or have
+    another shape of it."""
+    odd = [
+        f"{name} of shape {' x '.join(map(str, ours))}, config.json calls for {' x '.join(map(str, wanted))}"
+        for name, ours, wanted in sorted(loaded["mismatched_keys"])
+    ]
+    missing = sorted(loaded["missing_keys"])
+    if odd or missing:
+        raise ModelError.at(
+            model_dir,
+            found=odd[0] if odd else f"no weights for {', '.join(missing[:3])}",
+            wanted="every tensor that config.json calls for",
+            fix="config.json and weights are of two models, or a shard is missing; copy both again",
+        )
+
+
+class Naming:
+    """An architecture without its numbers: which tensors of the files make which tensors of the modules.
+
+    Make it in the main thread, because transformers changes torch's default type while it does so; any thread may use it.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        """`config` is a config object of transformers. Raises: ValueError if there is no causal language model for it."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=fastest_attention(config), trust_remote_code=False
+            )
+        self._dtype = dtype
+        self._names = set(self._model.state_dict())
+        self._plan = self._model._get_dtype_plan(dtype)
+        self._turn = Lock()  # a conversion uses the model as its workspace: one thread at a time
+
+    @property
+    def model(self) -> Any:
+        """A causal language model of transformers on the meta device."""
+        return self._model
+
+    def is_plain(self, names: Collection[str]) -> bool:
+        """True if tensors of these names are the modules' own, so that no conversion is needed."""
+        return self._names.issuperset(names) and not self._plan
+
+    def from_files(self, tensors: Mapping[str, Tensor]) -> tuple[State, str]:
+        """The tensors by the modules' names, and what does not fit (empty if all does).
+
+        Tensors that need no conversion and have the right type stay mapped; the others are copied. A tied weight may be missing.
+        """
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+
+        with self._turn, _hide_progress_bars():
+            try:
+                found, _ = convert_and_load_state_dict_in_model(
+                    self._model, dict(tensors), self._load_config(tensors), disk_offload_index=None
+                )
+                absent = found.missing_keys | {name for name, *_ in found.mismatched_keys}
+                state = {n: t.detach() for n, t in self._model.state_dict().items() if n not in absent}
+                return state, self._describe_problem(found)
+            finally:
+                # The conversion puts the tensors into the model itself; `state` keeps them, the model must not.
+                to_meta(self._model)
+
+    def head_names(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Names of a file's tensors that hold the output head unchanged; the embedding that it is tied to comes first."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        weight = self._model.get_output_embeddings().weight
+        heads = {name for name, param in self._model.named_parameters(remove_duplicate=False) if param is weight}
+        tied = {source for target, source in self._model.all_tied_weights_keys.items() if target in heads}
+        mapping = get_model_conversion_mapping(self._model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        with self._turn:
+            known = self._model.state_dict()
+        made = {n: rename_source_key(n, renamings, converters, self._model.base_model_prefix, known) for n in names}
+        whole = {n: {n, target} for n, (target, pattern) in made.items() if pattern is None}
+        return tuple(n for wanted in (tied, heads - tied) for n, both in whole.items() if both & wanted)
+
+    def _load_config(self, tensors: Mapping[str, Tensor]) -> Any:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        only_shapes = any(tensor.is_meta for tensor in tensors.values())
+        return LoadStateDictConfig(
+            device_map={"": "meta" if only_shapes else "cpu"},
+            dtype=self._dtype,
+            dtype_plan=self._plan,
+            weight_mapping=get_model_conversion_mapping(self._model),
+        )
+
+    def _describe_problem(self, found: Any) -> str:
+        """What does not fit, in words. transformers would only warn, and leave such weights at random values."""
+        self._model._adjust_missing_and_unexpected_keys(found)
+        missing = sorted(found.missing_keys - set(self._model.all_tied_weights_keys))
+        parts = {
+            "missing": missing,
+            "unexpected": sorted(found.unexpected_keys),
+            "of another shape": sorted(name for name, *_ in found.mismatched_keys),
+            "not convertible": sorted(found.conversion_errors),
+        }
+        return ", ".join(f"{what} {names[:3]}" for what, names in parts.items() if names)
+
+
+@contextmanager
+def _hide_progress_bars() -> Iterator[None]:
+    """Within, transformers shows no progress bar."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def to_meta(model: nn.Module) -> None:
+    """Move the model to the meta device, except for buffers that no file holds."""
+    model.load_state_dict({name: value.to("meta") for name, value in model.state_dict().items()}, assign=True)
+
+
+@dataclass(frozen=True, slots=True)
+class FileGroup:
+    """Tensors of a model's modules that become tensors of its files together, mostly one of each."""
+
+    names: tuple[str, ...]
+    """Their names in the modules."""
+    target: str
+    """Name in the files, of the first tensor if there are several."""
+    conversion: Any = None
+    """transformers' conversion to the files; None if the tensor stays as it is."""
+    patterns: tuple[str, ...] = ()
+    """The pattern of the conversion that each name fits."""
+
+    def to_files(self, model: Any, tensors: Mapping[str, Tensor]) -> State:
+        """The tensors of the files, which may be parts of the given ones; `tensors` have the names of the modules."""
+        if self.conversion is None:
+            return {self.target: tensors[self.names[0]]}
+        for name, pattern in zip(self.names, self.patterns, strict=True):
+            self.conversion.add_tensor(self.target, name, pattern, tensors[name])
+        made = self.conversion.convert(self.target, model=model, config=model.config)
+        return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
+
+
+def file_groups(model: Any, names: Iterable[str]) -> list[FileGroup]:
+    """How tensors of the modules become those of the files, in the order of the files. What the model was loaded from decides.
+
+    This is `revert_weight_conversion` of transformers, which wants all tensors at once, group by group.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    conversions = _conversions_of(model)
+    if conversions is None:
+        return [FileGroup((name,), name) for name in names]
+    reversed_ = [conversion.reverse_transform() for conversion in conversions[::-1]]
+    renamings = [entry for entry in reversed_ if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in reversed_ if isinstance(entry, WeightConverter)]
+    known = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    parts: dict[str, list[tuple[str, str | None]]] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        parts.setdefault(target, []).append((name, pattern))
+    groups = []
+    for target, members in parts.items():
+        found, patterns = tuple(name for name, _ in members), tuple(p for _, p in members if p is not None)
+        assert len(patterns) in (0, len(found)), target
+        groups.append(FileGroup(found, target, deepcopy(known[patterns[0]]) if patterns else None, patterns))
+    return groups
+
+
+def _conversions_of(model: Any) -> list[Any] | None:
+    """transformers' conversions of a model's files to its modules: those that it was loaded with, or else its architecture's."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    used: list[Any] | None = getattr(model, "_weight_conversions", None)
+    if used is not None:
+        return used
+    # Nobody knows whether the files of a model that was not loaded would have the prefix.
+    every = get_model_conversion_mapping(model, add_legacy=False)
+    return [entry for entry in every if not isinstance(entry, PrefixChange)] or None
+
+
+def to_files(model: Any, state: Mapping[str, Tensor]) -> State:
+    """Convert a model's tensors to the names and shapes that its files have.
+
+    Each tensor owns its bytes, because safetensors refuses a tensor that is a part of another one.
+    """
+    files: State = {}
+    for group in file_groups(model, state):
+        for name, tensor in group.to_files(model, {part: state[part] for part in group.names}).items():
+            apart = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
+            files[name] = tensor if apart else tensor.clone(memory_format=torch.contiguous_format)
+    return files
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a model's files that are no parameters, such as the bias of a router. Training does not change them."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -1,0 +1,212 @@
+"""Episodes: what came of one, the counts over those of a domain, and what the record of a step says of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self, get_args
+
+from opd.records.guard import GuardRecord, GuardStats
+from opd.records.json_fields import keep_known_keys
+from opd.records.types import Broken, Rollout, StopReason, TurnStats
+
+BROKEN: frozenset[str] = frozenset(get_args(Broken))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """What became of the sampled tokens of one or many episodes."""
+
+    segments: int = 0
+    turns: int = 0
+    sampled: int = 0
+    """Tokens that the policy sampled."""
+    trained: int = 0
+    """Those of them that carry loss."""
+    forks: int = 0
+    """Segments that were begun because a history did not continue any other."""
+    lost_turns: int = 0
+    """Turns that were sampled, at least in part, and are in no segment."""
+    teacher_turns: int = 0
+    """Turns that the domain's expert wrote in the policy's place; `turns` counts them too."""
+
+    def __add__(self, other: Audit) -> Audit:
+        return Audit(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeResult:
+    """What came of one episode."""
+
+    rollouts: tuple[Rollout, ...]
+    """Its segments; none if it broke before the first turn."""
+    stop_reason: StopReason
+    reward: float | None
+    audit: Audit
+    invalid_calls: int = 0
+    """Turns with a tool call that could not be made as it was written."""
+    error: str = ""
+    """What broke it."""
+    close_error: str = ""
+    """Why its environment could not be closed, or the first of its sub-agents'; the episode counts as it ended."""
+    text: str = ""
+    """The turns as text, for people."""
+    guard: GuardStats | None = None
+    """What the guard saw; None where none looked on."""
+    sub_agents: Mapping[str, int] = field(default_factory=dict)
+    """Why its sub-agents ended -> how many. `refused`: a call that started none."""
+    sub_agent_error: str = ""
+    """What broke the first sub-agent that broke."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeStats:
+    """Counts over the episodes of one domain in a step or an exam."""
+
+    episodes: int = 0
+    audit: Audit = field(default_factory=Audit)
+    invalid_calls: int = 0
+    rewarded: int = 0
+    """Episodes with a reward."""
+    reward_sum: float = 0.0
+    stop_reasons: Mapping[str, int] = field(default_factory=dict)
+    """Why the episodes ended -> how many."""
+    error: str = ""
+    """What broke the first that broke."""
+    not_closed: int = 0
+    """Episodes with an environment that could not be closed."""
+    close_error: str = ""
+    """Why the first could not."""
+    guard: GuardStats | None = None
+    """What the guard saw; None where none looked on. The step's log has it, so that a replay asks no judge."""
+    sub_agents: Mapping[str, int] = field(default_factory=dict)
+    """Sum of `EpisodeResult.sub_agents`."""
+    sub_agent_error: str = ""
+    """What broke the first sub-agent that broke."""
+
+    @property
+    def broken(self) -> int:
+        """Episodes that ended because an environment or an agent's program failed."""
+        return sum(num for reason, num in self.stop_reasons.items() if reason in BROKEN)
+
+    @classmethod
+    def of(cls, results: Iterable[EpisodeResult]) -> Self:
+        """Count what came of these episodes."""
+        found = list(results)
+        return cls(
+            episodes=len(found),
+            audit=sum((r.audit for r in found), Audit()),
+            invalid_calls=sum(r.invalid_calls for r in found),
+            rewarded=sum(r.reward is not None for r in found),
+            reward_sum=math.fsum(r.reward for r in found if r.reward is not None),
+            stop_reasons=dict(Counter(r.stop_reason for r in found)),
+            error=next((r.error for r in found if r.error), ""),
+            not_closed=sum(bool(r.close_error) for r in found),
+            close_error=next((r.close_error for r in found if r.close_error), ""),
+            guard=GuardStats.sum_stats(r.guard for r in found),
+            sub_agents=dict(sum((Counter(r.sub_agents) for r in found), Counter())),
+            sub_agent_error=next((r.sub_agent_error for r in found if r.sub_agent_error), ""),
+        )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`."""
+        guard = None if data.get("guard") is None else GuardStats.from_json(data["guard"])
+        return cls(**{**data, "audit": Audit(**data["audit"]), "guard": guard})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRecord:
+    """The trained tokens of one turn of a domain's episodes; means a token, nats."""
+
+    tokens: int
+    loss: float
+    logprob_gap: float
+    """|trainer - engine| log-prob, without stale tokens; 0 if all are stale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodesRecord:
+    """One domain's episodes."""
+
+    episodes: int = 0
+    turns: float = 0.0
+    """Mean turns of an episode."""
+    reward: float | None = None
+    """Mean of an episode; one without a reward counts as 0, as in an exam. None if no episode has one."""
+    tokens: int = 0
+    """Tokens that the student sampled."""
+    trained: float = 0.0
+    """Share of them that carries loss."""
+    segments: int = 0
+    forks: int = 0
+    """Segments that were begun because a history did not continue any other."""
+    lost_turns: int = 0
+    """Turns that were sampled, at least in part, and are in no segment."""
+    teacher_turns: int = 0
+    """Turns that the domain's expert wrote in the student's place."""
+    invalid_calls: int = 0
+    """Turns with a tool call that could not be made as it was written."""
+    stop_reasons: Mapping[str, int] = field(default_factory=dict)
+    """Why the episodes ended -> how many."""
+    broken: int = 0
+    """Episodes that ended because an environment or an agent's program failed."""
+    error: str = ""
+    """What broke the first that broke, else the first sub-agent that broke."""
+    not_closed: int = 0
+    """Episodes with an environment whose `close` failed; not there if none did. They count as they ended."""
+    close_error: str = ""
+    """Why the first could not be closed."""
+    sub_agents: Mapping[str, int] = field(default_factory=dict)
+    """Why sub-agents ended -> how many; not there without any. `refused`: calls that started none."""
+    by_turn: tuple[TurnRecord, ...] = ()
+    """The first turn of a dialogue, the second, and so on, also in the segments after a summary."""
+    guard: GuardRecord | None = None
+    """What the guard saw; None where none looks on."""
+
+    @classmethod
+    def of(cls, stats: EpisodeStats, turns: Mapping[int, TurnStats]) -> Self:
+        """Make the record from a domain's counts; `turns` are those with a trained token."""
+        audit = stats.audit
+        return cls(
+            episodes=stats.episodes,
+            turns=audit.turns / max(1, stats.episodes),
+            reward=stats.reward_sum / stats.episodes if stats.rewarded else None,
+            tokens=audit.sampled,
+            trained=audit.trained / max(1, audit.sampled),
+            segments=audit.segments,
+            forks=audit.forks,
+            lost_turns=audit.lost_turns,
+            teacher_turns=audit.teacher_turns,
+            invalid_calls=stats.invalid_calls,
+            stop_reasons=dict(stats.stop_reasons),
+            broken=stats.broken,
+            error=stats.error or stats.sub_agent_error,
+            not_closed=stats.not_closed,
+            close_error=stats.close_error,
+            sub_agents=dict(stats.sub_agents),
+            by_turn=tuple(_record_turn(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
+            guard=None if stats.guard is None else GuardRecord.of(stats.guard),
+        )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_json`; keys of a newer release are ignored."""
+        read = keep_known_keys(cls, data)
+        guard = GuardRecord.from_json(read["guard"]) if read.get("guard") else None
+        turns = tuple(TurnRecord(**keep_known_keys(TurnRecord, turn)) for turn in read.get("by_turn", ()))
+        return cls(**read | {"by_turn": turns, "guard": guard})
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that these episodes have, by name."""
+        seldom = ("sub_agents", "guard", "teacher_turns", "not_closed", "close_error")
+        return {name: value for name, value in asdict(self).items() if value or name not in seldom}
+
+
+def _record_turn(stats: TurnStats | None) -> TurnRecord:
+    if stats is None:
+        return TurnRecord(tokens=0, loss=0.0, logprob_gap=0.0)
+    gap = stats.gap_sum / max(1, stats.tokens - stats.stale_tokens)
+    return TurnRecord(tokens=stats.tokens, loss=stats.kl_sum / stats.tokens, logprob_gap=gap)

@@ -1,0 +1,185 @@
+"""What an episode, a step's log, the metrics and the report keep of the guard's verdicts; plain values, as JSON has them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+Stage = Literal["rules", "judge", "no_judge", "judge_failed"]
+"""Who decided: a rule or the absence of a hit; the judge; `on_failure`, because there is no judge, or because it did not answer."""
+Suspicion = Literal["none", "rule", "certain", "unreadable", "answer"]
+"""What stage one said: nothing, a rule that wants a judge, a rule that is certain, or a command that does not parse; `answer`: an
+answer in which it found nothing, which a judge reads all the same."""
+
+
+DECIDED: dict[Stage, str] = {
+    "rules": "the rules",
+    "judge": "the judge",
+    "no_judge": "on_failure, there is no judge",
+    "judge_failed": "on_failure, the judge did not answer",
+}
+"""Who decided, in words."""
+MAX_TEXT = 2000
+MAX_EXAMPLE = 400
+"""Characters of a call's text in the log of a step, and of one in the metrics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The guard's answer to one call, and all that the trace keeps of it."""
+
+    allowed: bool
+    """False: the call must not run."""
+    stage: Stage
+    suspicion: Suspicion
+    rule: str = ""
+    """The rule that hit, if one did."""
+    reason: str = ""
+    """Why, for people."""
+    command: str = ""
+    """The calls that the command would make, one line each, with resolved words."""
+    observation: str = ""
+    """What the policy reads instead, if the call is blocked: the program's natural error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardEvent:
+    """One call, or one answer, that the rules did not simply let pass, and what became of it."""
+
+    episode: str
+    """Sample id of the episode."""
+    turn: int
+    """Number of the policy's turn in its conversation, from 0."""
+    tool: str
+    """Empty for an answer."""
+    text: str
+    """What the policy wrote: the call's arguments, or the answer."""
+    verdict: Verdict
+
+    @property
+    def rule(self) -> str:
+        """The rule that hit, or why no rule was needed: `unreadable`, `answer`."""
+        return self.verdict.rule or self.verdict.suspicion
+
+    @property
+    def line(self) -> str:
+        """What a reader of the episode is told."""
+        done = "let pass" if self.verdict.allowed else "blocked"
+        return f"guard: {done} by {DECIDED[self.verdict.stage]}, {self.rule}: {self.verdict.reason}"
+
+    @property
+    def describe(self) -> str:
+        """The same with the turn, from 1, and the call."""
+        return f"turn {self.turn + 1}, {self.line}\n{self.tool or 'answer'}: {self.text[:MAX_EXAMPLE]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardStats:
+    """What the guard saw in one or many episodes."""
+
+    checked: int = 0
+    """Calls and answers that it was asked about."""
+    blocked_turns: int = 0
+    """Turns of the policy in which something was blocked."""
+    events: tuple[GuardEvent, ...] = ()
+
+    def __add__(self, other: GuardStats) -> GuardStats:
+        return GuardStats(
+            checked=self.checked + other.checked,
+            blocked_turns=self.blocked_turns + other.blocked_turns,
+            events=self.events + other.events,
+        )
+
+    @classmethod
+    def sum_stats(cls, parts: Iterable[GuardStats | None]) -> GuardStats | None:
+        """Sum of those that there are; None if there is none, because no guard looked on."""
+        known = [part for part in parts if part is not None]
+        return sum(known, cls()) if known else None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`."""
+        events = (GuardEvent(**event | {"verdict": Verdict(**event["verdict"])}) for event in data["events"])
+        return cls(**{**data, "events": tuple(events)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardExample:
+    """One call that a rule hit on."""
+
+    episode: str
+    text: str
+    blocked: bool
+    stage: str
+    """Who decided: see `Stage`."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleRecord:
+    """What one rule did in one domain in a step, or in several."""
+
+    hits: int = 0
+    blocked: int = 0
+    stages: Mapping[str, int] = field(default_factory=dict)
+    """Who decided -> how often."""
+    examples: tuple[GuardExample, ...] = ()
+
+    def __add__(self, other: RuleRecord) -> RuleRecord:
+        return RuleRecord(
+            hits=self.hits + other.hits,
+            blocked=self.blocked + other.blocked,
+            stages=dict(Counter(self.stages) + Counter(other.stages)),
+            examples=_select_examples((*self.examples, *other.examples)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardRecord:
+    """What the guard did in one domain in a step."""
+
+    checked: int = 0
+    blocked_turns: int = 0
+    rules: Mapping[str, RuleRecord] = field(default_factory=dict)
+
+    @property
+    def unanswered(self) -> int:
+        """Calls and answers about which the judge was asked and did not answer."""
+        return sum(rule.stages.get("judge_failed", 0) for rule in self.rules.values())
+
+    @classmethod
+    def of(cls, stats: GuardStats) -> Self:
+        """Make the record from the counts of a domain."""
+        rules: dict[str, RuleRecord] = {}
+        for event in stats.events:
+            rules[event.rule] = rules.get(event.rule, RuleRecord()) + _record_rule(event)
+        return cls(checked=stats.checked, blocked_turns=stats.blocked_turns, rules=rules)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `dataclasses.asdict`."""
+        rules = {
+            name: RuleRecord(**rule | {"examples": tuple(GuardExample(**one) for one in rule["examples"])})
+            for name, rule in data["rules"].items()
+        }
+        return cls(checked=data["checked"], blocked_turns=data["blocked_turns"], rules=rules)
+
+
+def _record_rule(event: GuardEvent) -> RuleRecord:
+    verdict = event.verdict
+    example = GuardExample(
+        episode=event.episode,
+        text=event.text[:MAX_EXAMPLE],
+        blocked=not verdict.allowed,
+        stage=verdict.stage,
+        reason=verdict.reason[:MAX_EXAMPLE],
+    )
+    return RuleRecord(hits=1, blocked=int(not verdict.allowed), stages={verdict.stage: 1}, examples=(example,))
+
+
+def _select_examples(given: tuple[GuardExample, ...]) -> tuple[GuardExample, ...]:
+    """The first of either verdict."""
+    first = {example.blocked: example for example in reversed(given)}
+    return tuple(first[blocked] for blocked in (True, False) if blocked in first)

@@ -1,0 +1,130 @@
+"""What a reward asks of an optimiser step, what the trainer says of it, and what of that is in `metrics.jsonl`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from math import sqrt
+from typing import TYPE_CHECKING, Any, Self
+
+from opd.records.json_fields import keep_known_keys, mapping_under
+from opd.records.sums import Sums
+
+if TYPE_CHECKING:
+    from opd.credit.interfaces import Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardStep:
+    """The policy gradient of one optimiser step, before it is planned who trains what."""
+
+    weight: float
+    """What its mean counts beside the divergence's."""
+    advantages: Mapping[str, Floats]
+    """Sample id -> [N] advantage of each trained token; samples that are not in it take no part."""
+    compare: bool = False
+    """Compute the two gradients one after the other, so that they can be compared."""
+    waits: bool = False
+    """Take no optimiser step at all: a critic learns alone. A divergence from the weights that the run began with would be rounding
+    noise, which AdamW scales up to whole steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyStats(Sums):
+    """Sums over one domain's trained tokens that have an advantage."""
+
+    tokens: int
+    loss_sum: float
+    """-f(r) A log p, see `opd.losses.policy_gradient`."""
+    masked: int
+    """Tokens outside of the band."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared(Sums):
+    """Sums over the parameters, or over a part of them, of two gradients as the optimiser adds them up."""
+
+    divergence_sq: float
+    policy_sq: float
+    """With its weight."""
+    dot: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyReport:
+    """What the trainer says about the policy gradient of one step, summed over all ranks."""
+
+    loss: float
+    """The mean over the tokens that have an advantage, without the stream's weight."""
+    domains: Mapping[str, PolicyStats]
+    compared: Compared | None = None
+    """None in a step in which the gradients were not compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainReward:
+    """One domain's rewards of a step."""
+
+    episodes: int = 0
+    """Episodes, or responses of a single turn, that have a reward."""
+    reward: float = 0.0
+    """Mean over them."""
+    tokens: int = 0
+    """Trained tokens that have an advantage."""
+    loss: float = 0.0
+    """Mean over these tokens, nats."""
+    masked: float = 0.0
+    """Share of these tokens outside of the band of ratios."""
+    failed: int = 0
+    """Responses whose verifier raised or was late: their reward is 0."""
+    error: str = ""
+    """What the first of them raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRecord:
+    """The policy gradient of one step in `metrics.jsonl`."""
+
+    weight: float = 0.0
+    """What its mean counted beside the divergence's; 0 while a critic is not ready."""
+    loss: float = 0.0
+    """The mean over all tokens that have an advantage; it is not part of the step's `loss`."""
+    masked: float = 0.0
+    """Share of these tokens outside of the band of ratios."""
+    domains: Mapping[str, DomainReward] = field(default_factory=dict)
+    credit: Mapping[str, float] = field(default_factory=dict)
+    """What the baseline or critic says of the step."""
+    cosine: float | None = None
+    """Cosine of the gradients of divergence and reward; None where they were not compared, or one of them is 0."""
+    divergence_norm: float | None = None
+    policy_norm: float | None = None
+    """With its weight."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys that have a value; without keys of failures where there were none."""
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        optional = ("failed", "error")
+        data["domains"] = {
+            name: {f.name: value for f in fields(found) if (value := getattr(found, f.name)) or f.name not in optional}
+            for name, found in self.domains.items()
+        }
+        return {key: value for key, value in data.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
+        read = keep_known_keys(cls, data)
+        domains = {
+            name: DomainReward(**keep_known_keys(DomainReward, found))
+            for name, found in mapping_under(read, "domains").items()
+        }
+        return cls(**read | {"domains": domains})
+
+
+def compare_gradients(compared: Compared | None) -> dict[str, float]:
+    """The keys of a `RewardRecord` that tell how the two gradients lie to each other."""
+    if compared is None:
+        return {}
+    divergence, policy = sqrt(compared.divergence_sq), sqrt(compared.policy_sq)
+    cosine = {"cosine": compared.dot / (divergence * policy)} if divergence and policy else {}
+    return cosine | {"divergence_norm": divergence, "policy_norm": policy}

@@ -1,0 +1,188 @@
+"""The result of an evaluation, stored as `RUN_DIR/evaluation/NAME.json`. Report and baselines read these files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from opd.errors import RunDirError
+from opd.files import atomic_write_text
+from opd.records.json_fields import check_types
+
+T = TypeVar("T")
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthScore:
+    """One model on a domain's tasks of a like length, counted in moves of the task's own solution."""
+
+    fewest: int
+    """Right moves of the shortest task that belongs here."""
+    most: int | None
+    """Those of the longest; None: no limit."""
+    questions: int
+    accuracy: float
+    """Mean score of these tasks, 0..1."""
+    low: float
+    """Lower end of the 95 % interval, 0..1."""
+    high: float
+    """Upper end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainScore:
+    """One model on one domain."""
+
+    accuracy: float
+    """Mean score in 0..1: over the questions, of the mean over each question's answers (pass@1)."""
+    stderr: float
+    """Standard error of `accuracy`; questions are the independent draws, not answers."""
+    low: float
+    """Lower end of the 95 % interval, 0..1."""
+    high: float
+    """Upper end."""
+    questions: int
+    samples: int = 1
+    """Answers to each question."""
+    pass_at: dict[str, float] = field(default_factory=dict)
+    """k (as text, JSON's keys are text) -> unbiased pass@k."""
+    mean_tokens: float = 0.0
+    """Length of an answer in tokens."""
+    truncated: float = 0.0
+    """Share of answers that ended at the token limit."""
+    failed: int = 0
+    """Answers whose verifier or environment failed."""
+    turns: float | None = None
+    """Mean turns of an episode; None in a domain without an environment."""
+    invalid_calls: int = 0
+    """Turns with a tool call that could not be made as it was written."""
+    by_length: tuple[LengthScore, ...] = ()
+    """Episodes by right moves of the task, the shortest first; empty where tasks do not say how many, or an older release
+    wrote the file."""
+    by_question: tuple[float, ...] = ()
+    """Mean score of each question's answers, in the order of the exam, so that models can be compared question by question; empty
+    if an older release wrote the file."""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DomainScore:
+        """Make the score from its part of a parsed file. Raises: TypeError if that has another form."""
+        lengths = tuple(LengthScore(**part) for part in data.get("by_length", ()))
+        return cls(**{**data, "by_length": lengths, "by_question": tuple(data.get("by_question", ()))})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredAnswer:
+    """One answer, to be read by a person."""
+
+    domain: str
+    prompt_id: str
+    prompt: str
+    """Decoded, special tokens left in."""
+    answer: str
+    """What the verifier compared with."""
+    text: str
+    score: float
+    tokens: int = 0
+    truncated: bool = False
+    error: str = ""
+    """Traceback of a verifier that raised, or what broke the episode."""
+    turns: int | None = None
+    """Turns of the episode; None if it is none."""
+    invalid_calls: int = 0
+    """Those of them with a tool call that could not be made as it was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One model on all its domains."""
+
+    model: str
+    """Who answered, in words a reader knows: a path, `student before`, `expert`."""
+    scores: dict[str, DomainScore]
+    """Domain -> score."""
+    answers: tuple[ScoredAnswer, ...] = ()
+    """The first few answers of each domain; of the others the first few wrong ones, and the first few whose verifier raised."""
+    step: int | None = None
+    """Steps of the merge that the model had taken; None if it comes from no merge, or if an older release wrote the file."""
+    tokens: int | None = None
+    """Response tokens of those steps. None where `step` is None, and during a merge, where metrics.jsonl has the number."""
+    weights: dict[str, str] = field(default_factory=dict)
+    """Domain -> digest of the model that answered (its config.json and weight files), where it lies on disk."""
+    cached: dict[str, str] = field(default_factory=dict)
+    """Domain -> run and day that the result is from, if it was taken over from another run."""
+
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """Domain -> accuracy, 0..1."""
+        return {domain: score.accuracy for domain, score in self.scores.items()}
+
+    def is_of(self, domain: str, digest: str) -> bool:
+        """True if this is an evaluation of this model on this domain. A file of an older release names no model: it counts too."""
+        return domain in self.scores and self.weights.get(domain, digest) == digest
+
+    def as_text(self) -> str:
+        """The text of its file."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all. Raises: OSError."""
+        atomic_write_text(path, self.as_text())
+
+    @classmethod
+    def load(cls, path: Path) -> Evaluation:
+        """Read what `save` wrote. Raises: OSError; RunDirError for a file that is damaged or of another format."""
+        return load_result(path, FORMAT, cls.from_json)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Evaluation:
+        """Make the evaluation from the parsed JSON of its file."""
+        assert data["format"] == FORMAT, f"evaluation file of format {data['format']}"
+        found = cls(
+            model=data["model"],
+            scores={domain: DomainScore.from_json(score) for domain, score in data["scores"].items()},
+            answers=tuple(ScoredAnswer(**answer) for answer in data["answers"]),
+            step=data.get("step"),
+            tokens=data.get("tokens"),
+            weights=data.get("weights", {}),
+            cached=data.get("cached", {}),
+        )
+        return check_types(found)
+
+
+def load_result(path: Path, wanted: int, read: Callable[[Mapping[str, Any]], T]) -> T:
+    """What `read` makes of a result's file of the wanted format.
+
+    Raises: OSError; RunDirError for a file that is damaged or of another format.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != wanted:
+            raise ValueError(f"format {data['format']!r}")
+        return read(data)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunDirError.at(
+            path,
+            found=f"{type(error).__name__}: {error}",
+            wanted="the file as this version of opd wrote it",
+            fix="put it back, or move it away: what it held is then measured again",
+        ) from None
+
+
+def combine_evaluations(evaluations: Sequence[Evaluation], model: str) -> Evaluation:
+    """Combine at least one evaluation into one. Where several have a domain, the last of them counts."""
+    last = {domain: found for found in evaluations for domain in found.scores}
+    training = {(found.step, found.tokens) for found in evaluations}
+    step, tokens = training.pop() if len(training) == 1 else (None, None)
+    return Evaluation(
+        model=model,
+        scores={domain: found.scores[domain] for domain, found in last.items()},
+        answers=tuple(a for domain, found in last.items() for a in found.answers if a.domain == domain),
+        step=step,
+        tokens=tokens,
+        weights={domain: found.weights[domain] for domain, found in last.items() if domain in found.weights},
+        cached={domain: found.cached[domain] for domain, found in last.items() if domain in found.cached},
+    )

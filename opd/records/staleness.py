@@ -1,0 +1,36 @@
+"""How old the tokens of a step are, by what their rows say. The age of a token is the number of pushes since its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from opd.errors import RunError
+from opd.records.types import Rollout
+
+
+def count_ages(rollouts: Sequence[Rollout], policy_version: int) -> dict[int, int]:
+    """Age -> trained tokens, the youngest first; `policy_version` is that of the weights that are trained on them."""
+    found = Counter[int]()
+    for rollout in rollouts:
+        for span in rollout.spans:
+            if span.trained and span.length:
+                found[policy_version - span.policy_version] += span.length
+    return dict(sorted(found.items()))
+
+
+def stale_samples(rollouts: Sequence[Rollout], policy_version: int) -> frozenset[str]:
+    """Ids of the samples that have a trained token of older weights."""
+    return frozenset(r.sample_id for r in rollouts if any(age > 0 for age in count_ages([r], policy_version)))
+
+
+def refuse_stale(rollouts: Sequence[Rollout], policy_version: int, max_staleness: int) -> None:
+    """Refuse rows with a trained token that is too old, or that newer weights wrote than there are. Raises: RunError."""
+    for rollout in rollouts:
+        wrong = [age for age in count_ages([rollout], policy_version) if not 0 <= age <= max_staleness]
+        if wrong:
+            raise RunError(
+                f"sample {rollout.sample_id} of domain {rollout.domain}: policy version {policy_version - wrong[-1]} wrote tokens "
+                f"of it, and version {policy_version} would be trained on them: an age of {wrong[-1]}, "
+                f"schedule.max_staleness is {max_staleness}"
+            )

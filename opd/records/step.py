@@ -1,0 +1,336 @@
+"""The record of one step: a line of `metrics.jsonl`, and what progress, sinks and the report read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isnan
+from typing import TYPE_CHECKING, Any, Self
+
+from opd.records.episodes import EpisodesRecord
+from opd.records.json_fields import check_types, keep_known_keys, mapping_under
+from opd.records.rewards import RewardRecord
+from opd.records.staleness import count_ages
+from opd.records.tails import is_looping
+from opd.records.types import DomainStats, PushReport, Rollout, RolloutBatch, SavedCheckpoint, StepReport
+
+if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does not
+    from opd.stream.targets import TargetStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainRecord:
+    """Means over one domain's trained tokens; None for a number that cannot be computed from the teachers' payload, and for all
+    of them where no token was trained."""
+
+    loss: float | None = None
+    """The objective's value, nats."""
+    student_entropy: float | None = None
+    """Nats, like `teacher_entropy`."""
+    teacher_entropy: float | None = None
+    argmax_agreement: float | None = None
+    """Share of the tokens where student and teacher rank the same token first."""
+    teacher_top1: float | None = None
+    """Share of the tokens where the sampled token is the teacher's first."""
+    clip_rate: float | None = None
+    """Share of the tokens where the objective clipped."""
+    student_mass: float | None = None
+    """Student's probability of the tokens that a top-k teacher gave."""
+    teacher_mass: float | None = None
+    """Teacher's probability of the same tokens."""
+    tokens: int = 0
+    """Response tokens that carried loss."""
+    samples: int = 0
+    """Responses with a trained token."""
+
+    @classmethod
+    def of(cls, stats: DomainStats) -> Self:
+        """Make the record from a domain's sums."""
+        sums = {
+            "loss": stats.kl_sum,
+            "student_entropy": stats.entropy_sum,
+            "teacher_entropy": stats.teacher_entropy_sum,
+            "argmax_agreement": stats.agree_sum,
+            "teacher_top1": stats.teacher_top1_sum,
+            "clip_rate": stats.clipped_sum,
+            "student_mass": stats.student_mass_sum,
+            "teacher_mass": stats.teacher_mass_sum,
+        }
+        means = {name: total / stats.tokens for name, total in sums.items() if stats.tokens and not isnan(total)}
+        return cls(**means, tokens=stats.tokens, samples=stats.samples)
+
+    def to_json(self) -> dict[str, float]:
+        """The numbers that are known, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionRecord:
+    """The trained tokens at some positions of their responses."""
+
+    loss: float
+    """Mean, nats a token."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamRecord:
+    """Numbers about the stream of rows from the teachers to the trainer."""
+
+    parts: int = 0
+    bytes: int = 0
+    peak_bytes: int = 0
+    """Most bytes of parts that waited for the trainer at one time."""
+    early_micro_batches: int = 0
+    """Rounds of micro-batches that went to the ranks before the last row was scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmRecord:
+    """A reading that reached one of its monitor's limits."""
+
+    signal: str
+    """Key of `opd.monitors.SIGNALS`."""
+    domain: str
+    """Empty where the reading is of the whole step."""
+    value: float
+    limit: float
+    """The limit that the value reached: that of the hardest action."""
+    action: str
+    """`warn`, `pause` or `stop`."""
+    since: int
+    """The step from which on this limit was reached in every step."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What an alarm shares with that of the step before if it goes on."""
+        return self.signal, self.domain, self.action
+
+    def ends_after(self, step: int) -> bool:
+        """Whether the run ends after this step. A pause ends it once: who resumes has seen it."""
+        return self.action == "stop" or (self.action == "pause" and self.since == step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step. The defaults stand for numbers that a file of an older release lacks."""
+
+    step: int
+    """Number of the step, from 1."""
+    loss: float = 0.0
+    """The optimised mean over the global batch, nats."""
+    domains: Mapping[str, DomainRecord] = field(default_factory=dict)
+    positions: Mapping[str, PositionRecord] = field(default_factory=dict)
+    """Places in the response (`0`, `1`, `2-3`, `4-7` and so on) -> record."""
+    response_tokens: int = 0
+    """Tokens of all responses, whether they were trained or not."""
+    prompt_tokens: int = 0
+    truncated: int = 0
+    """Responses that ended at their limit."""
+    prompts: Mapping[str, int] = field(default_factory=dict)
+    """Prompts that the step took, by domain, once for each response that was asked for, including those that were left out."""
+    truncated_by_domain: Mapping[str, int] = field(default_factory=dict)
+    """Responses that ended at their limit, of those that `DomainRecord.samples` counts."""
+    looping_by_domain: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that ran there in a loop."""
+    unfinished: int = 0
+    """Responses that were cut, so that a later step trains them."""
+    quarantined: Mapping[str, int] = field(default_factory=dict)
+    """Domain -> number of prompts and responses that were left out."""
+    quarantined_reasons: Mapping[str, str] = field(default_factory=dict)
+    """Id of a prompt or sample -> why it was left out."""
+    episodes: Mapping[str, EpisodesRecord] = field(default_factory=dict)
+    """Domain with an environment -> record."""
+    reward: RewardRecord | None = None
+    """The policy gradient beside the divergence; None without `objective.reward`."""
+    skipped: bool = False
+    """True if no token was trained, as while a critic learns alone: there was no optimiser step."""
+    restarted: tuple[str, ...] = ()
+    """Workers that died and were started again."""
+    stream: StreamRecord = StreamRecord()
+    grad_norm: float = 0.0
+    """Norm of the gradient before clipping."""
+    lr: float = 0.0
+    logprob_gap: float = 0.0
+    """Mean |trainer - engine| log-prob of the sampled tokens, nats, without stale ones; 0 if all are stale."""
+    drift: float = 0.0
+    """The same mean over the stale tokens alone: how far the policy went since it wrote them."""
+    token_ages: Mapping[str, int] = field(default_factory=dict)
+    """Age -> trained tokens: pushes between the writing of a token and its training."""
+    policy_version: int = 0
+    """Version of the weights that were pushed after the step."""
+    probe_gap: float = 0.0
+    """Mean |trainer - engine| log-prob of the probe tokens after the push, nats."""
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    """Phase -> seconds. The phase `checkpoint` is the one that followed the step before."""
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+    """`rollout`, `teachers`, `trainer` -> seconds of the step in which the role was at work."""
+    accuracy: Mapping[str, float] = field(default_factory=dict)
+    """Domain -> accuracy in an exam after this step; empty if there was none."""
+    replayed: bool = False
+    """True if the step's rows came from the target log."""
+    checkpoint: SavedCheckpoint | None = None
+    """The checkpoint that was committed after the step before."""
+    alarms: tuple[AlarmRecord, ...] = ()
+    """Limits of monitors that this step's readings reached."""
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether a monitor ends the run after this step."""
+        return any(alarm.ends_after(self.step) for alarm in self.alarms)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all phases together."""
+        return sum(self.phase_s.values())
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """Role -> share of the step's seconds in which it was at work."""
+        return {role: busy / self.seconds for role, busy in self.busy_s.items()} if self.seconds else {}
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of `metrics.jsonl`, without the fields that this step does not have."""
+        data = asdict(self)
+        data["domains"] = {name: found.to_json() for name, found in self.domains.items()}
+        data["episodes"] = {name: found.to_json() for name, found in self.episodes.items()}
+        if self.reward is not None:
+            data["reward"] = self.reward.to_json()
+        optional = (
+            "reward",
+            "looping_by_domain",
+            "unfinished",
+            "episodes",
+            "restarted",
+            "accuracy",
+            "replayed",
+            "checkpoint",
+            "alarms",
+        )
+        return {key: value for key, value in data.items() if value or key not in optional}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
+        read = keep_known_keys(cls, data)
+        domains, positions, episodes = (mapping_under(read, key) for key in ("domains", "positions", "episodes"))
+        read["domains"] = {
+            name: DomainRecord(**keep_known_keys(DomainRecord, found)) for name, found in domains.items()
+        }
+        read["positions"] = {
+            name: PositionRecord(**keep_known_keys(PositionRecord, found)) for name, found in positions.items()
+        }
+        read["episodes"] = {name: EpisodesRecord.from_json(found) for name, found in episodes.items()}
+        read["restarted"] = tuple(read.get("restarted", ()))
+        read["alarms"] = tuple(AlarmRecord(**keep_known_keys(AlarmRecord, alarm)) for alarm in read.get("alarms", ()))
+        read["stream"] = StreamRecord(**keep_known_keys(StreamRecord, read.get("stream", {})))
+        if "reward" in read:
+            read["reward"] = RewardRecord.from_json(read["reward"])
+        if "checkpoint" in read:
+            read["checkpoint"] = SavedCheckpoint(**keep_known_keys(SavedCheckpoint, read["checkpoint"]))
+        return check_types(cls(**read))
+
+
+def select_domain(records: Sequence[StepRecord], domain: str) -> list[DomainRecord]:
+    """What these steps say of a domain, without the steps in which it had no trained token."""
+    return [record.domains[domain] for record in records if domain in record.domains and record.domains[domain].tokens]
+
+
+def token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str) -> float | None:
+    """Mean of a field over the trained tokens; None where no record has it."""
+    known = [s for s in stats if getattr(s, key) is not None]
+    tokens = sum(s.tokens for s in known)
+    return sum(getattr(s, key) * s.tokens for s in known) / tokens if tokens else None
+
+
+def mean_length(records: Sequence[StepRecord], domain: str) -> float | None:
+    """Mean trained tokens of a domain's response; an episode is one, whatever segments it has. None where none was trained."""
+    tokens = responses = 0
+    for record in records:
+        stats, acts = record.domains.get(domain), record.episodes.get(domain)
+        if stats and stats.tokens:
+            tokens += stats.tokens
+            responses += (acts.episodes if acts else 0) or stats.samples
+    return tokens / responses if responses else None
+
+
+def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport, pushed: PushReport) -> StepRecord:
+    """Make a step's record from its phases; the loop adds the seconds and what happened after the push."""
+    domain_of = {r.sample_id: r.domain for r in batch.rollouts}
+    left_out = Counter(q.domain for q in batch.quarantined) + Counter(domain_of[i] for i in targets.quarantined)
+    counted = _count_samples(batch, targets, trained)
+    return StepRecord(
+        step=trained.step,
+        loss=trained.loss,
+        domains={name: DomainRecord.of(stats) for name, stats in trained.domains.items()},
+        positions={
+            _format_positions(bits): PositionRecord(loss=stats.kl_sum / stats.tokens, tokens=stats.tokens)
+            for bits, stats in trained.positions.items()
+        },
+        response_tokens=sum(len(r.response_ids) for r in batch.rollouts),
+        prompt_tokens=sum(len(r.prompt_ids) for r in batch.rollouts),
+        truncated=sum(r.truncated for r in batch.rollouts),
+        prompts=_count_prompts(batch),
+        truncated_by_domain=dict(Counter(r.domain for r in counted if r.truncated)),
+        looping_by_domain=dict(Counter(r.domain for r in counted if is_looping(r))),
+        unfinished=len(batch.unfinished),
+        quarantined=dict(left_out),
+        quarantined_reasons={**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
+        episodes=_record_episodes(batch, trained),
+        skipped=trained.skipped,
+        restarted=(*batch.restarted, *targets.restarted),
+        stream=StreamRecord(
+            parts=targets.num_parts,
+            bytes=targets.nbytes,
+            peak_bytes=trained.peak_bytes,
+            early_micro_batches=trained.early_micro_batches,
+        ),
+        grad_norm=trained.grad_norm,
+        lr=trained.lr,
+        logprob_gap=trained.logprob_gap,
+        drift=trained.drift,
+        token_ages={str(age): tokens for age, tokens in count_ages(counted, pushed.version - 1).items()},
+        policy_version=pushed.version,
+        probe_gap=pushed.gap,
+    )
+
+
+def seconds_at_work(
+    record: StepRecord, rollout_s: float, targets: TargetStream, trained: StepReport
+) -> dict[str, float]:
+    """Make `StepRecord.busy_s` from the seconds of a step that is done; `rollout_s` are those in which engines wrote."""
+    found = {
+        "rollout": rollout_s,
+        "teachers": 0.0 if record.replayed else targets.busy_s,
+        "trainer": record.phase_s["train"] - trained.waited_s,
+    }
+    return {role: round(seconds, 4) for role, seconds in found.items()}
+
+
+def _count_samples(batch: RolloutBatch, targets: TargetStream, trained: StepReport) -> list[Rollout]:
+    """Those that `DomainRecord.samples` counts: none without an optimiser step, as while a critic learns alone."""
+    trainable = () if trained.skipped else batch.rollouts
+    return [r for r in trainable if r.num_trained and r.sample_id not in targets.quarantined]
+
+
+def _record_episodes(batch: RolloutBatch, trained: StepReport) -> dict[str, EpisodesRecord]:
+    """Domain -> record."""
+    return {
+        domain: EpisodesRecord.of(stats, {turn: part for (d, turn), part in trained.turns.items() if d == domain})
+        for domain, stats in batch.episodes.items()
+    }
+
+
+def _count_prompts(batch: RolloutBatch) -> dict[str, int]:
+    """Domain -> prompts that the step took. An episode is one of them, whatever segments it has; the first is of its domain."""
+    episodes: dict[str, str] = {}
+    for rollout in (*batch.rollouts, *batch.unfinished):
+        if rollout.sample_id not in batch.carried_on:
+            episodes.setdefault(rollout.episode, rollout.domain)
+    return dict(Counter(episodes.values()) + Counter(q.domain for q in batch.quarantined))
+
+
+def _format_positions(bits: int) -> str:
+    """Key of `StepReport.positions` in words: 0 -> `0`, 1 -> `1`, 3 -> `4-7`."""
+    return str(bits) if bits < 2 else f"{2 ** (bits - 1)}-{2**bits - 1}"

@@ -1,0 +1,35 @@
+"""Records of sums, which are added field by field: over rows, micro-batches, ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, Self, TypeVar
+
+
+class Sums:
+    """Base of a dataclass whose every field can be added."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Self) -> Self:
+        record: Any = self
+        return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(record)})
+
+
+K = TypeVar("K")
+S = TypeVar("S", bound=Sums)
+
+
+def add_to_sums(sums: dict[K, S], key: K, more: S) -> None:
+    """Add a record to that of the same key, in place."""
+    sums[key] = sums[key] + more if key in sums else more
+
+
+def sum_by_key(parts: Iterable[Mapping[K, S]]) -> dict[K, S]:
+    """The records of all parts by key, in the order in which the keys come."""
+    found: dict[K, S] = {}
+    for part in parts:
+        for key, record in part.items():
+            add_to_sums(found, key, record)
+    return found

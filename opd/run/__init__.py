@@ -1,0 +1,1 @@
+"""A run directory: where its files lie, its checkpoints, metrics and lineage."""

@@ -1,0 +1,296 @@
+"""Checkpoints: a directory per step, complete or absent, every file hashed, without pickle.
+
+    checkpoints/step-000050/  rank-0.safetensors  rank-1.safetensors  trainer.json  checkpoint.json
+
+Files that the schedule gives lie beside them: what the weights do not imply. With rewards, `credit/` has the credit's state.
+
+The trainer's ranks copy their state and write it while the run goes on. Some steps later the driver writes `checkpoint.json`
+(what the checkpoint belongs to, BLAKE3 and size of every file) and renames the directory: from then on it is a checkpoint.
+Nothing older is deleted before that.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from blake3 import blake3
+
+from opd.errors import RunDirError, RunError
+from opd.files import blake3_file, raise_storage_errors, replace_dir
+from opd.records.types import SavedCheckpoint, WrittenFile
+from opd.run.paths import parse_step_name, step_name
+
+if TYPE_CHECKING:  # it needs pydantic, which those who only list checkpoints do not
+    from opd.config.sections import CheckpointConfig
+
+MANIFEST = "checkpoint.json"
+FORMAT = 2
+FALL_BACK = "`--resume-from latest-valid` goes on from the newest checkpoint that is whole"
+LATEST, LATEST_VALID = "latest", "latest-valid"
+SUPERSEDED_PREFIX = "superseded-"
+"""Before the name of a checkpoint that a resume went back behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose every byte was verified."""
+
+    path: Path
+    step: int
+    policy_version: int
+    world_size: int
+    """Trainer ranks that wrote it."""
+    identity: Mapping[str, Any]
+    """What it was trained from, by hashes, as given to `CheckpointStore`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenCheckpoint:
+    """A checkpoint whose files are being written."""
+
+    step: int
+    policy_version: int
+    path: Path
+    deadline: float
+    carried: Mapping[str, Mapping[str, Any]]
+    """Name -> BLAKE3 and size of the files that are no rank's."""
+
+
+class CheckpointSource(Protocol):
+    """The part of a trainer that a checkpoint needs; see `opd.interfaces.Trainer`."""
+
+    def begin_save(self, path: Path) -> None: ...
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile] | None: ...
+
+
+class CompanionSaver:
+    """Saves a trainer, and something else in a directory of its own beside the trainer's files."""
+
+    def __init__(self, trainer: CheckpointSource, other: CheckpointSource, directory: str) -> None:
+        self._trainer = trainer
+        self._other = other
+        self._directory = directory
+
+    def begin_save(self, path: Path) -> None:
+        """Let both copy their states. Raises: StorageError."""
+        own = path / self._directory
+        with raise_storage_errors(own):
+            own.mkdir()
+        self._trainer.begin_save(path)
+        self._other.begin_save(own)
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
+        """The files of both; None if they are not all written after `wait_s`. Raises: StorageError."""
+        deadline = time.monotonic() + wait_s
+        files = self._trainer.saved(wait_s)
+        others = None if files is None else self._other.saved(max(0.0, deadline - time.monotonic()))
+        if files is None or others is None:
+            return None
+        return [*files, *(replace(file, name=f"{self._directory}/{file.name}") for file in others)]
+
+
+class CheckpointStore:
+    """Implements `opd.interfaces.Checkpoints` under one root directory."""
+
+    def __init__(
+        self,
+        root: Path,
+        trainer: CheckpointSource,
+        keep: CheckpointConfig,
+        *,
+        world_size: int,
+        identity: Mapping[str, Any],
+        timeout_s: float,
+    ) -> None:
+        self._root = root
+        self._trainer = trainer
+        self._keep = keep
+        self._facts = {"world_size": world_size, "identity": dict(identity)}
+        self._timeout_s = timeout_s
+        self._writing: _OpenCheckpoint | None = None
+        self._committed: SavedCheckpoint | None = None
+
+    def save(self, step: int, policy_version: int, carried: Mapping[str, bytes] | None = None) -> None:
+        """Let the trainer copy its state; at most one checkpoint is under way. `carried`: name -> content of further files.
+
+        Raises: as `committed`.
+        """
+        carried = carried or {}
+        self._commit_files(wait=True)
+        temporary = self._root / f".tmp-{step_name(step)}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            with raise_storage_errors(temporary):
+                temporary.mkdir(parents=True)
+                for name, content in carried.items():
+                    (temporary / name).write_bytes(content)
+            self._trainer.begin_save(temporary.absolute())
+        except RunError:
+            _delete_partial(temporary)
+            raise
+        facts = {name: {"blake3": blake3(raw).hexdigest(), "bytes": len(raw)} for name, raw in carried.items()}
+        self._writing = _OpenCheckpoint(step, policy_version, temporary, time.monotonic() + self._timeout_s, facts)
+
+    def committed(self, wait: bool) -> SavedCheckpoint | None:
+        """Implements `opd.interfaces.Checkpoints.committed`."""
+        self._commit_files(wait)
+        saved, self._committed = self._committed, None
+        return saved
+
+    def _commit_files(self, wait: bool) -> None:
+        writing = self._writing
+        if writing is None:
+            return
+        left_s = max(0.0, writing.deadline - time.monotonic())
+        try:
+            files = self._trainer.saved(left_s if wait else 0.0)
+            if files is None:
+                if wait or not left_s:
+                    raise RunError(
+                        f"{step_name(writing.step)}: the trainer took longer than {self._timeout_s:.0f} s to write it "
+                        "(cluster.phase_timeout_s)"
+                    )
+                return
+            self._writing = None
+            written = {file.name: {"blake3": file.blake3, "bytes": file.size} for file in files}
+            size = sum(file.size for file in files)
+            manifest = {
+                "format": FORMAT,
+                "step": writing.step,
+                "policy_version": writing.policy_version,
+                **self._facts,
+                "files": {**written, **writing.carried},
+            }
+            with raise_storage_errors(writing.path):
+                (writing.path / MANIFEST).write_text(json.dumps(manifest, indent=2))
+                replace_dir(writing.path, self._root / step_name(writing.step))
+        except RunError:
+            self._writing = None
+            _delete_partial(writing.path)
+            raise
+        self._committed = SavedCheckpoint(step=writing.step, background_s=max(f.seconds for f in files), size=size)
+        self._drop_old(writing.step)
+
+    def _drop_old(self, newest: int) -> None:
+        steps = [step for step in list_checkpoint_steps(self._root) if step <= newest]
+        every = self._keep.keep_every
+        for step in steps[: -self._keep.keep]:
+            if not every or step % every:
+                shutil.rmtree(self._root / step_name(step))
+        for path in self._root.glob(f"{SUPERSEDED_PREFIX}step-*"):
+            passed = parse_step_name(path.name.removeprefix(SUPERSEDED_PREFIX))
+            if passed is not None and passed <= newest:
+                shutil.rmtree(path)
+
+
+def _delete_partial(temporary: Path) -> None:
+    """Delete what was written of a checkpoint that will not be one: the disk may be full."""
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def list_checkpoint_steps(root: Path) -> list[int]:
+    """Steps that have a committed checkpoint, whole or damaged since, the oldest first."""
+    steps = [parse_step_name(path.name) for path in root.glob("step-*")]
+    return sorted(step for step in steps if step is not None)
+
+
+def choose_checkpoint(root: Path, wanted: str, say: Callable[[str], None]) -> Checkpoint | None:
+    """Choose the checkpoint to go on from: `latest`, `latest-valid` or a step. None if the run has no checkpoint at all.
+
+    `say` gets a sentence about each damaged one that `latest-valid` passes over. Raises: RunDirError naming what is wrong.
+    """
+    steps = list_checkpoint_steps(root)
+    if wanted not in (LATEST, LATEST_VALID):
+        if not wanted.isdigit() or int(wanted) not in steps:
+            raise RunDirError.at(
+                f"--resume-from {wanted}",
+                found="checkpoints of steps " + ", ".join(map(str, steps)) if steps else f"no checkpoint in {root}",
+                wanted=f"{LATEST}, {LATEST_VALID} or the step of a checkpoint",
+                fix="name one of these steps, or leave the option out",
+            )
+        return verify_checkpoint(root / step_name(int(wanted)))
+    if not steps:
+        return None
+    if wanted == LATEST:
+        return verify_checkpoint(root / step_name(steps[-1]))
+    for step in reversed(steps):
+        try:
+            return verify_checkpoint(root / step_name(step))
+        except DamagedCheckpoint as error:
+            where, found, *_ = str(error).split("\n")
+            say(f"{step_name(step)} is passed over: {where}: {found.removeprefix('  found:').strip()}")
+    raise RunDirError.at(
+        root,
+        found=f"{len(steps)} checkpoints, every one of them damaged",
+        wanted="a checkpoint that is whole",
+        fix="put the files back, or start a new run",
+    )
+
+
+class DamagedCheckpoint(RunDirError):
+    """A file of a checkpoint is missing, cut or changed."""
+
+
+def verify_checkpoint(path: Path) -> Checkpoint:
+    """Check every byte of a checkpoint before any of it is used.
+
+    Raises: DamagedCheckpoint naming the file; RunDirError if a newer release wrote it.
+    """
+    manifest = path / MANIFEST
+    try:
+        data = json.loads(manifest.read_text(encoding="utf-8"))
+        number = data["format"]
+        if isinstance(number, int) and number > FORMAT:
+            raise RunDirError.at(
+                manifest,
+                found=f"checkpoint format {number}",
+                wanted=f"format {FORMAT} or older",
+                fix="resume with the release of opd-merge that wrote it, or a newer one",
+            )
+        checkpoint = Checkpoint(path, data["step"], data["policy_version"], data["world_size"], data["identity"])
+        files = {name: (facts["blake3"], facts["bytes"]) for name, facts in data["files"].items()}
+        if number != FORMAT or path.name != step_name(checkpoint.step) or not files:
+            raise ValueError(f"format {number}, step {checkpoint.step}, {len(files)} files")
+    except RunDirError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+        raise DamagedCheckpoint.at(manifest, found=found, wanted="a checkpoint's manifest", fix=FALL_BACK) from None
+    for name, (digest, size) in files.items():
+        _verify_file(path / name, digest, size)
+    return checkpoint
+
+
+def _verify_file(path: Path, digest: str, size: int) -> None:
+    if not path.is_file():
+        raise DamagedCheckpoint.at(path, found="no such file", wanted=f"a file of {size} bytes", fix=FALL_BACK)
+    actual = path.stat().st_size
+    if actual != size:
+        raise DamagedCheckpoint.at(path, found=f"{actual} bytes", wanted=f"{size} bytes", fix=FALL_BACK)
+    try:
+        found = blake3_file(path)
+    except OSError as error:  # a bad sector, or a file that the account may not read
+        unread = error.strerror or str(error)
+        raise DamagedCheckpoint.at(path, found=unread, wanted="a file that can be read", fix=FALL_BACK) from None
+    if found != digest:
+        raise DamagedCheckpoint.at(path, found=f"BLAKE3 {found[:16]}", wanted=f"BLAKE3 {digest[:16]}", fix=FALL_BACK)
+
+
+def set_newer_aside(root: Path, step: int) -> list[str]:
+    """Set the checkpoints after `step` aside, so that nothing resumes from them while the run takes those steps again.
+
+    They are deleted when the run has passed them. Returns their names. Raises: OSError.
+    """
+    newer = [step_name(s) for s in list_checkpoint_steps(root) if s > step]
+    for name in newer:
+        aside = root / f"{SUPERSEDED_PREFIX}{name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        (root / name).rename(aside)
+    return newer

@@ -1,0 +1,78 @@
+"""The file `metrics.jsonl`, one JSON object a line, and a stopwatch for the phases of a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from opd.files import atomic_write_text
+from opd.records.step import StepRecord
+
+
+class MetricsFile:
+    """Append-only; a line is on disk before `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, record: StepRecord) -> None:
+        """Append one record."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record.to_json()) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self) -> list[StepRecord]:
+        """All whole records; a last line that a kill cut in two is left out.
+
+        Raises: ValueError for a line that is no JSON, TypeError for one that is no record.
+        """
+        return [StepRecord.from_json(json.loads(line)) for line in self._read_lines()]
+
+    def rewind(self, step: int) -> None:
+        """Forget the records of steps after `step`: a resume takes those steps again."""
+        lines = [line for line in self._read_lines() if json.loads(line)["step"] <= step]
+        atomic_write_text(self._path, "".join(f"{line}\n" for line in lines))
+
+    def _read_lines(self) -> list[str]:
+        return self._path.read_text(encoding="utf-8").split("\n")[:-1] if self._path.exists() else []
+
+
+def count_steps_and_tokens(records: Sequence[StepRecord]) -> tuple[int, int]:
+    """Steps that a merge has taken, and response tokens that it was trained on in them."""
+    return len(records), sum(map(count_trained_tokens, records))
+
+
+def count_trained_tokens(record: StepRecord) -> int:
+    """Response tokens that a step was trained on: of episodes the tokens with loss, not what an environment answered; none of a step
+    that was skipped."""
+    if record.skipped:
+        return 0
+    return sum(domain.tokens for domain in record.domains.values()) if record.episodes else record.response_tokens
+
+
+class PhaseClock:
+    """Seconds per phase since the last `take_seconds`."""
+
+    def __init__(self, tell: Callable[[str], None] = lambda phase: None) -> None:
+        """`tell` gets the name of each phase that begins."""
+        self._seconds: dict[str, float] = {}
+        self._on_phase = tell
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._on_phase(phase)
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - start
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return the seconds by phase, and start again from zero."""
+        seconds, self._seconds = self._seconds, {}
+        return {phase: round(value, 4) for phase, value in seconds.items()}

@@ -1,0 +1,70 @@
+"""Names of the form `module:name`, and the import of what they name.
+
+Our dictionaries hold such names, so that reading a dictionary imports nothing. A pipeline may name a user's own code in the
+same way. That code may do all that the process may do: trust a pipeline that names code like a program."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from opd import ROOT
+from opd.errors import ConfigError
+
+
+def is_place(name: Any) -> bool:
+    """True if this is written as `module:name`."""
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
+
+
+def import_object(place: str) -> Any:
+    """Import the object that `module:name` names."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+def import_user_object(place: str, where: str, wanted: str) -> Any:
+    """Import the object that a user's `module:name` names. The current directory is searched last, after Python's own path.
+
+    `where` and `wanted` go into the error. Raises: ConfigError if it cannot be imported, or cannot be called.
+    """
+    module, _, name = place.partition(":")
+    found = getattr(_users_module(module, where), name, None)
+    if not callable(found):
+        raise ConfigError.at(
+            where,
+            found=f"no `{name}` in {module}" if found is None else f"`{name}` is a {type(found).__name__}",
+            wanted=wanted,
+            fix="correct the name after the colon",
+        )
+    return found
+
+
+def _users_module(module: str, where: str) -> ModuleType:
+    # The current directory is last: no file in it may stand in for an installed module, nor for one of ours that is imported later.
+    sys.path += [entry for entry in (ROOT, str(Path.cwd())) if entry not in sys.path]
+    fix = f"correct the name before the colon, or start `opd` in the directory that holds {module.partition('.')[0]}.py"
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        found = f"no module `{error.name}`"
+        # The missing module may be one that the user's module imports: then the error has another name.
+        if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
+            found, fix = f"{found}, which {module} imports", f"install {error.name}, or correct the import in {module}"
+    except SyntaxError as error:
+        found = f"SyntaxError: {error.msg}, line {error.lineno} of {Path(error.filename or module).name}"
+        fix = "correct that line"
+    except Exception as error:  # noqa: BLE001 importing runs code that is not ours
+        found = traceback.format_exception_only(error)[-1].strip()
+        fix = f"correct the module; `python -c 'import {module}'` shows where it raises this"
+    raise ConfigError.at(
+        where,
+        found=found,
+        wanted=f"a module {module} that Python can import",
+        fix=fix,
+    )

@@ -1,0 +1,93 @@
+"""What somebody meant who wrote a name that we do not know: the nearest known name, or ours for a name of another tool."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+
+ELSEWHERE = {
+    "learning_rate": "trainer.lr",
+    "weight_decay_rate": "trainer.weight_decay",
+    "max_steps": "trainer.steps",
+    "num_steps": "trainer.steps",
+    "total_steps": "trainer.steps",
+    "batch_size": "trainer.samples_per_step",
+    "train_batch_size": "trainer.samples_per_step",
+    "per_device_train_batch_size": "trainer.samples_per_step",
+    "global_batch_size": "trainer.samples_per_step",
+    "lr_scheduler": "trainer.lr_scheduler_type",
+    "scheduler": "trainer.lr_scheduler_type",
+    "warmup": "trainer.warmup_steps",
+    "num_warmup_steps": "trainer.warmup_steps",
+    "gradient_clipping": "trainer.max_grad_norm",
+    "clip_grad": "trainer.max_grad_norm",
+    "beta1": "trainer.adam_beta1",
+    "beta2": "trainer.adam_beta2",
+    "max_tokens": "rollout.max_new_tokens",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_length": "rollout.max_model_len",
+    "max_seq_length": "rollout.max_model_len",
+    "context_length": "rollout.max_model_len",
+    "num_generations": "rollout.n",
+    "tensor_model_parallel_size": "rollout.tensor_parallel_size",
+    "tp_size": "rollout.tensor_parallel_size",
+    "model_name_or_path": "student.model",
+    "base_model": "student.model",
+    "model_name": "student.model",
+    "teacher": "experts",
+    "loss": "objective.kind",
+    "loss_type": "objective.kind",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "eval_steps": "evaluate.every",
+    "logging_dir": "logging.tensorboard",
+    "gpus": "cluster.trainer_gpus",
+}
+"""Name in other tools -> our key, from the top of a pipeline."""
+
+NO_KEY = {
+    "epochs": "remove the key: there are no epochs; trainer.steps counts optimiser steps",
+    "num_epochs": "remove the key: there are no epochs; trainer.steps counts optimiser steps",
+    "num_train_epochs": "remove the key: there are no epochs; trainer.steps counts optimiser steps",
+    "output_dir": "remove the key: `--run-dir` says where a run goes, by default runs/NAME",
+    "gradient_accumulation_steps": "remove the key: trainer.micro_batch_tokens decides how a step is divided",
+    "bf16": "write trainer.dtype: bfloat16, and rollout.dtype and teachers.dtype likewise",
+    "fp16": "write trainer.dtype: bfloat16; float16 is not trained in",
+    "top_p": "remove the key: responses have to be samples of the student's own distribution",
+    "top_k": "remove the key: responses have to be samples of the student's own distribution",
+    "device": "remove the key: cluster.trainer_gpus, rollout_gpus and teacher_gpus say who has a GPU",
+    "report_to": "write logging.wandb, logging.mlflow or logging.tensorboard",
+}
+"""Name in other tools -> the way out, where we have no such key."""
+
+
+def find_nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like `word`; None if none is."""
+    names = {name.casefold(): name for name in reversed(list(known))}
+    near = difflib.get_close_matches(word.casefold(), names, n=1)
+    return names[near[0]] if near else None
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
+    """The `fix` of an error about an unknown name: the nearest known one, or what you say if there is none."""
+    near = find_nearest(word, known)
+    return f"did you mean `{near}`?" if near else otherwise
+
+
+def of_key(key: str, known: Collection[str]) -> str:
+    """The `fix` of an error about an unknown key of a section that has the keys `known`."""
+    theirs = {name: path.rpartition(".")[2] for name, path in ELSEWHERE.items()}
+    for name in known:
+        if name == theirs.get(key) or theirs.get(name) == key:
+            return f"did you mean `{name}`?"
+    return did_you_mean(key, known, NO_KEY.get(key, "remove the key"))
+
+
+def of_key_elsewhere(key: str, everywhere: Iterable[str]) -> str | None:
+    """The `fix` of an error about a key that has its place in another section; None if no section has it.
+
+    `everywhere` are all keys, written from the top with dots. Keys below a section's own are too many to guess from.
+    """
+    named = ELSEWHERE.get(key)
+    places = [path for path in everywhere if path == named or (path.rpartition(".")[2] == key and path.count(".") <= 1)]
+    return f"did you mean `{named if named in places else places[0]}`?" if places else None

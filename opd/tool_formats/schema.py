@@ -1,0 +1,78 @@
+"""Values and JSON schemas: whether one fits the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "object": dict,
+    "array": list,
+    "null": type(None),
+}
+
+
+def problem_with(value: Any, schema: Mapping[str, Any], where: str) -> str:
+    """Why a value does not fit a JSON schema, empty if it does. Knows `type`, `enum`, `schema_properties`, `required`,
+    `additionalProperties` (by default false beside `schema_properties`) and `items`; other words of a schema, and these in a form that
+    JSON schema does not know, are for the policy."""
+    kind = schema.get("type")
+    kinds = [kind] if isinstance(kind, str) else _collect_texts(kind)
+    if kinds and not any(fits_type(value, kind) for kind in kinds):
+        return f"{where} is {value!r:.60}, wanted {' or '.join(kinds)}"
+    choices = schema.get("enum")
+    if isinstance(choices, list | tuple) and value not in choices:
+        return f"{where} is {value!r:.60}, wanted one of {', '.join(map(str, choices))}"
+    if isinstance(value, dict):
+        return _problem_inside(value, schema, where)
+    if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
+        problems = (problem_with(item, schema["items"], f"{where}[{i}]") for i, item in enumerate(value))
+        return next((problem for problem in problems if problem), "")
+    return ""
+
+
+def _problem_inside(value: Mapping[str, Any], schema: Mapping[str, Any], where: str) -> str:
+    known = schema_properties(schema)
+    missing = [key for key in _collect_texts(schema.get("required")) if key not in value]
+    if missing:
+        return f"{where} lacks {missing[0]}"
+    strange = [key for key in value if key not in known]
+    if strange and schema.get("additionalProperties", not known) is False:
+        return f"{where} has {strange[0]!r:.60}, which is none of {', '.join(known) or 'no arguments'}"
+    problems = (problem_with(value[key], known[key], f"{where}.{key}") for key in value if key in known)
+    return next((problem for problem in problems if problem), "")
+
+
+def schema_properties(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Name -> schema of each property; a schema that is no object, such as `true`, takes anything."""
+    found = schema.get("properties")
+    if not isinstance(found, Mapping):
+        return {}
+    return {name: inner if isinstance(inner, Mapping) else {} for name, inner in found.items()}
+
+
+def types_of(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema names: by `type`, by the values of `enum`, or in one of its alternatives; empty if none."""
+    kind, choices = schema.get("type"), schema.get("enum")
+    if kind is not None:
+        return {kind} if isinstance(kind, str) else set(_collect_texts(kind))
+    if isinstance(choices, list | tuple):
+        return {kind for kind in _TYPES for choice in choices if fits_type(choice, kind)}
+    others = (schema.get(word) for word in ("anyOf", "oneOf", "allOf"))
+    inner = (one for given in others if isinstance(given, list | tuple) for one in given if isinstance(one, Mapping))
+    return {kind for one in inner for kind in types_of(one)}
+
+
+def fits_type(value: Any, kind: str) -> bool:
+    """Whether a value is of a type of JSON schema."""
+    if isinstance(value, bool):  # Python's True is an int, JSON's is not
+        return kind == "boolean"
+    return kind in _TYPES and isinstance(value, _TYPES[kind])
+
+
+def _collect_texts(value: Any) -> list[str]:
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list | tuple) else []

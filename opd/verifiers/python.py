@@ -1,0 +1,60 @@
+"""A verifier that the user wrote: a function, imported before any compute and called once for each answer.
+
+It runs in the driver with all the driver may do: a pipeline that names a function is to be trusted like a program.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opd.errors import ConfigError
+from opd.settings.named import import_user_object
+
+WANTED = "a function(text, answer, metadata) that gives a score in 0..1"
+
+
+@dataclass(frozen=True, slots=True)
+class Python:
+    """Calls `module:function` as function(text, answer, metadata)."""
+
+    function: str
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError if the module cannot be imported, or has no such function of three arguments."""
+        _refuse_unfit(self.function)
+
+    def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
+        score = float(load_function(self.function)(text, answer, metadata))
+        if not 0 <= score <= 1:  # NaN is not
+            raise ValueError(f"{self.function} gave {score}, no score in 0..1")
+        return score
+
+    def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
+        return ""
+
+
+def load_function(function: str) -> Callable[..., Any]:
+    """The function of `module:function`. Raises: ConfigError."""
+    found: Callable[..., Any] = import_user_object(function, f"verifier {function}", WANTED)
+    return found
+
+
+def _refuse_unfit(function: str) -> None:
+    """Raises: ConfigError for a function that is not there, or cannot be called with three arguments."""
+    found = load_function(function)
+    try:
+        taken = inspect.signature(found)
+    except ValueError:  # written in C, without a signature
+        return
+    try:
+        taken.bind("text", "answer", {})
+    except TypeError:
+        raise ConfigError.at(
+            f"verifier {function}",
+            found=f"{function.partition(':')[2]}{taken}",
+            wanted=WANTED,
+            fix="give it these three parameters, in this order; it may leave some unused",
+        ) from None

@@ -1,0 +1,29 @@
+"""The last match of a regular expression in the text, or the first group of that match if there is one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opd.verifiers.exact import NO_ANSWER
+
+
+@dataclass(frozen=True, slots=True)
+class Regex:
+    """Compares the last match, apart from white space around it, with the row's answer."""
+
+    pattern: str
+
+    def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
+        found = None
+        for found in re.finditer(self.pattern, text):  # noqa: B007 the last one is what is wanted
+            pass
+        if found is None:
+            return 0.0
+        chosen = found.group(1 if found.re.groups else 0)  # a group that took no part in the match is None
+        return float(chosen is not None and chosen.strip() == answer.strip())
+
+    def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
+        return "" if answer.strip() else NO_ANSWER

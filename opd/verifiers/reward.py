@@ -1,0 +1,23 @@
+"""What stands for a verifier in a domain with an environment, whose reward is the score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from opd.records.episodes import BROKEN, EpisodeResult
+
+
+class Reward:
+    """Implements `opd.interfaces.Verifier` for an answer that is no episode, because its prompt did not fit: it is wrong."""
+
+    def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
+        return 0.0
+
+    def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
+        return ""
+
+
+def score_of(episode: EpisodeResult) -> float:
+    """The episode's reward, cut to 0..1; 0 where the environment gave none, or the episode broke."""
+    return 0.0 if episode.stop_reason in BROKEN else min(1.0, max(0.0, episode.reward or 0.0))
