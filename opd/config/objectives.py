@@ -49,18 +49,15 @@ class ObjectiveConfig(Strict):
 
     kind: str
     chunk: int = Field(128, ge=1)
-    """Response tokens whose logits exist at one time."""
+    """Response tokens whose logits exist at one time. Lower it if a GPU's memory is short."""
     compile: bool = False
-    """Compile the elementwise part with torch.compile; without a C++ compiler it runs eagerly, with one warning."""
+    """Compile the elementwise part; needs a C++ compiler, else it runs eagerly."""
     normalize: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Mean over the trained tokens of the whole step, or over its responses, each counted once however long."""
+    """Mean over the step's trained tokens, or over its responses."""
     reward: RewardConfig | None = None
-    """A policy gradient of a task reward beside the divergence, as a second stream with its own mean; see
-    docs/objectives.md#with-a-reward. Default: no reward is trained on."""
+    """Train on a task reward beside the divergence, see docs/objectives.md#with-a-reward."""
     extrapolate: float = Field(1.0, ge=1)
-    """Beyond the experts: above 1 the student is trained toward expert^extrapolate * start^(1 - extrapolate), normalised at
-    each token, where `start` is the student as the merge begins. It scores every response too (a LoRA student's in the
-    trainer). 1: toward the experts."""
+    """Above 1: train beyond the experts, see docs/objectives.md#beyond-the-experts."""
 
     @property
     def weighting(self) -> str:

@@ -42,17 +42,17 @@ class RoundConfig(Strict):
     """The settings in which one round differs from the pipeline. Every other setting is the pipeline's."""
 
     seed: int | None = Field(None, ge=0)
-    """Default: the pipeline's seed in the first round, one more in each further round."""
+    """Default: the pipeline's in the first round, one more in each further one."""
     registry: UserPath | None = None
     experts: ExpertsConfig | None = None
-    """All experts of the round; they take the place of the pipeline's."""
+    """All experts of the round."""
     domains: dict[Name, DomainConfig] | None = Field(None, min_length=1)
-    """All domains of the round; they take the place of the pipeline's."""
+    """All domains of the round."""
     rollout: dict[str, Any] = {}
-    """Keys of the section that differ in this round; the three sections below work alike."""
+    """Keys that differ in this round; so for the three sections below."""
     teachers: dict[str, Any] = {}
     objective: dict[str, Any] = {}
-    """With `kind` the whole section, which replaces the pipeline's; without `kind` the keys that differ."""
+    """With `kind` the whole section, without it the keys that differ."""
     trainer: dict[str, Any] = {}
 
 
@@ -66,14 +66,13 @@ class PipelineConfig(Strict):
     student: StudentConfig
     """Who learns."""
     registry: UserPath | None = None
-    """Root of the expert registry for `experts: {use: ...}`; default: OPD_REGISTRY, else ./registry."""
+    """Expert registry for `experts: {use: ...}`; default: OPD_REGISTRY, else ./registry."""
     experts: ExpertsConfig
-    """Either `{use: [names]}` from the registry or `{name: {model, domain}}` (and `base`, for a LoRA adapter); `{}` with
-    `teachers.engine: none`."""
+    """`{use: [names]}` from the registry, or `{name: {model, domain}}`; `{}` with `teachers.engine: none`."""
     domains: dict[Name, DomainConfig] = Field(..., min_length=1)
     """On which prompts, scored by which experts."""
     balance: BalanceConfig = SamplesBalance(kind="samples")
-    """How many samples of a step each domain gets, see docs/balance.md; a kind alone will do."""
+    """How many samples of a step each domain gets, see docs/balance.md."""
     rollout: RolloutConfig = RolloutConfig()
     teachers: TeachersConfig = TransformersTeachers()
     objective: AnyObjective = Field(default_factory=default_objective)
@@ -82,7 +81,7 @@ class PipelineConfig(Strict):
     sync: SyncConfig = SyncConfig()
     monitors: MonitorsConfig = MonitorsConfig()
     guard: GuardConfig | None = None
-    """What is checked before a tool call of an episode runs, see docs/guard.md; default: nothing."""
+    """Check tool calls of episodes before they run, see docs/guard.md."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -91,8 +90,8 @@ class PipelineConfig(Strict):
         Annotated[int, Field(ge=1), Tag("~number")] | Annotated[list[RoundConfig], Field(min_length=2), Tag("~list")],
         Discriminator(_number_or_list),
     ] = 1
-    """Merges one after the other, each from the student that the one before left. A number: so many merges alike. A list:
-    the settings in which each merge differs; the first entry is `{}`, the pipeline as it stands."""
+    """Merges one after the other, see docs/rounds.md: a number, or for each the settings that differ, of which the
+    first is `{}`."""
 
     @property
     def domain_weights(self) -> dict[str, float]:
