@@ -304,10 +304,10 @@ def test_keys_of_the_session_are_out_of_reach() -> None:
     owner = (
         f"import ctypes, subprocess, sys\nlibc = ctypes.CDLL(None)\nlibc.syscall({names['keyctl']}, 1, None)\n"
         f"assert libc.syscall({names['add_key']}, b'user', b'opd-test', b'a secret', 8, -3) > 0\n"
-        "from opd.environments.sandbox.box import Box, Limits\n"
+        "from opd.environments.sandbox.box import Box, SandboxLimits\n"
         f"reads = {reads!r}\n"
         "subprocess.run([sys.executable, '-c', reads], check=True)\nprint('inside', flush=True)\n"
-        "with Box(Limits()) as box:\n    print(box.run(['python3', '-c', reads]))\n"
+        "with Box(SandboxLimits()) as box:\n    print(box.run(['python3', '-c', reads]))\n"
     )
     told = subprocess.run([sys.executable, "-c", owner], capture_output=True, text=True, timeout=60, check=False)
     if "AssertionError" in told.stderr:
@@ -456,8 +456,8 @@ def test_what_runs_in_the_background_ends_with_its_command(box: Box) -> None:
 def test_everything_ends_with_the_sandbox_also_when_its_owner_is_killed() -> None:
     mark = f"87654.{os.getpid()}"
     code = (
-        "import sys, threading, time; from opd.environments.sandbox.box import Box, Limits\n"
-        f"box = Box(Limits(seconds=60))\nthreading.Thread(target=box.run, args=(['sleep', '{mark}'],)).start()\n"
+        "import sys, threading, time; from opd.environments.sandbox.box import Box, SandboxLimits\n"
+        f"box = Box(SandboxLimits(seconds=60))\nthreading.Thread(target=box.run, args=(['sleep', '{mark}'],)).start()\n"
         "time.sleep(1); print('running', flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[4])

@@ -179,13 +179,13 @@ def test_all_runs_of_a_directory(tmp_path: Path) -> None:
 KILLED_MERGE = """
 import sys, time
 from pathlib import Path
-from opd.live.displays import Beginning, silence
+from opd.live.displays import Beginning, open_silent_display
 from opd.run.paths import RunPaths
 from pipelines.merging.directory import locked
 from pipelines.merging.journal import Journal
 
 paths = RunPaths(Path(sys.argv[1]))
-with locked(paths), Journal(paths) as journal, journal.beside(silence)(Beginning("two", paths.root, 20)) as shown:
+with locked(paths), Journal(paths) as journal, journal.beside(open_silent_display)(Beginning("two", paths.root, 20)) as shown:
     shown.say("about to die")
     shown.doing("train")
     print("ready", flush=True)

@@ -257,7 +257,7 @@ def test_of_the_heads_that_stay_the_one_unused_for_longest_goes_first(in_process
 def test_a_head_is_read_from_its_file_if_that_is_here_and_what_it_was(tmp_path: Path, in_process: Any) -> None:
     from safetensors.torch import save_file
 
-    zeros = cluster.Stored(np.zeros((3, 2), np.float32))
+    zeros = cluster.StoredValue(np.zeros((3, 2), np.float32))
 
     def read(key: str, model_dir: Path, name: str = "lm_head.weight", dtype: str = "float32") -> torch.Tensor:
         file = HeadFile(model_dir, ("tied", name), dtype)
@@ -342,8 +342,8 @@ RULES = {"h1": LogitRule(scale=2.0), "h0": IDENTITY}
 
 FILE = HeadFile(Path("t0"), ("lm_head.weight",), "float32")
 HEADS = {
-    "h0": HeadSource(key="h0", rule=RULES["h0"], file=FILE, handle=cluster.Stored("H0")),
-    "h1": HeadSource(key="h1", rule=RULES["h1"], handle=cluster.Stored("H1")),
+    "h0": HeadSource(key="h0", rule=RULES["h0"], file=FILE, handle=cluster.StoredValue("H0")),
+    "h1": HeadSource(key="h1", rule=RULES["h1"], handle=cluster.StoredValue("H1")),
 }
 
 
@@ -753,7 +753,7 @@ def test_a_step_with_two_teachers_a_sample_is_the_weighted_sum_of_two_steps(
     def step(**shares: float) -> tuple[float, torch.Tensor]:
         streams = [by_teachers(*((i, t, w) for i in "ac"), hidden=states[t], head=f"h{t}") for t, w in shares.items()]
         made = one_rank(tiny_model_dir, {"kind": "reverse_kl"})
-        needed = [HeadSource(key=f"h{t}", rule=IDENTITY, handle=cluster.Stored(heads[f"h{t}"])) for t in shares]
+        needed = [HeadSource(key=f"h{t}", rule=IDENTITY, handle=cluster.StoredValue(heads[f"h{t}"])) for t in shares]
         result = take_step(made, WORK, needed, *streams)
         return result.loss, gradient(made)
 
@@ -765,7 +765,7 @@ def test_a_step_with_two_teachers_a_sample_is_the_weighted_sum_of_two_steps(
 
 def test_the_losses_of_watched_samples_come_token_by_token(tiny_model_dir: Path, in_process: Any) -> None:
     states = torch.randn(2, 2, generator=torch.Generator().manual_seed(0)).numpy()
-    head = HeadSource(key="h", rule=IDENTITY, handle=cluster.Stored(np.eye(76, 2, dtype=np.float32)))
+    head = HeadSource(key="h", rule=IDENTITY, handle=cluster.StoredValue(np.eye(76, 2, dtype=np.float32)))
 
     def step(*watched: str) -> RankResult:
         streams = by_teachers(*((i, "t", 1.0) for i in "ac"), hidden=states.tobytes(), head="h")

@@ -100,7 +100,7 @@ def scored(teacher: Assigned, mine: Sequence[Rollout], payload: str, dtype: str)
 
 def source(model_dir: Path, dtype: str = "float32") -> HeadSource:
     head = load_causal_lm(model_dir, getattr(torch, dtype)).get_output_embeddings().weight.detach()
-    return HeadSource(key=head_key(head, IDENTITY), rule=IDENTITY, handle=cluster.Stored(head_array(head)))
+    return HeadSource(key=head_key(head, IDENTITY), rule=IDENTITY, handle=cluster.StoredValue(head_array(head)))
 
 
 class Engine(Still):

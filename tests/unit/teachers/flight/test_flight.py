@@ -614,7 +614,7 @@ def test_a_head_that_is_not_the_one_of_its_hash_stops_the_run(
         head_V_D = head_V_D.copy()
         head_V_D.view(np.uint8)[-1, -1] ^= 1
     spoilt = {"a bit": head_V_D, "a row less": head_V_D[:-1], "another type": head_V_D.view(np.int32)}[what]
-    heads[key] = dataclasses.replace(heads[key], handle=cluster.Stored(spoilt))
+    heads[key] = dataclasses.replace(heads[key], handle=cluster.StoredValue(spoilt))
     monkeypatch.setattr(pool, "heads", lambda: heads)
     served = serve(pool, routes)
     with pytest.raises(RunError, match=f"teachers at {served.url}: .*{key}.*(hashes to|wanted float32)"):
