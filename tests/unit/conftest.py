@@ -40,22 +40,22 @@ class InProcess:
     """Makes a worker's object instead of the class that the product asks for."""
     killed: list[Any] = field(default_factory=list)
 
-    def spawn(self, cls: type, *args: Any, name: str, env: dict[str, str], gpus: float = 0) -> InProcessWorker:
+    def spawn_worker(self, cls: type, *args: Any, name: str, env: dict[str, str], gpus: float = 0) -> InProcessWorker:
         made = (self.replace or cls)(*args)
         self.workers.append(made)
         return InProcessWorker(made, self.killed)
 
-    def wait(self, pending: Sequence[Answered], *, timeout_s: float) -> list[Any]:
+    def wait_for_all(self, pending: Sequence[Answered], *, timeout_s: float) -> list[Any]:
         return [one.result(timeout_s=timeout_s) for one in pending]
 
-    def first(self, pending: Sequence[Answered], *, timeout_s: float, since: float | None = None) -> int:
+    def wait_first(self, pending: Sequence[Answered], *, timeout_s: float, since: float | None = None) -> int:
         pending[0].result(timeout_s=timeout_s)
         return 0
 
-    def fetch(self, handle: Any) -> Any:
+    def fetch_object(self, handle: Any) -> Any:
         return handle
 
-    def put(self, value: Any) -> Any:
+    def put_object(self, value: Any) -> Any:
         return value
 
 
@@ -93,7 +93,7 @@ class Answered:
 
     handle: Any
 
-    def result(self, *, timeout_s: float) -> Any:
+    def wait_for_result(self, *, timeout_s: float) -> Any:
         if isinstance(self.handle, cluster.WorkerDied):
             raise self.handle
         return self.handle
@@ -115,9 +115,9 @@ class Later:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> InProcess:
     """Workers run in this process until the test ends."""
     fake = InProcess()
-    for name in ("spawn", "wait", "first", "fetch", "put"):
+    for name in ("spawn_worker", "wait_for_all", "wait_first", "fetch_object", "put_object"):
         monkeypatch.setattr(cluster, name, getattr(fake, name))
-    monkeypatch.setattr("opd.cluster.objects.fetch_object", fake.fetch)
+    monkeypatch.setattr("opd.cluster.objects.fetch_object", fake.fetch_object)
     # Workers are threads of one process here, and torch's setting is the process's: one's attention would be under another's.
     monkeypatch.setattr("opd.models.products.quick_here", lambda: False)
     return fake

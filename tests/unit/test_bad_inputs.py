@@ -899,13 +899,13 @@ def dead_or_hung_worker(b: Bench) -> None:
         def __init__(self, *_: Any) -> None:
             pass
 
-        def describe(self, teacher: Any) -> Any:
+        def describe_head(self, teacher: Any) -> Any:
             return HeadSource(key="head", rule=IDENTITY)
 
-        def layout(self, teacher: Any) -> None:
+        def prove_layout(self, teacher: Any) -> None:
             return None
 
-        def begin(self, *_: Any) -> None:
+        def begin_groups(self, *_: Any) -> None:
             pass
 
         def next_part(self) -> None:

@@ -47,7 +47,7 @@ class Sync:
         if self.brings:
             self.gap = 1e-6
 
-    def measure(self) -> float:
+    def measure_gap(self) -> float:
         return self.gap
 
     def load(self, model_dir: Path) -> None:

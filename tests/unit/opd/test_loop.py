@@ -55,7 +55,7 @@ class Targets:
         self.num_parts, self.nbytes = 3, 999
         self.busy_s = 0.25
 
-    def collect(self) -> None:
+    def wait_for_parts(self) -> None:
         self._events.seen.append("collect")
 
 

@@ -94,7 +94,7 @@ def test_the_next_teacher_is_read_while_this_one_scores(
 
     monkeypatch.setattr(weights, "get", noted_get)
     monkeypatch.setattr(weights, "prefetch", noted_prefetch)
-    monkeypatch.setattr(scorer, "_hidden", noted_forward)
+    monkeypatch.setattr(scorer, "_compute_trained_states", noted_forward)
     score(scoring, groups[:3])
     assert events == [
         *("load e0", "ahead e1", "score e0"),

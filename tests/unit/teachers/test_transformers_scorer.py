@@ -82,7 +82,7 @@ def test_responses_to_one_prompt_are_scored_in_one_row_as_if_they_were_alone(
         computed.append(len({flat for path in packed.paths for flat in path}))
         return states(packed)
 
-    monkeypatch.setattr(scoring, "_states", noted_states)
+    monkeypatch.setattr(scoring, "_compute_states", noted_states)
     prompts = [rollout(i, prompt=30, response=1).prompt_ids for i in range(3)]
     given = [dataclasses.replace(rollout(10 * i + j), prompt_ids=p) for i, p in enumerate(prompts) for j in range(4)]
     rows = [row for batch in scoring.score(teacher, given, {}) for row in batch]

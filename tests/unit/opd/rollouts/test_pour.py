@@ -132,7 +132,7 @@ class Answer:
     handle: Handle | None
     work: Callable[[], Any] = lambda: None
 
-    def result(self, *, timeout_s: float) -> Any:
+    def wait_for_result(self, *, timeout_s: float) -> Any:
         worker, bucket = self.worker, -1 if self.handle is None else self.handle.bucket
         assert timeout_s == 7
         worker.before(self.method, bucket)

@@ -177,10 +177,10 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __init__(self, llm: Any, *, whole: bool) -> None:
             done.append("all" if whole else "some")
 
-        def take(self, bucket: Bucket) -> None:
+        def take_bucket(self, bucket: Bucket) -> None:
             done.append(f"take {len(list(bucket.tensors()))}")
 
-        def finish(self) -> None:
+        def finish_swap(self) -> None:
             done.append("finish")
 
     def start(options: EngineOptions) -> object:

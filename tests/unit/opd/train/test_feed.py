@@ -24,7 +24,7 @@ class Targets:
         self.arrived = False
         self.slow_s = 0.0
 
-    def take(self) -> StreamPart | None:
+    def take_part(self) -> StreamPart | None:
         time.sleep(self.slow_s)
         if not self._parts:
             self.arrived = True
@@ -33,7 +33,7 @@ class Targets:
         self._here |= set(part.samples)
         return part
 
-    def has(self, ids: list[str]) -> bool:
+    def has_samples(self, ids: list[str]) -> bool:
         return set(ids) <= self._here
 
 

@@ -154,7 +154,7 @@ class Owner:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def head(self, key: str) -> np.ndarray:
+    def read_head(self, key: str) -> np.ndarray:
         self.asked.append(key)
         return np.full((76, 2), "abc".index(key), np.float32)
 
@@ -366,12 +366,12 @@ class Targets:
         self._handle = handle
         self.collected: list[StreamPart] = []
 
-    def take(self) -> StreamPart | None:
-        part = self.collected.pop(0) if self.collected else self._next()
+    def take_part(self) -> StreamPart | None:
+        part = self.collected.pop(0) if self.collected else self._next_part()
         self._taken |= set(part.samples if part else ())
         return part
 
-    def _next(self) -> StreamPart | None:
+    def _next_part(self) -> StreamPart | None:
         if not self._left:
             self.arrived = True
             return None
@@ -381,14 +381,14 @@ class Targets:
             return StreamPart(handle=stream(), nbytes=1, samples=())
         return StreamPart(handle=self._handle(sample_id), nbytes=10, samples=(sample_id,))
 
-    def collect(self) -> None:
-        while (part := self._next()) is not None:
+    def wait_for_parts(self) -> None:
+        while (part := self._next_part()) is not None:
             self.collected.append(part)
 
-    def has(self, ids: list[str]) -> bool:
+    def has_samples(self, ids: list[str]) -> bool:
         return set(ids) <= self._taken | set(self.quarantined)
 
-    def settle(self) -> None:
+    def wait_for_sinks(self) -> None:
         """Nobody looks at the parts."""
 
 
@@ -419,7 +419,7 @@ def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
 
 def test_the_optimiser_waits_until_the_parts_are_stored(in_process: Any) -> None:
     class Full(Targets):
-        def settle(self) -> None:
+        def wait_for_sinks(self) -> None:
             assert self.arrived
             raise StorageError("targets: no space left")
 
