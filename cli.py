@@ -37,7 +37,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Merge many expert models into one by on-policy distillation.",
-    epilog=shell.examples(
+    epilog=shell.help_examples(
         "opd doctor",
         "opd demo",
         "opd merge quickstart",

@@ -10,11 +10,11 @@ from benchmarks.asked import claim
 from opd.config import PipelineConfig
 from opd.records.step import StepRecord
 from opd.run import checkpoints
-from opd.run.metrics import MetricsFile, trained_tokens
+from opd.run.metrics import MetricsFile, count_trained_tokens
 from opd.run.paths import RunPaths
 from pipelines.interrupts import Interrupted, Interrupts, interrupts
 from pipelines.merging import run as merging
-from pipelines.merging.surroundings import Surroundings
+from pipelines.merging.surroundings import MergeCallbacks
 
 
 class Budget:
@@ -23,7 +23,7 @@ class Budget:
     def __init__(self, tokens: int, taken: Sequence[StepRecord] = ()) -> None:
         """`taken`: the steps of earlier sittings."""
         self._tokens = tokens
-        self._by_step = {record.step: trained_tokens(record) for record in taken}
+        self._by_step = {record.step: count_trained_tokens(record) for record in taken}
         self._interrupts = Interrupts()
 
     @property
@@ -34,7 +34,7 @@ class Budget:
     def step(self, record: StepRecord) -> None:
         """Count a step. One that is taken again, because a worker died, counts once, and so do those after it."""
         self._by_step = {step: tokens for step, tokens in self._by_step.items() if step < record.step}
-        self._by_step[record.step] = trained_tokens(record)
+        self._by_step[record.step] = count_trained_tokens(record)
         if self.left <= 0:
             self._interrupts.number = signal.SIGINT  # as Ctrl-C would
 
@@ -55,7 +55,7 @@ def train_within(tokens: int, config: PipelineConfig, paths: RunPaths) -> None:
     if paths.report.exists():
         return
     budget = Budget(tokens, taken(paths))
-    around = Surroundings(signals=budget.listening, sinks=(budget,))
+    around = MergeCallbacks(signals=budget.listening, sinks=(budget,))
     try:
         if not paths.root.exists():
             merging.begin(config, paths.root).carry_out(around)
@@ -69,5 +69,5 @@ def train_within(tokens: int, config: PipelineConfig, paths: RunPaths) -> None:
 
 def taken(paths: RunPaths) -> list[StepRecord]:
     """The steps until the last checkpoint: those after it are taken again."""
-    last = max(checkpoints.steps_of(paths.checkpoints), default=0)
+    last = max(checkpoints.list_checkpoint_steps(paths.checkpoints), default=0)
     return [record for record in MetricsFile(paths.metrics).read() if record.step <= last]

@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from opd.environments.sandbox.box import Box, Limits
+from opd.environments.sandbox.box import Box, SandboxLimits
 from opd.records.environments import Action, Outcome, Tool
 from opd.records.scores import Evaluation
 from opd.records.step import StepRecord
@@ -77,7 +77,7 @@ class Patch:
     def __init__(self, answer: bool = True, log: str | None = None) -> None:
         """`answer`: whether the file is there in training; `log` gets every command that the sandbox runs."""
         self._answer = answer
-        self._box = Box(Limits(memory_mb=512), Path(log) if log else None)
+        self._box = Box(SandboxLimits(memory_mb=512), Path(log) if log else None)
 
     def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
         self._name = metadata["name"]
@@ -227,7 +227,8 @@ def figures(root: Path, arm: str) -> dict[str, Any]:
         "reward": [_reward(record) for record in records],
         "turns": [one.turns for one in episodes],
         "blocked": [one.guard.blocked_turns / one.episodes if one.guard else 0.0 for one in episodes],
-        "honest": honest | {step: Evaluation.load(paths.exam(name)).accuracy[DOMAIN] for step, name in ends.items()},
+        "honest": honest
+        | {step: Evaluation.load(paths.evaluation_file(name)).accuracy[DOMAIN] for step, name in ends.items()},
     }
 
 

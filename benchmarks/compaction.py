@@ -32,7 +32,7 @@ from opd.records.episodes import EpisodeResult, EpisodeStats
 from opd.records.types import Prompt, Sampled
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
-from opd.rollouts.episodes.trace import Sample
+from opd.rollouts.episodes.trace import EpisodeKey
 
 WINDOW = 64
 STEPS = 10
@@ -110,7 +110,7 @@ def requests(keys: Sequence[str], compaction: CompactionOptions | None) -> list[
     return [
         EpisodeRequest(
             prompt=Prompt(id=f"vault/{key}", domain="vault", token_ids=(1,), text="vault=", metadata={"key": key}),
-            sample=Sample(sample_id=f"000001/vault/{key}", group=key, step=1, domain="vault"),
+            sample=EpisodeKey(sample_id=f"000001/vault/{key}", group=key, step=1, domain="vault"),
             options=options,
             seed=0,
         )

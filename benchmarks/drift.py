@@ -35,12 +35,12 @@ from experts.suites import agents, write_suite
 from experts.train import train_experts
 from opd.files import atomic_write_text
 from opd.records.scores import Evaluation
-from opd.run.metrics import MetricsFile, trained_tokens
+from opd.run.metrics import MetricsFile, count_trained_tokens
 from opd.run.paths import RunPaths
 from pipelines import api
 from pipelines.baselines.comparison import SeedMean
-from pipelines.baselines.jobs import plan
-from pipelines.baselines.run import compute
+from pipelines.baselines.jobs import plan_jobs
+from pipelines.baselines.run import compute_results
 from pipelines.environments import write_prefixes
 
 NO_END = 10**9
@@ -202,9 +202,12 @@ def on_policy(args: argparse.Namespace, arm: str, seed: int) -> Result:
     paths = merge(args, arm, seed)
     sums = {0: 0}
     for record in MetricsFile(paths.metrics).read():
-        sums[record.step] = sums[record.step - 1] + trained_tokens(record)
+        sums[record.step] = sums[record.step - 1] + count_trained_tokens(record)
     exams = {step: Evaluation.load(file) for step, file in paths.exams_by_step().items()}
-    exams |= {0: Evaluation.load(paths.exam("before")), max(sums): Evaluation.load(paths.exam("after"))}
+    exams |= {
+        0: Evaluation.load(paths.evaluation_file("before")),
+        max(sums): Evaluation.load(paths.evaluation_file("after")),
+    }
     curve = [(sums[step], fmean(found.accuracy.values())) for step, found in sorted(exams.items())]
     by_share = {f"{share:g}": within(curve, share * sums[max(sums)]) for share in args.shares}
     states = states_of(args, arm, seed)
@@ -222,8 +225,8 @@ def off_policy(args: argparse.Namespace, seed: int) -> Result:
     run = merge(args, first_on_policy(args), seed)
     states_of(args, first_on_policy(args), seed)
     config = api.load_pipeline(run.pipeline)
-    jobs = plan(config, run.root, [OFF_POLICY], args.shares, None)
-    found = compute(jobs, print)
+    jobs = plan_jobs(config, run.root, [OFF_POLICY], args.shares, None)
+    found = compute_results(jobs, print)
     curve = [(result.tokens or 0, result.accuracy) for result in found]
     by_share = {f"{result.token_share:g}": result.accuracy for result in found if result.token_share is not None}
     tokens = max(tokens for tokens, _ in curve)
@@ -236,7 +239,9 @@ def off_policy(args: argparse.Namespace, seed: int) -> Result:
 def references(args: argparse.Namespace) -> dict[str, float]:
     """Success of the base and of the expert, on the exam of the first run."""
     paths = runs(args, first_on_policy(args), args.seeds[0])
-    return {name: fmean(Evaluation.load(paths.exam(name)).accuracy.values()) for name in ("before", "expert")}
+    return {
+        name: fmean(Evaluation.load(paths.evaluation_file(name)).accuracy.values()) for name in ("before", "expert")
+    }
 
 
 def table(results: Sequence[Result], known: Mapping[str, float]) -> str:

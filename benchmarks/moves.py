@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.visited import right_ways
 from experts.episodes.encode import EpisodeEncoder
-from experts.episodes.play import Play, play_tasks
+from experts.episodes.play import PlaySettings, play_tasks
 from experts.episodes.rows import episode_row
 from opd.environments.game import MOST_MOVES
 
@@ -61,7 +61,7 @@ class Read:
 def right_episodes(tokenizer: PreTrainedTokenizerBase, game: str, tasks: Path) -> list[tuple[list[int], list[Move]]]:
     """For each task of a file the token ids of an episode without mistakes, and where its moves stand."""
     rows = [json.loads(line) for line in tasks.read_text(encoding="utf-8").splitlines()]
-    played = play_tasks(game, rows, Play(mistakes=0.0, max_turns=MOST_MOVES))
+    played = play_tasks(game, rows, PlaySettings(mistakes=0.0, max_turns=MOST_MOVES))
     encoder, found = EpisodeEncoder(tokenizer), []
     for row, states in zip(played, right_ways(game, tasks), strict=True):
         ids, learned = encoder.encode(episode_row(row))

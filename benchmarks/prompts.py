@@ -116,7 +116,7 @@ def first_step(train: Path, exam: Path, model: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(model)
     training = load_training(config, {"d": train}, tokenizer)
     refuse_leaks(load_exams(config, tokenizer), training)
-    asking = {name: table.where(table.lengths > 0) for name, table in training.items()}
+    asking = {name: table.select_prompts(table.lengths > 0) for name, table in training.items()}
     mixed = MixedPrompts(asking, {"d": 64}, seed=0)
     first = mixed.take(1)
     seconds = time.monotonic() - began

@@ -95,9 +95,9 @@ def make_model(path: Path, size: str, seed: int = 0) -> int:
 
 def pipeline(model_dir: Path, dtype: str, address: str) -> Any:
     from opd.config import PipelineConfig
-    from opd.settings.yaml_files import validate
+    from opd.settings.yaml_files import validate_section
 
-    return validate(
+    return validate_section(
         PipelineConfig,
         {
             "name": "push",
@@ -137,7 +137,7 @@ class Bench:
     def push(self, way: str, version: int) -> Push:
         """Push once to an engine with other weights, and prove it. Raises: SystemExit if the engine does not hold the trainer's then."""
         self._engine.load(self._other)
-        far = self._syncs[way].measure()
+        far = self._syncs[way].measure_gap()
         processes = {name: psutil.Process(int(worker.pulse.pid)) for name, worker in self._workers.items()}
         before = {name: own_bytes(process) for name, process in processes.items()}
         cpu, sent = sum(map(cpu_s, processes.values())), loopback_bytes()
@@ -146,7 +146,7 @@ class Bench:
             self._syncs[way].bring(version)
             seconds = time.perf_counter() - began
         cpu, sent = sum(map(cpu_s, processes.values())) - cpu, loopback_bytes() - sent
-        gap = self._syncs[way].measure()
+        gap = self._syncs[way].measure_gap()
         if not gap < far / 10:
             raise SystemExit(f"{way}: engine and trainer differ by {gap} nats a token, and by {far} before the push")
         extra = {name: max(0, most[name] - held) for name, held in before.items()}

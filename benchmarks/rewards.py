@@ -50,16 +50,16 @@ from opd.files import atomic_write_text
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.step import StepRecord
 from opd.run import checkpoints
-from opd.run.metrics import MetricsFile, steps_and_tokens
+from opd.run.metrics import MetricsFile, count_steps_and_tokens
 from opd.run.paths import RunPaths
 from opd.settings.yaml_files import load_yaml
 from pipelines import api
 from pipelines.baselines.comparison import SeedMean
-from pipelines.baselines.jobs import MAX_SEEDS, open_run, plan
-from pipelines.baselines.run import compute
+from pipelines.baselines.jobs import MAX_SEEDS, open_run, plan_jobs
+from pipelines.baselines.run import compute_results
 from pipelines.baselines.weights import WEIGHT_METHODS
-from pipelines.catalog import find
-from pipelines.merging.results import trained
+from pipelines.catalog import find_pipeline
+from pipelines.merging.results import trained_so_far
 from pipelines.reinforce import pipeline_of
 
 OPD = Variant("opd", ())
@@ -95,13 +95,13 @@ def training_records(spec: ReinforceSpec) -> dict[str, list[StepRecord]]:
 
 def token_budget(experts: Records, merged: Sequence[StepRecord]) -> int:
     """Tokens that the experts' trainings and the merge have trained on."""
-    return sum(steps_and_tokens(records)[1] for records in (*experts.values(), merged))
+    return sum(count_steps_and_tokens(records)[1] for records in (*experts.values(), merged))
 
 
 def tokens_per_step(experts: Records, samples: int) -> float:
     """Tokens of a step with as many samples of every domain, if responses are as long as in the experts' trainings."""
     responses = {name: sum(sum(r.prompts.values()) for r in records) for name, records in experts.items()}
-    return samples * fmean(steps_and_tokens(records)[1] / responses[name] for name, records in experts.items())
+    return samples * fmean(count_steps_and_tokens(records)[1] / responses[name] for name, records in experts.items())
 
 
 def of_one_seed(args: argparse.Namespace, where: Place, seed: int, experts: Records) -> Iterator[Outcome]:
@@ -137,7 +137,7 @@ def at_once(args: argparse.Namespace, where: Place, seed: int, experts: Records)
     if begun.report.exists():
         print(f"{AT_ONCE.name}, seed {seed}: all {steps} steps were taken within the budget of {total:,} tokens")
         return against(where, AT_ONCE, seed, begun)
-    last, ended = checkpoints.steps_of(begun.checkpoints)[-1], where.run(AT_ONCE.name, seed)
+    last, ended = checkpoints.list_checkpoint_steps(begun.checkpoints)[-1], where.run(AT_ONCE.name, seed)
     settings = given(seed, args.set, [f"trainer.steps={last + 1}"])
     carry_out(where, ended, [str(file), "--from", f"{begun.root}@{last}", *settings])
     return against(where, AT_ONCE, seed, ended)
@@ -146,20 +146,20 @@ def at_once(args: argparse.Namespace, where: Place, seed: int, experts: Records)
 def against(where: Place, variant: Variant, seed: int, paths: RunPaths) -> Outcome:
     """The outcome of a run whose own teacher is no expert: measured by base and experts of the merge with this seed."""
     wall_s = json.loads(paths.report.read_text(encoding="utf-8"))["wall_s"]
-    after = Evaluation.load(paths.exam("after")).scores
-    return measured(variant, seed, references(where, seed) | {"after": after}, trained(paths.metrics)[1], wall_s)
+    after = Evaluation.load(paths.evaluation_file("after")).scores
+    return measured(variant, seed, references(where, seed) | {"after": after}, trained_so_far(paths.metrics)[1], wall_s)
 
 
 def references(where: Place, seed: int) -> dict[str, dict[str, DomainScore]]:
     """The exams of base and experts."""
     run = where.run(OPD.name, seed)
-    return {exam: Evaluation.load(run.exam(exam)).scores for exam in ("before", "expert")}
+    return {exam: Evaluation.load(run.evaluation_file(exam)).scores for exam in ("before", "expert")}
 
 
 def baselines(where: Place, seed: int, methods: Sequence[str]) -> Iterator[Outcome]:
     """Other ways to use the same experts."""
     run = where.run(OPD.name, seed)
-    for found in compute(plan(open_run(run.root), run.root, methods, None, None), print):
+    for found in compute_results(plan_jobs(open_run(run.root), run.root, methods, None, None), print):
         exams = references(where, seed) | {"after": found.scores}
         yield measured(Variant(found.method, ()), seed, exams, found.tokens or 0, found.wall_s)
 
@@ -193,7 +193,7 @@ def save(args: argparse.Namespace, facts: dict[str, Any], experts: Records, outc
     data = {
         "machine": facts,
         "arguments": {name: str(value) for name, value in vars(args).items()},
-        "tokens_of_experts": {name: steps_and_tokens(records)[1] for name, records in experts.items()},
+        "tokens_of_experts": {name: count_steps_and_tokens(records)[1] for name, records in experts.items()},
         "outcomes": [asdict(one) for one in outcomes],
     }
     atomic_write_text(args.json, json.dumps(data, indent=2) + "\n")
@@ -206,7 +206,7 @@ def tiny(folder: Path) -> dict[str, Any]:
     spec = tiny_spec(load_yaml(find_spec("rewards-experts")))
     (folder / TINY_SPEC).write_text(yaml.safe_dump(spec), encoding="utf-8")
     opd(folder / "experts.log", folder, "experts", "train", TINY_SPEC)
-    return tiny_pipeline(load_yaml(find("rewards")))
+    return tiny_pipeline(load_yaml(find_pipeline("rewards")))
 
 
 def tiny_spec(spec: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def _shorter(data: dict[str, Any]) -> dict[str, Any]:
 
 def _data(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """A shipped pipeline as it is, or tiny."""
-    data = load_yaml(find(name))
+    data = load_yaml(find_pipeline(name))
     return tiny_pipeline(data) if args.quick else data
 
 

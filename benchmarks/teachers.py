@@ -34,7 +34,7 @@ from typing import Any
 
 from machine import machine, score, trim
 
-from opd.cluster.environment import SPINS
+from opd.cluster.environment import SPIN_SETTINGS
 from opd.text import or_dash
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -289,7 +289,7 @@ class Scoring:
     def _time_swaps(self) -> None:
         """Stand before the scorer's own `_load` with a watch."""
         scorer: Any = self._worker._scorer
-        load = scorer._load
+        load = scorer._load_teacher
 
         def timed(teacher: Any) -> None:
             before, started = scorer._loaded, time.perf_counter()
@@ -297,7 +297,7 @@ class Scoring:
             if scorer._loaded != before:
                 self._swaps.append(time.perf_counter() - started)
 
-        scorer._load = timed
+        scorer._load_teacher = timed
 
 
 def _worker(case: Case, budget_bytes: int, vocab_size: int) -> Any:
@@ -369,7 +369,7 @@ class Child:
     def __init__(self, case: Case, threads: int, errors: Any) -> None:
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads),
-            **SPINS,
+            **SPIN_SETTINGS,
             "HF_HUB_OFFLINE": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": str(ROOT),

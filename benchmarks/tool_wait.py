@@ -35,7 +35,7 @@ from opd.records.environments import Action, Outcome
 from opd.records.episodes import EpisodeStats
 from opd.records.types import Prompt
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
-from opd.rollouts.episodes.trace import Sample
+from opd.rollouts.episodes.trace import EpisodeKey
 
 LENGTHS = ("varied", "even")
 SLEEPS, AT_ONCE = "sleeps", "at once"
@@ -88,7 +88,7 @@ class Case:
         return [
             EpisodeRequest(
                 prompt=Prompt(id=name, domain="tool", token_ids=(1,), text=text),
-                sample=Sample(sample_id=name, group=name, step=1, domain="tool"),
+                sample=EpisodeKey(sample_id=name, group=name, step=1, domain="tool"),
                 options=options,
                 seed=0,
             )

@@ -24,13 +24,13 @@ import yaml
 from benchmarks.asked import claim
 from benchmarks.machine import machine
 from opd.records.scores import DomainScore, Evaluation
-from opd.report.intervals import difference
+from opd.report.intervals import subtract_estimates
 from opd.report.summary import estimate_of
 from opd.run.paths import EXAMS, RunPaths
 from opd.text import or_dash
 from pipelines.baselines.comparison import mean_headroom
-from pipelines.catalog import find
-from pipelines.merging.results import trained
+from pipelines.catalog import find_pipeline
+from pipelines.merging.results import trained_so_far
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ("reverse", "double")
@@ -138,7 +138,7 @@ def place(args: argparse.Namespace, tiny: Callable[[Path], dict[str, Any]]) -> I
             runs, data = cwd / "runs", tiny(cwd)
             yield Place(cwd, written(data, runs / "pipeline.yaml", args), runs)
     else:
-        runs, data = args.folder.absolute(), yaml.safe_load(find(args.pipeline).read_text(encoding="utf-8"))
+        runs, data = args.folder.absolute(), yaml.safe_load(find_pipeline(args.pipeline).read_text(encoding="utf-8"))
         yield Place(Path.cwd(), written(data, runs / "pipeline.yaml", args), runs)
 
 
@@ -210,9 +210,9 @@ def carry_out(where: Place, paths: RunPaths, begin: Sequence[str]) -> None:
 
 def outcome(paths: RunPaths, variant: Variant, seed: int) -> Outcome:
     """What a finished merge came to."""
-    exams = {exam: Evaluation.load(paths.exam(exam)).scores for exam in EXAMS}
+    exams = {exam: Evaluation.load(paths.evaluation_file(exam)).scores for exam in EXAMS}
     wall_s = json.loads(paths.report.read_text(encoding="utf-8"))["wall_s"]
-    return measured(variant, seed, exams, trained(paths.metrics)[1], wall_s)
+    return measured(variant, seed, exams, trained_so_far(paths.metrics)[1], wall_s)
 
 
 def measured(
@@ -228,7 +228,11 @@ def measured(
         accuracy=accuracy,
         intervals={exam: {d: (score.low, score.high) for d, score in found.items()} for exam, found in exams.items()},
         mean_headroom=mean_headroom(exams["before"], accuracy["after"], exams["expert"]),
-        above=[d for d in after if d in expert and difference(estimate_of(after[d]), estimate_of(expert[d])).low > 0],
+        above=[
+            d
+            for d in after
+            if d in expert and subtract_estimates(estimate_of(after[d]), estimate_of(expert[d])).low > 0
+        ],
         tokens=tokens,
         wall_s=wall_s,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.environments import find
+from opd.environments import find_environment
 from opd.environments.game import Game
 from opd.records.environments import Action, Outcome, Tool
 
@@ -55,7 +55,7 @@ class States:
 
 def game_of(name: str) -> Game[Any]:
     """A new game by its name."""
-    game = find(name, "--environment")()
+    game = find_environment(name, "--environment")()
     assert isinstance(game, Game)
     return game
 

@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from experts.json_files import read_json, refuse_custom_code, validated
+from experts.json_files import read_json, refuse_custom_code, validate_json
 from experts.merge_first import explain_merging
 from experts.model_dir import EMBEDDINGS, HEADS, ModelInfo, inspect_model
 from experts.safetensors_header import Tensor, data_start, read_header
 from experts.weight_files import GATHER, OTHER_FORMATS, Hashes, refuse_no_directory, weight_shards, weight_tensors
 from opd.errors import ModelError
 from opd.files import blake3_file
-from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, merged, split_name, updates
+from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, merge_update, read_updates, split_name
 from opd.records.types import Teacher
 from opd.settings.strict import Strict
 
@@ -101,7 +101,7 @@ def inspect_adapter(path: Path, base: Path | None = None, hash_files: bool = Tru
     data = read_json(file)
     refuse_custom_code(file, data)
     _refuse_unsupported(file, data)
-    config = validated(LoraConfig, data, file)
+    config = validate_json(LoraConfig, data, file)
     base_dir = _find_base(file, data, base)
     tensors = read_header(weights)
     empty = next((name for name, tensor in tensors.items() if not tensor.numel), None)
@@ -140,8 +140,8 @@ def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    config = validated(LoraConfig, read_json(adapter / ADAPTER_CONFIG), adapter / ADAPTER_CONFIG)
-    changes = updates(config, load_file(adapter / ADAPTER_WEIGHTS))
+    config = validate_json(LoraConfig, read_json(adapter / ADAPTER_CONFIG), adapter / ADAPTER_CONFIG)
+    changes = read_updates(config, load_file(adapter / ADAPTER_WEIGHTS))
     out.mkdir(parents=True)
     # Other weight formats stay behind: a loader could read them in place of the merged safetensors.
     for file in base.iterdir():
@@ -155,16 +155,16 @@ def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
                 if change is not None:
                     weight = source.get_tensor(name)
                     target.seek(data_start(shard) + tensor.data_offsets[0])
-                    target.write(merged(weight, change).contiguous().view(torch.uint8).numpy().data)
+                    target.write(merge_update(weight, change).contiguous().view(torch.uint8).numpy().data)
     assert not changes, f"modules that the base lacks: {sorted(changes)}"
 
 
 def _refuse_unsupported(file: Path, data: Mapping[str, Any]) -> None:
     """Refuse every option that is set and is not known to be harmless, so that options of future PEFT versions are refused."""
     if data.get("peft_type") != "LORA":
-        raise _unsupported(file, "peft_type", repr(data.get("peft_type")), "'LORA'")
+        raise _unsupported_error(file, "peft_type", repr(data.get("peft_type")), "'LORA'")
     if data.get("bias", "none") != "none":
-        raise _unsupported(file, "bias", repr(data["bias"]), "'none'")
+        raise _unsupported_error(file, "bias", repr(data["bias"]), "'none'")
     if data.get("lora_bias"):
         raise ModelError.at(
             f"{file}: lora_bias",
@@ -181,10 +181,10 @@ def _refuse_unsupported(file: Path, data: Mapping[str, Any]) -> None:
         )
     for key, value in data.items():
         if value and key not in _READ | _WITHOUT_EFFECT:
-            raise _unsupported(file, key, repr(value), "nothing: plain LoRA on linear layers")
+            raise _unsupported_error(file, key, repr(value), "nothing: plain LoRA on linear layers")
 
 
-def _unsupported(file: Path, part: str, found: str, wanted: str) -> ModelError:
+def _unsupported_error(file: Path, part: str, found: str, wanted: str) -> ModelError:
     return ModelError.at(f"{file}: {part}", found=found[:80], wanted=wanted, fix=explain_merging(file.parent))
 
 
@@ -240,14 +240,14 @@ def _check_tensors(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig
     for name, tensor in tensors.items():
         part = split_name(name)
         if part is None or f"{part[0]}.weight" in HEADS or f"{part[0]}.weight".endswith(EMBEDDINGS):
-            raise _unsupported(
+            raise _unsupported_error(
                 file,
                 f"tensor `{name}`",
                 "a tensor of another kind" if part is None else "an adapter of an embedding or output head",
                 "lora_A.weight and lora_B.weight of linear layers inside the model",
             )
         if tensor.dtype not in _FLOATS:
-            raise _unsupported(file, f"tensor `{name}`", tensor.dtype, f"one of {', '.join(_FLOATS)}")
+            raise _unsupported_error(file, f"tensor `{name}`", tensor.dtype, f"one of {', '.join(_FLOATS)}")
         pairs.setdefault(part[0], {})[part[1]] = tensor
     if not pairs:
         raise ModelError.at(file, found="no tensors", wanted="lora_A and lora_B of some modules", fix="save it again")

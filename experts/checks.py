@@ -19,7 +19,7 @@ def check_fits(student: ModelInfo, expert: ModelInfo, expert_name: str) -> list[
     """
     _check_vocabulary(student, expert, expert_name)
     _check_eos(student, expert, expert_name)
-    return _warnings(student, expert, expert_name)
+    return _collect_warnings(student, expert, expert_name)
 
 
 def _check_vocabulary(student: ModelInfo, expert: ModelInfo, name: str) -> None:
@@ -37,8 +37,8 @@ def _check_vocabulary(student: ModelInfo, expert: ModelInfo, name: str) -> None:
 
 def _size_difference(ours: Mapping[int, str], theirs: Mapping[int, str]) -> str:
     sizes = f"{len(theirs)} tokens, the student has {len(ours)}"
-    only_theirs = _listed(set(theirs.values()) - set(ours.values()))
-    only_ours = _listed(set(ours.values()) - set(theirs.values()))
+    only_theirs = _format_list(set(theirs.values()) - set(ours.values()))
+    only_ours = _format_list(set(ours.values()) - set(theirs.values()))
     parts = [sizes]
     if only_theirs:
         parts.append(f"the student lacks {only_theirs}")
@@ -54,7 +54,7 @@ def _id_difference(ours: Mapping[int, str], theirs: Mapping[int, str]) -> str:
     return f"{what}: id {first} is {theirs.get(first)!r} in the expert and {ours.get(first)!r} in the student"
 
 
-def _listed(tokens: set[str]) -> str:
+def _format_list(tokens: set[str]) -> str:
     shown = ", ".join(repr(token) for token in sorted(tokens)[:_MAX_LISTED])
     return shown + (f" and {len(tokens) - _MAX_LISTED} more" if len(tokens) > _MAX_LISTED else "")
 
@@ -75,7 +75,7 @@ def _named_ids(info: ModelInfo) -> str:
     return ", ".join(f"{i} ({tokens.get(i)!r})" for i in sorted(info.eos_token_ids)) or "no end token"
 
 
-def _warnings(student: ModelInfo, expert: ModelInfo, name: str) -> list[str]:
+def _collect_warnings(student: ModelInfo, expert: ModelInfo, name: str) -> list[str]:
     if student.chat_template_hash == expert.chat_template_hash:
         return []
     how = (

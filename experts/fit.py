@@ -28,10 +28,10 @@ def match_weights(path: Path) -> Naming:
     """Return the model's naming in transformers. Raises: ModelError unless its files fill all modules and hold nothing else."""
     import torch
 
-    from opd.models.weights import Naming, causal_lm_class, making
+    from opd.models.weights import Naming, causal_lm_class, refuse_unusable_config
 
     config, known = causal_lm_class(path)
-    with making(path):
+    with refuse_unusable_config(path):
         naming = Naming(config, torch.float32)
     shapes = {n: torch.empty(t.shape, dtype=torch.float32, device="meta") for n, t in weight_tensors(path).items()}
     _, problem = naming.from_files(shapes)

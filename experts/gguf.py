@@ -48,7 +48,7 @@ def import_gguf(source: str, output_dir: Path, tell: Callable[[str], None] = pri
         )
     header = read_gguf_header(file)
     _refuse_unfit(header)
-    model, tokenizer = _load(header)
+    model, tokenizer = _load_header(header)
     _greedy_until_end(model, tokenizer, header)
     staging = output_dir.with_name(f".{output_dir.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)  # left by an import that was interrupted
@@ -128,7 +128,7 @@ def _refuse_unfit(header: GGUFHeader) -> None:
             )
 
 
-def _load(header: GGUFHeader) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_header(header: GGUFHeader) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -169,7 +169,7 @@ def carry_over_tokens(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) ->
         number = header.get_value(f"tokenizer.ggml.{name}_token_id", int)
         if number is not None:
             setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(number))
-    wanted = {kind: _adds(header, kind) for kind in ("bos", "eos")}
+    wanted = {kind: _adds_token(header, kind) for kind in ("bos", "eos")}
     for kind, adds in wanted.items():
         if adds and getattr(tokenizer, f"{kind}_token_id") is None:
             raise ModelError.at(
@@ -178,7 +178,7 @@ def carry_over_tokens(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) ->
                 wanted=f"tokenizer.ggml.{kind}_token_id",
                 fix=COPY_AGAIN,
             )
-    if _added(tokenizer) != wanted:
+    if _tokenizer_added_tokens(tokenizer) != wanted:
         backend: Any = tokenizer
         backend.add_bos_token, backend.add_eos_token = wanted["bos"], wanted["eos"]
     names = header.get_value("tokenizer.chat_templates", list) or []
@@ -191,7 +191,7 @@ def carry_over_tokens(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) ->
     return tokenizer
 
 
-def _adds(header: GGUFHeader, kind: str) -> bool:
+def _adds_token(header: GGUFHeader, kind: str) -> bool:
     """Return whether llama.cpp adds this token to every text: as the file says, else by the kind of its tokenizer."""
     said = header.get_value(f"tokenizer.ggml.add_{kind}_token", bool)
     if said is not None:
@@ -202,7 +202,7 @@ def _adds(header: GGUFHeader, kind: str) -> bool:
     return model in ("llama", "gemma4") or (model == "gpt2" and header.keys.get("tokenizer.ggml.pre") in _ADDS_BOS)
 
 
-def _added(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+def _tokenizer_added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
     """Return whether the tokenizer puts its begin token before, and its end token behind, a text."""
     ids: list[int] = tokenizer("a").input_ids
     return {"bos": ids[:1] == [tokenizer.bos_token_id], "eos": ids[-1:] == [tokenizer.eos_token_id]}
@@ -213,7 +213,7 @@ def _greedy_until_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     from transformers import GenerationConfig
 
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    ends = _ends(tokenizer, header)
+    ends = _list_end_ids(tokenizer, header)
     ids: dict[str, Any] = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("eos", "pad", "bos")}
     if len(ends) > 1:
         ids["eos_token_id"] = list(ends)
@@ -221,7 +221,7 @@ def _greedy_until_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     model.generation_config = GenerationConfig(do_sample=False, **ids)
 
 
-def _ends(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> Sequence[int]:
+def _list_end_ids(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> Sequence[int]:
     """Return the ids that end a response: those that the file names, and the one with which its chat template ends a turn, as Gemma's does."""
     named = [header.get_value(f"tokenizer.ggml.{name}_token_id", int) for name in END_TOKENS]
     found = [tokenizer.eos_token_id, *named, _end_of_turn(tokenizer)]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from opd.errors import ModelError
-from opd.settings.wording import wanted
+from opd.settings.wording import describe_wanted
 
 
 class Lenient(BaseModel):
@@ -51,7 +51,7 @@ def read_optional(model: type[M], file: Path) -> M:
 
 def read_as(model: type[M], file: Path) -> M:
     """Read a file as `model`. Raises: ModelError if the file cannot be read or a field has the wrong type."""
-    return validated(model, read_json(file), file)
+    return validate_json(model, read_json(file), file)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return data
 
 
-def validated(model: type[M], data: object, where: object) -> M:
+def validate_json(model: type[M], data: object, where: object) -> M:
     """Check `data` as `model`. Raises: ModelError that names the first wrong field of `where`."""
     try:
         return model.model_validate(data)
@@ -79,6 +79,6 @@ def validated(model: type[M], data: object, where: object) -> M:
         raise ModelError.at(
             f"{where}: {first['loc'][0] if first['loc'] else 'the whole'}",
             found="nothing" if first["type"] == "missing" else repr(first["input"])[:80],
-            wanted=wanted(first),
+            wanted=describe_wanted(first),
             fix="copy the file from the original model or save the model again with save_pretrained",
         ) from None

@@ -1,6 +1,6 @@
 """The licence of a model as its own directory states it: in the header of README.md, or in a file such as LICENSE.
 
-Nothing is looked up and nothing is decided: `concerns` names what a person should read before the merged model is passed on.
+Nothing is looked up and nothing is decided: `list_concerns` names what a person should read before the merged model is passed on.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def licences_of(directory: Path) -> list[Licence]:
     return list(found.values())
 
 
-def concerns(found: Mapping[str, Sequence[Licence]]) -> list[str]:
+def list_concerns(found: Mapping[str, Sequence[Licence]]) -> list[str]:
     """What to look at before a model made from these is passed on: a sentence each. `found`: who -> its licences."""
     by_name: dict[str, list[str]] = {}
     for who, licences in found.items():
@@ -100,7 +100,7 @@ def concerns(found: Mapping[str, Sequence[Licence]]) -> list[str]:
     return lines
 
 
-def common(found: Mapping[str, Sequence[Licence]]) -> str | None:
+def find_common(found: Mapping[str, Sequence[Licence]]) -> str | None:
     """The one licence that all of them have; None if they differ, if one has none, or if its terms have to be read."""
     names = {one.name for licences in found.values() for one in licences}
     one = next(iter(names)) if len(names) == 1 and not _without(found) else OTHER
@@ -113,7 +113,7 @@ def _without(found: Mapping[str, Sequence[Licence]]) -> list[str]:
 
 def _of_header(readme: Path) -> Iterator[Licence]:
     """The key `license` of the header between two lines `---`. A header that cannot be read counts as `other`."""
-    lines = _start(readme).splitlines() if readme.is_file() else []
+    lines = _find_start(readme).splitlines() if readme.is_file() else []
     if not lines or lines[0].strip() != "---" or "---" not in lines[1:]:
         return
     try:
@@ -131,12 +131,12 @@ def _of_header(readme: Path) -> Iterator[Licence]:
 def _of_texts(directory: Path) -> Iterator[Licence]:
     files: Iterable[Path] = sorted({file for pattern in FILES for file in directory.glob(pattern) if file.is_file()})
     for file in files:
-        text = " ".join(_start(file).lower().split())
+        text = " ".join(_find_start(file).lower().split())
         hits = [(hit.start(), -hit.end(), name) for name, title in _TITLES.items() if (hit := re.search(title, text))]
         # The first title is the licence's own; others are only mentioned further down.
         yield Licence(min(hits)[2] if hits else OTHER, file.name)
 
 
-def _start(file: Path) -> str:
+def _find_start(file: Path) -> str:
     with file.open(encoding="utf-8-sig", errors="replace") as text:
         return text.read(_MOST)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def adapted(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
+def add_adapters(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
     """The model with adapters to train. Raises: ConfigError for modules that it does not have."""
     from peft import LoraConfig, get_peft_model
 

@@ -22,7 +22,7 @@ from typing import Any
 from blake3 import blake3
 from pydantic import AliasChoices, Field, NonNegativeInt
 
-from experts.json_files import Lenient, read_as, read_json, read_optional, refuse_custom_code, validated
+from experts.json_files import Lenient, read_as, read_json, read_optional, refuse_custom_code, validate_json
 from experts.safetensors_header import Tensor
 from experts.tied import refuse_other_head
 from experts.weight_files import GATHER, Hashes, weight_hashes, weight_shards, weight_tensors
@@ -138,7 +138,7 @@ def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = 
     _refuse_empty(path, tensors)
     config = _read_config(path)
     files = _read_tokenizer_files(path)
-    tokenizer = validated(
+    tokenizer = validate_json(
         _TokenizerConfig, files.get(TOKENIZER_CONFIG, {}) | files.get(NAMED, {}), path / TOKENIZER_CONFIG
     )
     generation = read_optional(_SpecialIds, path / "generation_config.json")
@@ -154,7 +154,7 @@ def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = 
         path=str(path.resolve()),
         architecture=config.architectures[0],
         model_type=config.model_type,
-        dtype=_dtype(path, tensors),
+        dtype=_read_dtype(path, tensors),
         parameters=sum(t.numel for t in tensors.values()),
         hidden_size=config.hidden_size,
         vocab_rows=_vocab_rows(path, config, tensors, tokens),
@@ -164,8 +164,8 @@ def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = 
         vocab_size=len(tokens),
         vocab_hash=_hash_tokens(tokens),
         eos_token_ids=_eos_token_ids(generation, config, ids),
-        pad_token_id=_first(generation.pad_token_id, config.pad_token_id, ids["pad_token"]),
-        bos_token_id=_first(generation.bos_token_id, config.bos_token_id, ids["bos_token"]),
+        pad_token_id=_first_item(generation.pad_token_id, config.pad_token_id, ids["pad_token"]),
+        bos_token_id=_first_item(generation.bos_token_id, config.bos_token_id, ids["bos_token"]),
         chat_template_hash=_hash_chat_template(path, tokenizer),
         weight_files=weight_hashes(path.resolve(), known) if hash_weights else {},
     )
@@ -234,7 +234,7 @@ def _read_config(path: Path) -> _Config:
         )
     # Multimodal models keep the language model's fields one level down.
     text = config.get("text_config")
-    return _refuse_wrapper(file, validated(_Config, {**text, **config} if isinstance(text, dict) else config, file))
+    return _refuse_wrapper(file, validate_json(_Config, {**text, **config} if isinstance(text, dict) else config, file))
 
 
 def _read_tokenizer_files(path: Path) -> dict[str, dict[str, Any]]:
@@ -270,18 +270,18 @@ def _named_tokens(files: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
             if file == ADDED:  # token -> id
                 yield f"{file}: {field}", field
             elif field.endswith("_token") or field in (_ADDED, *_MORE_SPECIAL):
-                yield from ((f"{file}: {field}", token) for token in _texts(value))
+                yield from ((f"{file}: {field}", token) for token in _read_texts(value))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _read_texts(value: Any) -> Iterator[str]:
     """The tokens of a field: text, a mapping with `content`, or several of these."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict) and "content" in value:
-        yield from _texts(value["content"])
+        yield from _read_texts(value["content"])
     elif isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
-            yield from _texts(one)
+            yield from _read_texts(one)
 
 
 def _refuse_empty(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -311,7 +311,7 @@ def _refuse_wrapper(file: Path, config: _Config) -> _Config:
     return config
 
 
-def _dtype(path: Path, tensors: Mapping[str, Tensor]) -> str:
+def _read_dtype(path: Path, tensors: Mapping[str, Tensor]) -> str:
     counts: Counter[str] = Counter()
     for tensor in tensors.values():
         counts[tensor.dtype] += tensor.numel
@@ -331,7 +331,7 @@ def _dtype(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 def _vocab_rows(path: Path, config: _Config, tensors: Mapping[str, Tensor], tokens: Mapping[int, str]) -> int:
     embedding = next((t.shape[0] for name, t in tensors.items() if name.endswith(EMBEDDINGS) and t.shape), None)
-    rows = _first(embedding, config.vocab_size)
+    rows = _first_item(embedding, config.vocab_size)
     if rows is None:
         raise ModelError.at(
             f"{path / 'config.json'}: vocab_size", found="nothing", wanted="rows of the embedding", fix="add the key"
@@ -411,5 +411,5 @@ def _hash_chat_template(path: Path, tokenizer: _TokenizerConfig) -> str | None:
     return blake3(text.encode()).hexdigest()
 
 
-def _first(*values: int | None) -> int | None:
+def _first_item(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)

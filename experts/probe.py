@@ -17,7 +17,7 @@ from experts.fit import match_weights
 from experts.merge_first import explain_merging
 from experts.model_dir import ModelInfo
 from opd.errors import ModelError
-from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, attach, not_linear, updates
+from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, attach_updates, not_linear, read_updates
 from opd.records.types import Probe
 from opd.settings.strict import DType, Strict
 
@@ -54,11 +54,11 @@ def take_probe(info: ModelInfo, adapter: AdapterInfo | None = None) -> ProbeReco
     model = _load(Path(info.path), dtype)
     match_weights(Path(info.path))  # loading says nothing of tensors that no module takes
     if adapter is not None:
-        _attach(model, Path(adapter.path))
+        _attach_adapter(model, Path(adapter.path))
     # Behind no begin token a Gemma computes what no training has seen, and rounding there is three times as large.
     begin = [info.bos_token_id] if info.bos_token_id is not None and info.bos_token_id < info.vocab_size else []
     token_ids = [*begin, *probe_ids(info.vocab_size)]
-    logprobs = [round(value, 3) for value in _logprobs(model, token_ids, info.vocab_size)]
+    logprobs = [round(value, 3) for value in _compute_logprobs(model, token_ids, info.vocab_size)]
     if not all(abs(value) < float("inf") for value in logprobs):  # NaN is not
         raise ModelError.at(
             adapter.path if adapter else info.path,
@@ -86,13 +86,13 @@ def _load(path: Path, dtype: DType) -> Any:
     return load_causal_lm(path, getattr(torch, dtype)).eval()
 
 
-def _attach(model: Any, adapter: Path) -> None:
+def _attach_adapter(model: Any, adapter: Path) -> None:
     """Attach the adapter to the base, as a scoring worker does: no merged copy is written."""
     from safetensors.torch import load_file
 
     config = LoraConfig.model_validate_json((adapter / ADAPTER_CONFIG).read_bytes())
     tensors = {name: tensor.to(model.dtype) for name, tensor in load_file(adapter / ADAPTER_WEIGHTS).items()}
-    changes = updates(config, tensors)
+    changes = read_updates(config, tensors)
     odd = not_linear(model, changes)
     if odd:
         raise ModelError.at(
@@ -101,10 +101,10 @@ def _attach(model: Any, adapter: Path) -> None:
             wanted="linear modules only: nothing else can be scored with an adapter",
             fix=explain_merging(adapter),
         )
-    attach(model, changes)
+    attach_updates(model, changes)
 
 
-def _logprobs(model: Any, token_ids: list[int], vocab_size: int) -> list[float]:
+def _compute_logprobs(model: Any, token_ids: list[int], vocab_size: int) -> list[float]:
     """Log-prob of each id after the ids before it, by a plain forward pass; rows beyond the vocabulary are cut off."""
     import torch
 

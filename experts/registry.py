@@ -26,7 +26,7 @@ from opd.files import atomic_write_text, blake3_file, fsync_dir
 from opd.models.lora import ADAPTER_WEIGHTS
 from opd.settings.near import did_you_mean
 from opd.settings.strict import NAME_PATTERN, Name, Strict
-from opd.settings.wording import described
+from opd.settings.wording import describe_error
 
 MANIFEST = "manifest.json"
 CONFIG = "config.json"
@@ -35,7 +35,7 @@ RECORD = "training.json"
 Facts = TypeVar("Facts", ModelInfo, AdapterInfo)
 
 
-class Manifest(Strict):
+class ExpertManifest(Strict):
     """The facts about one expert at the time of its registration."""
 
     format_version: Literal[1] = 1
@@ -105,7 +105,7 @@ class Registry:
 
     def add(
         self, name: str, model: Path, domain: str, prompts: Path | None = None, base: Path | None = None
-    ) -> Manifest:
+    ) -> ExpertManifest:
         """Check the model or adapter directory, every weight and the prompts file, run the model once, and write the
         manifest.
 
@@ -117,13 +117,13 @@ class Registry:
         _check_name("name", name)
         _check_name("domain", domain)
         if (self._root / name / MANIFEST).exists():
-            raise _taken(name, self._root)
+            raise _name_taken_error(name, self._root)
         info, adapter = inspect_expert(model, base)
         check_finite(Path(info.path), list(info.weight_files))
         if adapter is not None:
             check_finite(Path(adapter.path), [ADAPTER_WEIGHTS])
-        count, content = (None, None) if prompts is None else _counted(prompts)
-        manifest = Manifest(
+        count, content = (None, None) if prompts is None else _count_prompts(prompts)
+        manifest = ExpertManifest(
             name=name,
             domain=domain,
             model=adapter.path if adapter else info.path,
@@ -146,20 +146,20 @@ class Registry:
             return []
         return sorted(d.name for d in self._root.iterdir() if _is_name(d.name) and (d / MANIFEST).is_file())
 
-    def get(self, name: str) -> Manifest:
+    def get(self, name: str) -> ExpertManifest:
         """The manifest of one expert. Raises: RegistryError if the name is unknown or its manifest cannot be read."""
         file = self._file(name)
         try:
-            manifest = Manifest.model_validate_json(file.read_bytes())
+            manifest = ExpertManifest.model_validate_json(file.read_bytes())
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or first.get("ctx", {}).get("key", "the file")
-            raise _broken(file, f"{key}: {described(first)}", name) from None
+            raise _broken_manifest_error(file, f"{key}: {describe_error(first)}", name) from None
         if manifest.name != name:
-            raise _broken(file, f"the manifest of `{manifest.name}`", name)
+            raise _broken_manifest_error(file, f"the manifest of `{manifest.name}`", name)
         return manifest
 
-    def all(self) -> list[Manifest]:
+    def all(self) -> list[ExpertManifest]:
         """Every manifest, by name. Raises: RegistryError if one cannot be read."""
         return [self.get(name) for name in self.names()]
 
@@ -178,9 +178,13 @@ class Registry:
             + _prompt_problems(manifest)
         )
 
-    def twins(self, manifest: Manifest) -> list[str]:
+    def list_duplicates(self, manifest: ExpertManifest) -> list[str]:
         """Other experts with the same weights, byte for byte. Raises: RegistryError if a manifest cannot be read."""
-        return [m.name for m in self.all() if m.name != manifest.name and _weights(m) == _weights(manifest)]
+        return [
+            m.name
+            for m in self.all()
+            if m.name != manifest.name and _list_weight_hashes(m) == _list_weight_hashes(manifest)
+        ]
 
     def remove(self, name: str) -> None:
         """Remove an expert from the registry, even if its manifest is broken. Its model and files that are not ours stay.
@@ -204,7 +208,7 @@ class Registry:
             )
         return self._root / name / MANIFEST
 
-    def _write(self, manifest: Manifest) -> None:
+    def _write(self, manifest: ExpertManifest) -> None:
         # If we die half-way, the dot keeps the directory out of the list of names.
         staging = self._root / f".{manifest.name}.{os.getpid()}.tmp"
         final = self._root / manifest.name
@@ -215,22 +219,22 @@ class Registry:
             staging.rename(final)
         except OSError:
             if (final / MANIFEST).exists():
-                raise _taken(manifest.name, self._root) from None
+                raise _name_taken_error(manifest.name, self._root) from None
             if final.exists():
-                raise _occupied(final) from None
+                raise _occupied_error(final) from None
             raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         fsync_dir(self._root)
 
 
-def _weights(manifest: Manifest) -> tuple[list[str], str | None]:
+def _list_weight_hashes(manifest: ExpertManifest) -> tuple[list[str], str | None]:
     """The hashes that decide whether two experts are the same. An adapter's configuration is left out: it holds its base's path."""
     adapter = manifest.adapter.files[ADAPTER_WEIGHTS] if manifest.adapter else None
     return sorted(manifest.info.weight_files.values()), adapter
 
 
-def _weight_problems(manifest: Manifest, known: Hashes | None) -> list[str]:
+def _weight_problems(manifest: ExpertManifest, known: Hashes | None) -> list[str]:
     directory = Path(manifest.info.path)
     if not directory.is_dir():
         return []  # `_info_problems` reports that
@@ -260,7 +264,7 @@ def _file_problems(directory: Path, expected: Mapping[str, str], actual: Mapping
     return sorted(missing + extra + changed)
 
 
-def _info_problems(manifest: Manifest) -> list[str]:
+def _info_problems(manifest: ExpertManifest) -> list[str]:
     try:
         now = inspect_model(Path(manifest.info.path), hash_weights=False)
     except ModelError as error:
@@ -268,7 +272,7 @@ def _info_problems(manifest: Manifest) -> list[str]:
     return _changed_fields(manifest.info, now, but=("path", "weight_files"))
 
 
-def _config_problems(manifest: Manifest) -> list[str]:
+def _config_problems(manifest: ExpertManifest) -> list[str]:
     """Compare the hash of config.json. A forward pass depends on keys, such as the rotary base, that `ModelInfo` lacks."""
     file = Path(manifest.info.path) / CONFIG
     if manifest.config_hash is None or not file.is_file():
@@ -278,7 +282,7 @@ def _config_problems(manifest: Manifest) -> list[str]:
     return [] if actual == expected else [f"{file}: changed config, expected {expected}, actual {actual}"]
 
 
-def _adapter_problems(manifest: Manifest) -> list[str]:
+def _adapter_problems(manifest: ExpertManifest) -> list[str]:
     registered = manifest.adapter
     if registered is None:
         return []
@@ -299,14 +303,14 @@ def _changed_fields(registered: Facts, now: Facts, but: tuple[str, ...]) -> list
     ]
 
 
-def _counted(prompts: Path) -> tuple[int, str]:
+def _count_prompts(prompts: Path) -> tuple[int, str]:
     """Check every prompt; returns their number and their content hash. Raises: PromptError."""
     from opd.prompts import find_source, open_rows  # imports Arrow, which `opd experts list` does not need
 
     return len(open_rows(prompts)), find_source(prompts).content_hash()
 
 
-def _prompt_problems(manifest: Manifest) -> list[str]:
+def _prompt_problems(manifest: ExpertManifest) -> list[str]:
     if manifest.prompts is None:
         return []
     file = Path(manifest.prompts)
@@ -339,7 +343,7 @@ def _check_name(field: str, text: str) -> None:
         )
 
 
-def _taken(name: str, root: Path) -> OpdError:
+def _name_taken_error(name: str, root: Path) -> OpdError:
     return RegistryError.at(
         f"expert `{name}` in {root}",
         found="a name that is taken",
@@ -348,7 +352,7 @@ def _taken(name: str, root: Path) -> OpdError:
     )
 
 
-def _occupied(path: Path) -> OpdError:
+def _occupied_error(path: Path) -> OpdError:
     return RegistryError.at(
         path,
         found="something that is not an expert",
@@ -357,7 +361,7 @@ def _occupied(path: Path) -> OpdError:
     )
 
 
-def _broken(file: Path, found: str, name: str) -> OpdError:
+def _broken_manifest_error(file: Path, found: str, name: str) -> OpdError:
     return RegistryError.at(
         file, found=found, wanted=f"the manifest of `{name}`", fix=f"`opd experts remove {name}` and add it again"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field, NonNegativeInt
 from pydantic_core import from_json
 
-from experts.json_files import Lenient, validated
+from experts.json_files import Lenient, validate_json
 from opd.errors import ModelError, OpdError
 
 # The safetensors library has the same limit.
@@ -42,9 +42,11 @@ def read_header(file: Path) -> dict[str, Tensor]:
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
-        length = _length(stream.read(8))
+        length = _read_length(stream.read(8))
         if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise _broken(file, f"a header of {length} bytes in a file of {size} bytes", f"8 + header <= {size} bytes")
+            raise _broken_file_error(
+                file, f"a header of {length} bytes in a file of {size} bytes", f"8 + header <= {size} bytes"
+            )
         raw = stream.read(length)
     tensors = _parse_header(file, raw)
     _check_cover(file, tensors, start=8 + length, size=size)
@@ -54,10 +56,10 @@ def read_header(file: Path) -> dict[str, Tensor]:
 def data_start(file: Path) -> int:
     """First byte after the header, from which offsets count. The header has been checked before."""
     with file.open("rb") as stream:
-        return 8 + _length(stream.read(8))
+        return 8 + _read_length(stream.read(8))
 
 
-def _length(prefix: bytes) -> int:
+def _read_length(prefix: bytes) -> int:
     """Length of the header in bytes; 0 if the file ends before the length."""
     length: int = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
     return length
@@ -67,11 +69,11 @@ def _parse_header(file: Path, raw: bytes) -> dict[str, Tensor]:
     try:
         header = from_json(raw)
     except ValueError as error:
-        raise _broken(file, f"a header that is not JSON: {error}", "a JSON object of tensors") from None
+        raise _broken_file_error(file, f"a header that is not JSON: {error}", "a JSON object of tensors") from None
     if not isinstance(header, dict):
-        raise _broken(file, f"a header that is a {type(header).__name__}", "a JSON object of tensors")
+        raise _broken_file_error(file, f"a header that is a {type(header).__name__}", "a JSON object of tensors")
     return {
-        name: validated(Tensor, entry, f"{file}: tensor `{name}`")
+        name: validate_json(Tensor, entry, f"{file}: tensor `{name}`")
         for name, entry in header.items()
         if name != "__metadata__"
     }
@@ -81,18 +83,18 @@ def _check_cover(file: Path, tensors: Mapping[str, Tensor], start: int, size: in
     position = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         if tensor.dtype not in _BITS:
-            raise _broken(file, f"tensor `{name}` of type {tensor.dtype}", f"one of {', '.join(_BITS)}")
+            raise _broken_file_error(file, f"tensor `{name}` of type {tensor.dtype}", f"one of {', '.join(_BITS)}")
         end = position + tensor.numel * _BITS[tensor.dtype] // 8
         if tensor.data_offsets != [position, end]:
-            raise _broken(
+            raise _broken_file_error(
                 file, f"tensor `{name}` at bytes {tensor.data_offsets}", f"bytes {[position, end]}: no gap, no overlap"
             )
         position = end
     if start + position != size:
-        raise _broken(file, f"{size} bytes", f"{start + position} bytes, as the header says")
+        raise _broken_file_error(file, f"{size} bytes", f"{start + position} bytes, as the header says")
 
 
-def _broken(file: Path, found: str, wanted: str) -> OpdError:
+def _broken_file_error(file: Path, found: str, wanted: str) -> OpdError:
     return ModelError.at(
         file, found=found, wanted=wanted, fix="copy or save the file again; it is truncated or damaged"
     )

@@ -27,7 +27,7 @@ from opd.prompts import PromptLine, encode_prompt, render_prompt
 from opd.prompts.encode import refused_row, render_messages
 from opd.prompts.harmless import escape_specials_inside, escape_variables, special_texts
 from opd.tool_formats import AUTO, forbidden_in_turns
-from opd.train.optimizer import AdamWOptions, adamw
+from opd.train.optimizer import AdamWOptions, build_adamw
 from opd.train.schedule import LearningRate
 
 IGNORED = -100
@@ -91,13 +91,13 @@ def encode_lines(
         )
     encoder = EpisodeEncoder(tokenizer, day, parser, ends, variables)
 
-    def encoded(line: TrainingRow) -> Example:
+    def encode_numbered(line: TrainingRow) -> Example:
         if isinstance(line, PromptLine):
             return encode_line(tokenizer, line, ends, day, variables)
         ids, learned = encoder.encode(line)
         return {"input_ids": ids, "labels": [i if learn else IGNORED for i, learn in zip(ids, learned, strict=True)]}
 
-    examples = [example for line in lines if len((example := encoded(line))["input_ids"]) <= max_length]
+    examples = [example for line in lines if len((example := encode_numbered(line))["input_ids"]) <= max_length]
     if not examples:
         raise PromptError.at(
             "max_length",
@@ -119,12 +119,12 @@ def fine_tune(
 ) -> None:
     """Train `model` in place; `report(step, loss)` is called about ten times. `scratch` may be written to."""
     chosen = {"optim": "adamw_torch", **settings.model_dump(exclude={"max_length"})}
-    _train(model, examples, _arguments(settings.max_steps, seed, scratch, chosen), report)
+    _run_trainer(model, examples, _training_arguments(settings.max_steps, seed, scratch, chosen), report)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImitationSpec:
-    """Settings of `imitate`: a merge's optimiser and schedule, and the size of a step."""
+    """Settings of `train_on_text`: a merge's optimiser and schedule, and the size of a step."""
 
     adamw: AdamWOptions
     """Settings of the optimiser, except for its learning rate."""
@@ -144,7 +144,7 @@ class ImitationSpec:
     """Seed of the model's own randomness, such as dropout."""
 
 
-def imitate(
+def train_on_text(
     model: torch.nn.Module,
     examples: list[Example],
     spec: ImitationSpec,
@@ -168,15 +168,15 @@ def imitate(
         "gradient_checkpointing": spec.gradient_checkpointing,
         "bf16": spec.dtype == "bfloat16",
     }
-    arguments = _arguments(spec.rate.steps, spec.seed, scratch, chosen)
+    arguments = _training_arguments(spec.rate.steps, spec.seed, scratch, chosen)
     # With several GPUs the Trainer would take a micro-batch for each of them, and so larger steps.
     arguments._n_gpu = min(1, arguments.n_gpu)
-    optimizer = adamw(model, spec.adamw, lr=1.0)  # the schedule returns the rate itself, so the factor is 1
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: spec.rate.at(done + 1))
-    _train(model, examples, arguments, report, (optimizer, schedule))
+    optimizer = build_adamw(model, spec.adamw, lr=1.0)  # the schedule returns the rate itself, so the factor is 1
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: spec.rate.rate_at_step(done + 1))
+    _run_trainer(model, examples, arguments, report, (optimizer, schedule))
 
 
-def _arguments(steps: int, seed: int, scratch: Path, chosen: Mapping[str, Any]) -> TrainingArguments:
+def _training_arguments(steps: int, seed: int, scratch: Path, chosen: Mapping[str, Any]) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(scratch),
         seed=seed,
@@ -192,7 +192,7 @@ def _arguments(steps: int, seed: int, scratch: Path, chosen: Mapping[str, Any]) 
     )
 
 
-def _train(
+def _run_trainer(
     model: torch.nn.Module,
     examples: list[Example],
     arguments: TrainingArguments,
@@ -203,8 +203,8 @@ def _train(
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=_Examples(examples),
-        data_collator=collate,
+        train_dataset=_ExampleDataset(examples),
+        data_collator=collate_examples,
         callbacks=[_Report(report)],
         optimizers=optimizers,
     )
@@ -212,7 +212,7 @@ def _train(
     trainer.train()
 
 
-class _Examples(Dataset[Example]):
+class _ExampleDataset(Dataset[Example]):
     def __init__(self, examples: list[Example]) -> None:
         self._examples = examples
 
@@ -232,7 +232,7 @@ class _Report(TrainerCallback):
             self._report(state.global_step, float(logs["loss"]))
 
 
-def collate(batch: list[Example]) -> dict[str, torch.Tensor | int]:
+def collate_examples(batch: list[Example]) -> dict[str, torch.Tensor | int]:
     """Right-padded [B, T]; padding is neither attended to nor learned.
 
     Logits are computed for the last `logits_to_keep` positions only, beginning with the one that predicts the first
@@ -244,13 +244,13 @@ def collate(batch: list[Example]) -> dict[str, torch.Tensor | int]:
     assert first > 0, "a token without a context has no prediction"
     kept = length - (first - 1)
 
-    def padded(rows: list[list[int]], value: int) -> torch.Tensor:
+    def pad_column(rows: list[list[int]], value: int) -> torch.Tensor:
         return torch.tensor([row + [value] * (length - len(row)) for row in rows])
 
     return {
-        "input_ids": padded([example["input_ids"] for example in batch], 0),
-        "labels": padded([example["labels"] for example in batch], IGNORED)[:, -kept:],
-        "attention_mask": padded([[1] * len(example["input_ids"]) for example in batch], 0),
+        "input_ids": pad_column([example["input_ids"] for example in batch], 0),
+        "labels": pad_column([example["labels"] for example in batch], IGNORED)[:, -kept:],
+        "attention_mask": pad_column([[1] * len(example["input_ids"]) for example in batch], 0),
         "logits_to_keep": kept,
     }
 

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from opd.config.prompts import ChatTemplateKwargs
 from opd.records.types import ToolCallParser
 from opd.settings.strict import NUMPY_SEEDS, Name, Strict, UserPath
-from opd.settings.yaml_files import apply_overrides, load_yaml, no_such_yaml, validate
+from opd.settings.yaml_files import apply_overrides, load_yaml, no_such_yaml, validate_section
 
 BASE = "base"
 """Name of a new base's directory."""
@@ -88,13 +88,13 @@ class BaseSpec(Strict):
     """How calls of tools are written in episodes; give the `student.tool_call_parser` of the merge that the experts are for."""
 
     @property
-    def reading(self) -> dict[str, Any]:
+    def template_reading(self) -> dict[str, Any]:
         """How its chat template is read, as far as the spec says it: a `training.json` of an older version is still that of the
         same settings."""
         return self.model_dump(mode="json", include={"template_date", "tool_call_parser"}, exclude_defaults=True)
 
     @property
-    def given(self) -> Path | None:
+    def existing_model(self) -> Path | None:
         """The model that is the base as it is; None for a base that is made, or trained first."""
         return None if self.data else self.model
 
@@ -149,11 +149,11 @@ class FromBase(Strict):
     @property
     def base_dir(self) -> Path:
         """Where the base is, or will be."""
-        return self.base.given or self.output_dir / BASE
+        return self.base.existing_model or self.output_dir / BASE
 
     @model_validator(mode="after")
     def _base_is_no_expert(self) -> Self:
-        if not self.base.given and BASE in getattr(self, "experts", ()):
+        if not self.base.existing_model and BASE in getattr(self, "experts", ()):
             raise PydanticCustomError(
                 "base_name", "an expert name other than `base`, which is the base's directory", {"found": BASE}
             )
@@ -183,7 +183,7 @@ class ExpertsSpec(FromBase):
         return data
 
 
-def shipped() -> dict[str, Path]:
+def list_shipped_specs() -> dict[str, Path]:
     """Name -> file of every training spec that comes with the package."""
     found = sorted((file for file in files("experts").iterdir() if file.name.endswith(".yaml")), key=str)
     return {file.name.removesuffix(".yaml"): Path(str(file)) for file in found}
@@ -191,7 +191,7 @@ def shipped() -> dict[str, Path]:
 
 def find_spec(name_or_path: str) -> Path:
     """The file of a shipped spec, or the path of one of the user's. Raises: ConfigError if there is neither."""
-    known, path = shipped(), Path(name_or_path)
+    known, path = list_shipped_specs(), Path(name_or_path)
     if name_or_path not in known and not path.exists():
         raise no_such_yaml(path, known, "a shipped training spec", "check the path, or name a shipped one")
     return known.get(name_or_path, path)
@@ -199,7 +199,7 @@ def find_spec(name_or_path: str) -> Path:
 
 def load_spec(path: Path, overrides: list[str] | None = None) -> ExpertsSpec:
     """Read, override and check one training spec. Raises: ConfigError."""
-    return validate(ExpertsSpec, apply_overrides(load_yaml(path), overrides or []), path)
+    return validate_section(ExpertsSpec, apply_overrides(load_yaml(path), overrides or []), path)
 
 
 def _with_train(section: Any, shared: Mapping[str, Any]) -> Any:

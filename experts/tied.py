@@ -22,8 +22,8 @@ CHUNK = 1 << 26
 
 def refuse_other_head(path: Path, shards: list[Path], names: tuple[str, str]) -> None:
     """`names`: of embedding and head, which the shards hold. Raises: ModelError if they are not the same numbers."""
-    places = {name: (shard, tensor) for shard in shards for name, tensor in _those(shard, names).items()}
-    if not _same(*(places[name] for name in names)):
+    places = {name: (shard, tensor) for shard in shards for name, tensor in _select_tensors(shard, names).items()}
+    if not _are_equal(*(places[name] for name in names)):
         raise ModelError.at(
             f"{path / 'config.json'}: tie_word_embeddings",
             found=f"true, and a `{names[1]}` that differs from `{names[0]}`",
@@ -32,18 +32,18 @@ def refuse_other_head(path: Path, shards: list[Path], names: tuple[str, str]) ->
         )
 
 
-def _those(shard: Path, names: tuple[str, str]) -> Mapping[str, Tensor]:
+def _select_tensors(shard: Path, names: tuple[str, str]) -> Mapping[str, Tensor]:
     return {name: tensor for name, tensor in read_header(shard).items() if name in names}
 
 
-def _same(one: tuple[Path, Tensor], other: tuple[Path, Tensor]) -> bool:
+def _are_equal(one: tuple[Path, Tensor], other: tuple[Path, Tensor]) -> bool:
     if (one[1].dtype, one[1].shape) != (other[1].dtype, other[1].shape):
         return False
-    left, right = _bytes(*one), _bytes(*other)
+    left, right = _read_bytes(*one), _read_bytes(*other)
     return all((left[i : i + CHUNK] == right[i : i + CHUNK]).all() for i in range(0, len(left), CHUNK))
 
 
-def _bytes(shard: Path, tensor: Tensor) -> np.ndarray:
+def _read_bytes(shard: Path, tensor: Tensor) -> np.ndarray:
     import numpy as np
 
     first, end = tensor.data_offsets

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experts.episodes.rows import EpisodeRow, has_episodes, read_episodes
-from experts.lora import adapted
+from experts.lora import add_adapters
 from experts.model_dir import inspect_model
 from experts.registry import RECORD, Registry, training_record
 from experts.spec import BASE, BaseSpec, ExpertsSpec, FromBase, FromScratch, TrainSettings
@@ -57,11 +57,11 @@ class TrainingJob:
     """True for a base of the user's, which is not made."""
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return self.directory.exists()
 
     @property
-    def asks(self) -> bool:
+    def has_prompts(self) -> bool:
         """True if a merge can read the lines: conversations without a prompt of their own are for training only."""
         return all(isinstance(line, PromptLine) or line.asks for line in self.lines)
 
@@ -79,8 +79,8 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
     for job in [base_job, *jobs]:
         check_unclaimed(job, registry)
     _check_rows(spec, [base_job, *jobs])
-    if spec.method == "lora" and not all(job.finished for job in jobs):
-        adapted(_without_numbers(spec.base), spec.lora)
+    if spec.method == "lora" and not all(job.is_finished for job in jobs):
+        add_adapters(_without_numbers(spec.base), spec.lora)
     for line in _slow_types([base_job, *jobs]):
         progress(f"warning: {line}")
     make_base(spec, base_job, progress)
@@ -88,13 +88,13 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
         _make_expert(spec, job, spec.base_dir, progress)
         if registry:
             expert = spec.experts[job.name]
-            register(registry, job, expert.domain, expert.data if job.asks else None)
+            register_expert(registry, job, expert.domain, expert.data if job.has_prompts else None)
     return [job.directory for job in jobs]
 
 
 def _slow_types(jobs: Sequence[TrainingJob]) -> list[str]:
     """A warning if models are yet to be trained in bfloat16 on cores that cannot."""
-    asked = [f"{job.name}: train.bf16" for job in jobs if job.train and job.train.bf16 and not job.finished]
+    asked = [f"{job.name}: train.bf16" for job in jobs if job.train and job.train.bf16 and not job.is_finished]
     found = slow_bf16(asked)
     if found:
         import torch  # here: a spec of which all is finished does not wait for it
@@ -106,10 +106,12 @@ def _slow_types(jobs: Sequence[TrainingJob]) -> list[str]:
 def base_of(spec: FromBase) -> TrainingJob:
     """The base that the experts start from: one to make, or one that is there. Raises: PromptError, ModelError."""
     origin: TrainingRecord = {"weights": inspect_model(spec.base.model).weight_files} if spec.base.model else {}
-    origin |= spec.base.reading
-    if spec.base.given:
-        return TrainingJob(name=BASE, directory=spec.base.given, lines=(), train=None, record=origin, given=True)
-    lines, hashes = _read(spec.base.data)
+    origin |= spec.base.template_reading
+    if spec.base.existing_model:
+        return TrainingJob(
+            name=BASE, directory=spec.base.existing_model, lines=(), train=None, record=origin, given=True
+        )
+    lines, hashes = _read_lines(spec.base.data)
     how = spec.base.model_dump(mode="json", include={"from_scratch", "train"})
     how |= {"chat_template_kwargs": spec.chat_template_kwargs} if spec.chat_template_kwargs else {}
     record = {**origin, "seed": spec.seed, "data": hashes, **how}
@@ -119,7 +121,7 @@ def base_of(spec: FromBase) -> TrainingJob:
 def _expert_jobs(spec: ExpertsSpec, base: TrainingRecord) -> list[TrainingJob]:
     jobs = []
     for name, expert in spec.experts.items():
-        lines, hashes = _read([expert.data])
+        lines, hashes = _read_lines([expert.data])
         record = {
             "base": base,
             "seed": spec.seed,
@@ -137,7 +139,7 @@ def _expert_jobs(spec: ExpertsSpec, base: TrainingRecord) -> list[TrainingJob]:
     return jobs
 
 
-def _read(paths: Sequence[Path]) -> tuple[tuple[PromptLine | EpisodeRow, ...], list[str]]:
+def _read_lines(paths: Sequence[Path]) -> tuple[tuple[PromptLine | EpisodeRow, ...], list[str]]:
     """All lines and the files' hashes. Raises: PromptError, also for a row without anything to learn."""
     lines = [line for path in paths for line in (read_episodes if has_episodes(path) else _with_completions)(path)]
     return tuple(lines), [find_source(path).content_hash() for path in paths]
@@ -167,7 +169,7 @@ def check_unclaimed(job: TrainingJob, registry: Registry | None) -> None:
     """Refuse a directory or a name that another spec or model has. Raises: ConfigError, RegistryError."""
     if job.given:
         return
-    if job.finished and made_by(job.directory) != job.record:
+    if job.is_finished and read_origin(job.directory) != job.record:
         raise ConfigError.at(
             job.directory,
             found="a directory that this spec, with these settings and data, did not make",
@@ -186,7 +188,7 @@ def check_unclaimed(job: TrainingJob, registry: Registry | None) -> None:
 def _check_rows(spec: ExpertsSpec, jobs: Sequence[TrainingJob]) -> None:
     """Make the tokens of all rows that are still to be learned, once, and forget them: what cannot be learned is refused before
     any model is trained. Raises: PromptError, ModelError."""
-    todo = [(job.name, job.lines, job.train) for job in jobs if job.train and not job.finished]
+    todo = [(job.name, job.lines, job.train) for job in jobs if job.train and not job.is_finished]
     if todo:
         tokenizer, ends = _reader_of(spec)
         _refuse_other_beginnings(jobs, ids_in_front(tokenizer))
@@ -202,7 +204,7 @@ def _refuse_other_beginnings(jobs: Sequence[TrainingJob], front: list[int]) -> N
     `add_special_tokens`. Raises: ConfigError."""
     for job in jobs:
         plain = any(isinstance(line.prompt, str) for line in job.lines)
-        found = (training_record(job.directory) or {}).get(IN_FRONT, []) if job.finished and plain else front
+        found = (training_record(job.directory) or {}).get(IN_FRONT, []) if job.is_finished and plain else front
         if found != front:
             raise ConfigError.at(
                 f"{job.directory / RECORD}: {IN_FRONT}",
@@ -225,7 +227,7 @@ def _reader_of(spec: FromBase) -> tuple[PreTrainedTokenizerBase, Sequence[int]]:
     return tokenizer, inspect_model(base.model, hash_weights=False).eos_token_ids
 
 
-def made_by(directory: Path) -> TrainingRecord | None:
+def read_origin(directory: Path) -> TrainingRecord | None:
     """What made a model, as far as it decides the weights; None where nothing says so."""
     record = training_record(directory)
     return None if record is None else {key: value for key, value in record.items() if key not in (RESULT, IN_FRONT)}
@@ -233,10 +235,10 @@ def made_by(directory: Path) -> TrainingRecord | None:
 
 def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
     """Make the base, unless it is there."""
-    _quiet()
+    _silence_progress()
     if job.given:
         return
-    if job.finished:
+    if job.is_finished:
         progress(f"{job.name}: finished before, kept")
         return
     from transformers import set_seed
@@ -247,15 +249,15 @@ def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
     if job.train:
         reader, _ = _reader_of(spec)
         front = ids_in_front(reader)
-        _fit(spec, model, reader, job, job.train, progress)
-    _save(model.to(stored), tokenizer, job, front)
+        _fit_model(spec, model, reader, job, job.train, progress)
+    _save_model(model.to(stored), tokenizer, job, front)
 
 
 def _start_of(base: BaseSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
     """The model that the base's own training starts from, and the type in which it is stored."""
     if base.from_scratch is None:
         assert base.model is not None, "the spec has one of the two"
-        return _given(base.model)
+        return _load_base(base.model)
     model, tokenizer = _new_model(base.from_scratch)
     return model, tokenizer, model.dtype
 
@@ -274,7 +276,7 @@ def _without_numbers(base: BaseSpec) -> PreTrainedModel:
         return _new_model(base.from_scratch)[0]
 
 
-def _given(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
+def _load_base(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
     """A model as it is trained, in float32, its tokenizer, and the type in which it is stored."""
     import torch
 
@@ -285,20 +287,20 @@ def _given(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, t
 
 
 def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Progress) -> None:
-    if job.finished:
+    if job.is_finished:
         progress(f"{job.name}: finished before, kept")
         return
     from transformers import set_seed
 
     assert job.train is not None
     set_seed(spec.training_seed)
-    model, tokenizer, stored = _given(base)
+    model, tokenizer, stored = _load_base(base)
     reader = load_tokenizer(base, spec.add_special_tokens)
     if spec.method == "lora":
         model = _fit_adapter(spec, model, reader, job, progress)
     else:
-        _fit(spec, model, reader, job, job.train, progress)
-    _save(model.to(stored), tokenizer, job, ids_in_front(reader))
+        _fit_model(spec, model, reader, job, job.train, progress)
+    _save_model(model.to(stored), tokenizer, job, ids_in_front(reader))
 
 
 def _fit_adapter(
@@ -306,8 +308,8 @@ def _fit_adapter(
 ) -> PreTrainedModel:
     """Train LoRA adapters on `model`; returns it with the adapters merged into its weights."""
     assert job.train is not None
-    whole = adapted(model, spec.lora)
-    _fit(spec, whole, tokenizer, job, job.train, progress)
+    whole = add_adapters(model, spec.lora)
+    _fit_model(spec, whole, tokenizer, job, job.train, progress)
     merged: PreTrainedModel = whole.merge_and_unload()
     return merged
 
@@ -328,7 +330,7 @@ def _encode_rows(
     )
 
 
-def _fit(
+def _fit_model(
     spec: FromBase,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -338,7 +340,7 @@ def _fit(
 ) -> None:
     from experts.sft import fine_tune
 
-    examples = _encode_rows(spec, tokenizer, job.lines, train.max_length, _ends(model))
+    examples = _encode_rows(spec, tokenizer, job.lines, train.max_length, _find_end_ids(model))
     if len(examples) < len(job.lines):
         progress(
             f"{job.name}: left out {len(job.lines) - len(examples)} of {len(job.lines)} rows, longer than max_length {train.max_length}"
@@ -348,10 +350,10 @@ def _fit(
     def report(step: int, loss: float) -> None:
         progress(f"{job.name}: step {step}/{train.max_steps}  loss {loss:.3f}  {time.monotonic() - start:.0f} s")
 
-    fine_tune(model, examples, train, seed=spec.training_seed, scratch=staging(job), report=report)
+    fine_tune(model, examples, train, seed=spec.training_seed, scratch=staging_directory(job), report=report)
 
 
-def _ends(model: Any) -> list[int]:
+def _find_end_ids(model: Any) -> list[int]:
     """The ids that end a response of the model, as its files name them beside its tokenizer's."""
     named = model.generation_config.eos_token_id
     found = model.config.eos_token_id if named is None else named
@@ -387,22 +389,22 @@ def _new_model(shape: FromScratch) -> tuple[PreTrainedModel, PreTrainedTokenizer
     return model, tokenizer
 
 
-def staging(job: TrainingJob) -> Path:
+def staging_directory(job: TrainingJob) -> Path:
     """Where a model is put together before it is whole."""
     return job.directory.with_name(f".{job.name}.tmp")
 
 
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: TrainingJob, front: list[int]) -> None:
+def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: TrainingJob, front: list[int]) -> None:
     """Write the whole Hugging Face directory beside its place, then rename it. `front` stood before its plain prompts."""
-    directory = staging(job)
+    directory = staging_directory(job)
     shutil.rmtree(directory, ignore_errors=True)  # left by a run that was interrupted
     directory.mkdir(parents=True)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    publish(directory, job, {IN_FRONT: front} if front else {})
+    publish_model(directory, job, {IN_FRONT: front} if front else {})
 
 
-def publish(directory: Path, job: TrainingJob, more: Mapping[str, Any]) -> None:
+def publish_model(directory: Path, job: TrainingJob, more: Mapping[str, Any]) -> None:
     """Add the record to a finished model's files and put them in their place. `more` is stored beside what the spec says: `RESULT`,
     to be read by people, or `IN_FRONT`."""
     record = {**job.record, **more}
@@ -410,7 +412,7 @@ def publish(directory: Path, job: TrainingJob, more: Mapping[str, Any]) -> None:
     replace_dir(directory, job.directory)
 
 
-def register(registry: Registry, job: TrainingJob, domain: str, prompts: Path | None) -> None:
+def register_expert(registry: Registry, job: TrainingJob, domain: str, prompts: Path | None) -> None:
     """Add the expert, or renew an entry of this directory that no longer fits it."""
     if job.name in registry.names():
         if not registry.verify(job.name):
@@ -419,7 +421,7 @@ def register(registry: Registry, job: TrainingJob, domain: str, prompts: Path | 
     registry.add(job.name, job.directory, domain, prompts)
 
 
-def _quiet() -> None:
+def _silence_progress() -> None:
     """Silence the libraries' progress bars; our own lines replace them."""
     from transformers.utils import logging
 

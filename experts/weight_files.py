@@ -59,7 +59,7 @@ def weight_shards(path: Path) -> list[Path]:
     """The files that hold the model: `weight_files`, checked. Raises: ModelError."""
     refuse_no_directory(path)
     _refuse_adapter(path)
-    names = [file.name for file in _files(path, ".safetensors")]
+    names = [file.name for file in _list_files(path, ".safetensors")]
     if (path / INDEX).is_file():
         # transformers would read model.safetensors, vLLM the shards of the index.
         ambiguous = _shards_of_index(path / INDEX) != [SINGLE] and SINGLE in names
@@ -152,7 +152,7 @@ def _refuse_no_safetensors(path: Path) -> None:
                 wanted=f"{SINGLE} or {INDEX} with its shards",
                 fix=f"join them: {command.format(path=as_typed(path))}; then give OUT, with the model's config.json and tokenizer",
             )
-    others = [file.name for suffix in OTHER_FORMATS for file in _files(path, suffix)]
+    others = [file.name for suffix in OTHER_FORMATS for file in _list_files(path, suffix)]
     if not others:
         raise ModelError.at(
             path,
@@ -172,5 +172,5 @@ def _refuse_no_safetensors(path: Path) -> None:
     )
 
 
-def _files(path: Path, suffix: str) -> list[Path]:
+def _list_files(path: Path, suffix: str) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.name.endswith(suffix) and file.is_file())

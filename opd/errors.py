@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from opd.text import printable
+from opd.text import escape_control_characters
 
 
 class OpdError(ValueError):
@@ -33,12 +33,12 @@ class OpdError(ValueError):
         `found` may quote text of others. Its further lines are indented, so that it cannot forge a `fix` line.
         """
         parts = {"found:  ": found, "wanted: ": wanted, "fix:    ": fix}
-        lines = [_indented(f"  {label}{text}") for label, text in parts.items()]
-        return cls("\n".join([printable(str(where)).replace("\n", "\\n"), *lines]))
+        lines = [_indent(f"  {label}{text}") for label, text in parts.items()]
+        return cls("\n".join([escape_control_characters(str(where)).replace("\n", "\\n"), *lines]))
 
 
-def _indented(text: str) -> str:
-    return printable(text).replace("\n", "\n" + 10 * " ")
+def _indent(text: str) -> str:
+    return escape_control_characters(text).replace("\n", "\n" + 10 * " ")
 
 
 class ConfigError(OpdError):

@@ -23,7 +23,7 @@ STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCE
 
 def fsync_dir(path: Path) -> None:
     """Make the names in a directory durable. Raises: OSError."""
-    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+    _fsync_path(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
@@ -81,7 +81,7 @@ def place_dir(tmp: Path, final: Path) -> None:
     fsync_dir(final.parent.parent)  # the parent may be as new as `final`
 
 
-def sweep(directory: Path) -> list[str]:
+def sweep_temporary_files(directory: Path) -> list[str]:
     """Clear what a killed process left in a directory: temporary files and directories, and what `replace_dir` moved
     aside, which is put back if its successor never came. Returns the names that were found. Raises: OSError.
     """
@@ -102,7 +102,7 @@ _LEFTOVER = re.compile(r"^\.(tmp-.+|.+\.\d+\.(old|tmp))$")
 
 
 @contextmanager
-def storing(path: Path) -> Iterator[None]:
+def raise_storage_errors(path: Path) -> Iterator[None]:
     """Raises: StorageError naming the file, or `path`, where the disk refuses a write; every other error passes."""
     from safetensors import SafetensorError
 
@@ -141,11 +141,11 @@ def blake3_file(path: Path, threads: int = blake3.AUTO) -> str:
 def _fsync_tree(root: Path) -> None:
     for directory, _, names in os.walk(root):
         for name in names:
-            _fsync(Path(directory, name), os.O_RDONLY)
+            _fsync_path(Path(directory, name), os.O_RDONLY)
         fsync_dir(Path(directory))
 
 
-def _fsync(path: Path, flags: int) -> None:
+def _fsync_path(path: Path, flags: int) -> None:
     descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)

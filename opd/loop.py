@@ -103,8 +103,8 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
             parts.schedule.begin_next(step + 1, version, scored.batch.unfinished)
         if not plan.overlap:
             with clock("score"):
-                scored.targets.collect()
-        reward = _reward(parts, step, scored, clock)
+                scored.targets.wait_for_parts()
+        reward = _compute_reward_step(parts, step, scored, clock)
         with clock("train"):
             trained = parts.trainer.train_step(step, scored.batch.rollouts, scored.targets, scored.stale, reward)
         with clock("rollout"):
@@ -113,9 +113,11 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         following = _scored_rollouts(parts, step + 1, version, clock) if _begins_ahead(parts, plan, step) else None
         with clock("sync"):
             pushed = parts.sync.push(version)
-        record = _record(parts, scored, trained, pushed)
-        accuracy = _evaluate(parts, step, clock) if plan.evaluates(step) else {}
-        record = replace(record, accuracy=accuracy, replayed=scored.replayed, checkpoint=saved, phase_s=clock.take())
+        record = _make_record(parts, scored, trained, pushed)
+        accuracy = _evaluate_weights(parts, step, clock) if plan.evaluates(step) else {}
+        record = replace(
+            record, accuracy=accuracy, replayed=scored.replayed, checkpoint=saved, phase_s=clock.take_seconds()
+        )
         record = replace(record, busy_s=seconds_at_work(record, parts.schedule.take_busy_s(), scored.targets, trained))
         record = replace(record, alarms=parts.monitors.judge(record, scored.batch.rollouts))
         parts.reporter.step(record)
@@ -161,7 +163,7 @@ def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -
         prompts = parts.prompts.take(step)
         logged = parts.log.replay(step, version, prompts)
         early = parts.early(prompts, step) if parts.early and not logged else None
-        batch = logged[0] if logged else _written(parts, step, version, prompts, early)
+        batch = logged[0] if logged else _roll_out(parts, step, version, prompts, early)
         refuse_stale(batch.rollouts, version, parts.schedule.max_staleness)
         stale = stale_samples(batch.rollouts, version)
     if logged:
@@ -173,13 +175,13 @@ def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -
     return _Scored(batch=batch, targets=targets, stale=stale, replayed=False)
 
 
-def _written(parts: Parts, step: int, version: int, prompts: Sequence[Prompt], early: Early | None) -> RolloutBatch:
+def _roll_out(parts: Parts, step: int, version: int, prompts: Sequence[Prompt], early: Early | None) -> RolloutBatch:
     """What the student wrote for the step, with its rewards."""
     batch = parts.schedule.rollouts(step, version, prompts, early)
     return batch if parts.rewards is None else parts.rewards.judged(batch, prompts)
 
 
-def _reward(parts: Parts, step: int, scored: _Scored, clock: PhaseClock) -> RewardStep | None:
+def _compute_reward_step(parts: Parts, step: int, scored: _Scored, clock: PhaseClock) -> RewardStep | None:
     """What rewards ask of the optimiser step; None without rewards."""
     if parts.rewards is None:
         return None
@@ -187,7 +189,7 @@ def _reward(parts: Parts, step: int, scored: _Scored, clock: PhaseClock) -> Rewa
         return parts.rewards.step(step, scored.batch.rollouts)
 
 
-def _record(parts: Parts, scored: _Scored, trained: StepReport, pushed: PushReport) -> StepRecord:
+def _make_record(parts: Parts, scored: _Scored, trained: StepReport, pushed: PushReport) -> StepRecord:
     """The step's record as far as it is known after the push."""
     record = step_record(scored.batch, scored.targets, trained, pushed)
     if parts.rewards is None:
@@ -195,7 +197,7 @@ def _record(parts: Parts, scored: _Scored, trained: StepReport, pushed: PushRepo
     return replace(record, reward=parts.rewards.record(scored.batch.rollouts, trained.policy))
 
 
-def _evaluate(parts: Parts, step: int, clock: PhaseClock) -> dict[str, float]:
+def _evaluate_weights(parts: Parts, step: int, clock: PhaseClock) -> dict[str, float]:
     """Accuracy by domain of the weights after this step."""
     with clock("evaluate"):
         found = replace(parts.evaluator.evaluate(model=f"step {step}"), step=step)

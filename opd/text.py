@@ -10,7 +10,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters and halves of pairs, without the line ends and tabs that belong to text."""
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """The text with every control, escape, invisible and direction-changing character spelt out, such as `\\x1b`.
 
     Prompts, file names, model names and a server's words may hold sequences that move the cursor, change the window's title
@@ -20,8 +20,8 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str, limit: int) -> str:
-    """The text as `printable` gives it, on one line, cut to its first `limit` characters."""
-    return printable(" ".join(text[:limit].split()))
+    """The text as `escape_control_characters` gives it, on one line, cut to its first `limit` characters."""
+    return escape_control_characters(" ".join(text[:limit].split()))
 
 
 def control_in(text: str) -> re.Match[str] | None:

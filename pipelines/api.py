@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experts.registry import Manifest, Registry, default_root
+from experts.registry import ExpertManifest, Registry, default_root
 from opd import config as pipeline_files
 from opd.config import PipelineConfig
-from opd.live.displays import Beginning, Silence, display
+from opd.live.displays import Beginning, Silence, open_display
 from opd.live.interfaces import Display
 from opd.records.step import StepRecord
 from opd.report import read_run
 from opd.run.paths import RunPaths
-from opd.settings.yaml_files import apply_overrides, validate
-from pipelines.catalog import find
+from opd.settings.yaml_files import apply_overrides, validate_section
+from pipelines.catalog import find_pipeline
 from pipelines.evaluation.models import evaluate_models
 from pipelines.interrupts import Interrupts, interrupts
 from pipelines.merging import rounds
-from pipelines.merging.surroundings import Surroundings
-from pipelines.plan.plan import Plan, make_plan
+from pipelines.merging.surroundings import MergeCallbacks
+from pipelines.plan.plan import MergePlan, make_plan
 from pipelines.plan.spec import DEFAULT, load_spec
 
 if TYPE_CHECKING:
@@ -62,17 +62,17 @@ class MergeResult:
     @property
     def before(self) -> dict[str, float]:
         """Accuracy of the student before the merge, by domain."""
-        return self._accuracy("before")
+        return self._exam_accuracy("before")
 
     @property
     def expert(self) -> dict[str, float]:
         """Accuracy of each domain's expert."""
-        return self._accuracy("expert")
+        return self._exam_accuracy("expert")
 
     @property
     def after(self) -> dict[str, float]:
         """Accuracy of the merged model, by domain."""
-        return self._accuracy("after")
+        return self._exam_accuracy("after")
 
     @property
     def mean_headroom(self) -> float | None:
@@ -80,7 +80,7 @@ class MergeResult:
         found: float | None = self.report["mean_headroom"]
         return found
 
-    def _accuracy(self, exam: str) -> dict[str, float]:
+    def _exam_accuracy(self, exam: str) -> dict[str, float]:
         return {domain: values[exam] for domain, values in self.report["domains"].items()}
 
 
@@ -88,8 +88,8 @@ def load_pipeline(pipeline: Pipeline, overrides: Sequence[str] = ()) -> Pipeline
     """Load a pipeline with every default filled in; `overrides` are KEY=VALUE. Raises: ConfigError."""
     if isinstance(pipeline, PipelineConfig | Mapping):
         data = pipeline.model_dump(mode="json") if isinstance(pipeline, PipelineConfig) else pipeline
-        return validate(PipelineConfig, apply_overrides(dict(data), list(overrides)), "pipeline")
-    return pipeline_files.load_pipeline(find(str(pipeline)), list(overrides))
+        return validate_section(PipelineConfig, apply_overrides(dict(data), list(overrides)), "pipeline")
+    return pipeline_files.load_pipeline(find_pipeline(str(pipeline)), list(overrides))
 
 
 def merge(
@@ -110,8 +110,8 @@ def merge(
     """
     config = load_pipeline(pipeline)
     root = Path(run_dir) if run_dir is not None else Path("runs") / config.name
-    work = rounds.begin(config, root, tell or _silent)
-    return MergeResult(root, work.carry_out(_surroundings(on_step, tell, progress, handle_signals)))
+    work = rounds.begin_rounds(config, root, tell or _say_nothing)
+    return MergeResult(root, work.carry_out(_make_callbacks(on_step, tell, progress, handle_signals)))
 
 
 def resume(
@@ -126,8 +126,8 @@ def resume(
     """Go on with an interrupted merge from its last checkpoint. Takes and raises what `merge` does; `overrides` are
     KEY=VALUE of the keys that a resume may change."""
     root = Path(run_dir)
-    work = rounds.reopen(root, None, list(overrides), "latest", tell or _silent)
-    return MergeResult(root, work.carry_out(_surroundings(on_step, tell, progress, handle_signals)))
+    work = rounds.reopen_rounds(root, None, list(overrides), "latest", tell or _say_nothing)
+    return MergeResult(root, work.carry_out(_make_callbacks(on_step, tell, progress, handle_signals)))
 
 
 def evaluate(
@@ -138,7 +138,7 @@ def evaluate(
     Raises: OpdError before any compute, RunError if a worker fails.
     """
     config = load_pipeline(pipeline)
-    found = evaluate_models(config, [Path(model) for model in models], domains, tell or _silent)
+    found = evaluate_models(config, [Path(model) for model in models], domains, tell or _say_nothing)
     return {name: evaluation.accuracy for name, evaluation in found.items()}
 
 
@@ -152,10 +152,10 @@ def check(pipeline: Pipeline, *, samples: int = 32, tell: Tell | None = None) ->
 
     config = load_pipeline(pipeline)
     refuse_at_once(config)
-    return check_pipeline(config, samples, tell or _silent)
+    return check_pipeline(config, samples, tell or _say_nothing)
 
 
-def plan(pipeline: Pipeline, *, cluster: str = DEFAULT) -> Plan:
+def plan(pipeline: Pipeline, *, cluster: str = DEFAULT) -> MergePlan:
     """Return what a merge needs on a cluster, a spec's file or the name of a shipped one, and how long it takes. Raises: OpdError."""
     return make_plan(load_pipeline(pipeline), load_spec(cluster))
 
@@ -168,20 +168,20 @@ def register_expert(
     prompts: Path | str | None = None,
     base: Path | str | None = None,
     registry: Path | str | None = None,
-) -> Manifest:
+) -> ExpertManifest:
     """Check an expert's files and write its manifest, as `opd experts add` does. Raises: OpdError."""
     store = Registry(Path(registry) if registry is not None else default_root())
-    return store.add(name, Path(model), domain, _path(prompts), _path(base))
+    return store.add(name, Path(model), domain, _pipeline_path(prompts), _pipeline_path(base))
 
 
-def _path(given: Path | str | None) -> Path | None:
+def _pipeline_path(given: Path | str | None) -> Path | None:
     return None if given is None else Path(given)
 
 
-def _silent(line: str) -> None: ...
+def _say_nothing(line: str) -> None: ...
 
 
-class _Teller(Silence):
+class _CallbackDisplay(Silence):
     """A display that hands sentences on and leaves the steps to the callback."""
 
     def __init__(self, tell: Tell) -> None:
@@ -198,17 +198,17 @@ class _Callback:
         self.step = on_step
 
 
-def _surroundings(on_step: OnStep | None, tell: Tell | None, progress: bool, handle_signals: bool) -> Surroundings:
+def _make_callbacks(on_step: OnStep | None, tell: Tell | None, progress: bool, handle_signals: bool) -> MergeCallbacks:
     @contextmanager
     def quiet(begun: Beginning) -> Iterator[Display]:
-        yield _Teller(tell or _silent)
+        yield _CallbackDisplay(tell or _say_nothing)
 
     @contextmanager
     def deaf() -> Iterator[Interrupts]:
         yield Interrupts()
 
-    return Surroundings(
-        display=display if progress else quiet,
+    return MergeCallbacks(
+        display=open_display if progress else quiet,
         signals=interrupts if handle_signals else deaf,
         sinks=(_Callback(on_step),) if on_step else (),
     )

@@ -30,12 +30,12 @@ from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.groups import Early
 from opd.rollouts.partial import Cuts
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
-from opd.run.checkpoints import CheckpointStore, Saves, SavesBeside
+from opd.run.checkpoints import CheckpointSource, CheckpointStore, CompanionSaver
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from opd.schedules import SCHEDULES
 from opd.schedules.spec import ScheduleSpec
-from opd.settings.named import imported
+from opd.settings.named import import_object
 from opd.settings.strict import DTYPE_BYTES
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
@@ -47,7 +47,7 @@ from pipelines.inputs.own_engine import users_engine
 from pipelines.inputs.read import Inputs
 from pipelines.specs import ForTraining, critic_spec, flight_spec, nobody_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightPool
-from teachers.nobody import NobodyPool
+from teachers.nobody import TeacherlessPool
 from teachers.pool import Pool, Routes
 
 ROLLOUT_ENGINES = {"vllm": VLLMRolloutEngine}
@@ -62,11 +62,11 @@ def _served_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> Fli
     return FlightPool(flight_spec(config, vocab_size), routes)
 
 
-def _nobodys_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> NobodyPool:
-    return NobodyPool(nobody_spec(config))
+def _nobodys_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> TeacherlessPool:
+    return TeacherlessPool(nobody_spec(config))
 
 
-AnyPool = Pool | FlightPool | NobodyPool
+AnyPool = Pool | FlightPool | TeacherlessPool
 POOLS: dict[str, Callable[[PipelineConfig, Routes, int], AnyPool]] = {
     "transformers": _own_pool,
     "vllm": _own_pool,
@@ -83,7 +83,7 @@ def num_workers(config: PipelineConfig) -> int:
     return config.rollout.workers + config.teachers.scoring_workers + trained * config.trainer.ranks
 
 
-def build(
+def build_merge(
     config: PipelineConfig,
     inputs: Inputs,
     paths: RunPaths,
@@ -100,33 +100,35 @@ def build(
     prompts = prompt_source(config, inputs, metrics)
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
-    credit = _credit(config, inputs, shown)
+    credit = _build_credit(config, inputs, shown)
     log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say, config.cluster.phase_timeout_s)
     return Parts(
         prompts=prompts,
-        schedule=_schedule(config, prompts, engine, log),
+        schedule=_build_schedule(config, prompts, engine, log),
         engine=engine,
         teachers=pool,
         log=log,
         trainer=trainer,
-        sync=_sync(config, inputs, trainer, engine, shown),
+        sync=_build_sync(config, inputs, trainer, engine, shown),
         evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),
         monitors=RunMonitors(config.monitors, paths, inputs.tokenizer, sync_tolerance(config)),
         traces=TraceFiles(paths, inputs.tokenizer, config.checkpoint.every, config.trainer.steps),
-        checkpoints=_checkpoints(config, paths, SavesBeside(trainer, credit, CREDIT) if credit else trainer, identity),
+        checkpoints=_build_checkpoints(
+            config, paths, CompanionSaver(trainer, credit, CREDIT) if credit else trainer, identity
+        ),
         reporter=RunReporter(metrics, paths, shown, sinks),
-        rewards=_rewards(config, inputs, credit) if credit else None,
-        early=_early(config, pool),
+        rewards=_build_rewards(config, inputs, credit) if credit else None,
+        early=_build_early_scoring(config, pool),
     )
 
 
-def _early(config: PipelineConfig, pool: AnyPool) -> Callable[[Sequence[Prompt], int], Early] | None:
-    """What begins the scoring of a step that is being written; None where teachers wait for all of it."""
+def _build_early_scoring(config: PipelineConfig, pool: AnyPool) -> Callable[[Sequence[Prompt], int], Early] | None:
+    """Return the object that starts scoring a step while it is being written; None where teachers wait for all of it."""
     size = config.schedule.score_early
     return partial(pool.early, size=size) if size is not None and isinstance(pool, Pool) else None
 
 
-def _schedule(config: PipelineConfig, prompts: PromptSource, engine: RolloutEngine, log: TargetLog) -> Schedule:
+def _build_schedule(config: PipelineConfig, prompts: PromptSource, engine: RolloutEngine, log: TargetLog) -> Schedule:
     partial = config.schedule.partial_rollout
     spec = ScheduleSpec(
         prompts=prompts,
@@ -141,8 +143,8 @@ def _schedule(config: PipelineConfig, prompts: PromptSource, engine: RolloutEngi
     return SCHEDULES[config.schedule.mode](spec)
 
 
-def _credit(config: PipelineConfig, inputs: Inputs, shown: Display) -> Credit | None:
-    """What turns rewards into advantages, ready; None without `objective.reward`. Raises: RunError."""
+def _build_credit(config: PipelineConfig, inputs: Inputs, shown: Display) -> Credit | None:
+    """Return the object that turns rewards into advantages, ready; None without `objective.reward`. Raises: RunError."""
     if config.objective.reward is None:
         return None
     baseline = config.objective.reward.baseline
@@ -162,21 +164,21 @@ def credit_of(baseline: BaselineConfig) -> Credit:
         return Ema(EmaSpec(decay=baseline.decay))
     if isinstance(baseline, GroupBaseline):
         return Group(GroupSpec(divide_by_std=baseline.divide_by_std))
-    plain: Credit = imported(CREDITS[baseline.kind])()
+    plain: Credit = import_object(CREDITS[baseline.kind])()
     return plain
 
 
-def _rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> RewardStream:
+def _build_rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> RewardStream:
     """The reward's part of each step."""
     reward = config.objective.reward
     assert reward is not None
-    rewarded = [name for name, domain in config.domains.items() if domain.rewarded]
-    verifiers = {name: inputs.exams[name].verifier for name in rewarded if not config.domains[name].acts}
+    rewarded = [name for name, domain in config.domains.items() if domain.is_rewarded]
+    verifiers = {name: inputs.exams[name].verifier for name in rewarded if not config.domains[name].has_episodes}
     verified = VerifiedRewards(verifiers, inputs.tokenizer, inputs.student.eos_token_ids, reward.timeout_s)
     return RewardStream(reward, rewarded, verified, credit)
 
 
-def _sync(
+def _build_sync(
     config: PipelineConfig, inputs: Inputs, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, shown: Display
 ) -> ProvenSync:
     every_prompt = (p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts)
@@ -232,7 +234,7 @@ class _StartUp:
         up = f" ({', '.join(self._up)}: up)" if self._up else ""
         self._shown.doing(f"loading: {who}{up}")
         role.wait_ready()
-        if who not in self._up and not isinstance(role, NobodyPool):
+        if who not in self._up and not isinstance(role, TeacherlessPool):
             self._up.append(who)
             self._shown.say(f"{who}: up after {time.monotonic() - self._began:.0f} s")
 
@@ -263,8 +265,8 @@ def _start_workers(
     return engine, trainer, pool
 
 
-def _checkpoints(
-    config: PipelineConfig, paths: RunPaths, trainer: Saves, identity: Mapping[str, Any]
+def _build_checkpoints(
+    config: PipelineConfig, paths: RunPaths, trainer: CheckpointSource, identity: Mapping[str, Any]
 ) -> CheckpointStore:
     return CheckpointStore(
         paths.checkpoints,

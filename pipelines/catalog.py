@@ -11,7 +11,7 @@ PLANS = Path(str(files("pipelines"))) / "plan" / "shipped"
 """Clusters, pipelines and shapes of models for `opd plan`."""
 
 
-def shipped() -> dict[str, Path]:
+def shipped_pipelines() -> dict[str, Path]:
     """Name -> file of every pipeline that comes with the package."""
     return {
         p.name.removesuffix(".yaml"): Path(str(p))
@@ -20,14 +20,14 @@ def shipped() -> dict[str, Path]:
     }
 
 
-def planned() -> dict[str, Path]:
+def shipped_plans() -> dict[str, Path]:
     """Name -> file of every pipeline that is shipped for `opd plan` alone: its models and prompts are nowhere."""
     return {file.stem: file for file in sorted((PLANS / "pipelines").glob("*.yaml"))}
 
 
-def find(name_or_path: str) -> Path:
+def find_pipeline(name_or_path: str) -> Path:
     """The file of a shipped pipeline, or the path of one of the user's. Raises: ConfigError if there is neither."""
-    known, path = planned() | shipped(), Path(name_or_path)
+    known, path = shipped_plans() | shipped_pipelines(), Path(name_or_path)
     if name_or_path not in known and not path.exists():
         raise no_such_yaml(path, known, "a shipped pipeline", "`opd pipelines list` names the shipped ones")
     return known.get(name_or_path, path)

@@ -1,4 +1,4 @@
-"""How many roles of a merge compute at the same time on one machine's cores."""
+"""The number of roles of a merge that compute at the same time on one machine's cores."""
 
 from __future__ import annotations
 

@@ -11,28 +11,28 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from experts.episodes.play import Play, play_tasks
+from experts.episodes.play import PlaySettings, play_tasks
 from experts.episodes.prefixes import read_prefixes
 from experts.model_dir import inspect_model
 from opd.config.prompts import ChatTemplateKwargs
-from opd.environments import ENVIRONMENTS, find
+from opd.environments import ENVIRONMENTS, find_environment
 from opd.errors import ConfigError
 from opd.files import atomic_write_text
 from opd.prompts import find_source
 from opd.records.environments import Action, Outcome, ToolCall
 from opd.settings.yaml_files import apply_overrides
-from opd.text import printable
+from opd.text import escape_control_characters
 from opd.tool_formats import AUTO
 from pipelines.inputs.read import load_tokenizer
 
 QUIT = "quit"
 
 
-def table() -> list[tuple[str, str, str]]:
+def environment_table() -> list[tuple[str, str, str]]:
     """Name, tools and first line of the documentation of every environment that comes with `opd`."""
     rows = []
     for name in ENVIRONMENTS:
-        made = find(name, "environments")
+        made = find_environment(name, "environments")
         told = inspect.getdoc(made) or ""
         rows.append((name, ", ".join(tool.name for tool in made.tools) or "-", told.partition("\n")[0]))
     return rows
@@ -43,15 +43,15 @@ def write_tasks(name: str, n: int, seed: int, options: list[str], output: Path) 
 
     Raises: ConfigError for an environment without tasks, or options that do not fit.
     """
-    return _write(_tasks(name, n, seed, options), output)
+    return _write_rows(_make_tasks(name, n, seed, options), output)
 
 
-def write_episodes(name: str, n: int, play: Play, options: list[str], output: Path) -> int:
+def write_episodes(name: str, n: int, play: PlaySettings, options: list[str], output: Path) -> int:
     """Write a prompts file of `n` tasks with an episode of the solver each: see `experts.episodes.play`. Else as `write_tasks`.
 
     Raises: ConfigError, also for an environment without a solver.
     """
-    return _write(play_tasks(name, _tasks(name, n, play.seed, options), play), output)
+    return _write_rows(play_tasks(name, _make_tasks(name, n, play.seed, options), play), output)
 
 
 def write_prefixes(
@@ -81,29 +81,29 @@ def write_prefixes(
     ends = inspect_model(model, hash_weights=False).eos_token_ids
     find_source(episodes)  # a missing file is found before the tokenizer's package is imported
     found = read_prefixes(episodes, load_tokenizer(model, add_special_tokens), ends, day, parser, given)
-    return _write(found.rows, output), found.left_out
+    return _write_rows(found.rows, output), found.left_out
 
 
-def _write(rows: Sequence[dict[str, Any]], output: Path) -> int:
+def _write_rows(rows: Sequence[dict[str, Any]], output: Path) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_text(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return len(rows)
 
 
-def play(
+def play_task(
     name: str, seed: int, options: list[str], ask: Callable[[str], str], say: Callable[[str], None]
 ) -> float | None:
     """Play one task: `ask` gives the player's next turn, `say` shows a text. Returns the reward, None if the player left.
 
     A turn is text. Where there are tools, `NAME {JSON}` calls one, and `NAME TEXT` one that takes a single text.
     """
-    row = _tasks(name, 1, seed, options)[0]
-    environment = find(name, "environments")()
+    row = _make_tasks(name, 1, seed, options)[0]
+    environment = find_environment(name, "environments")()
     try:
         first = environment.reset(row["metadata"], seed)
-        say(_spoken(row["prompt"]) + (f"\n{_spoken(first)}" if first else ""))
+        say(_message_text(row["prompt"]) + (f"\n{_message_text(first)}" if first else ""))
         while (text := ask("> ")).strip() != QUIT:
-            outcome = _turn(environment, text, say)
+            outcome = _make_turn(environment, text, say)
             if outcome.done:
                 return outcome.reward
         return None
@@ -111,9 +111,9 @@ def play(
         environment.close()
 
 
-def _turn(environment: Any, text: str, say: Callable[[str], None]) -> Outcome:
+def _make_turn(environment: Any, text: str, say: Callable[[str], None]) -> Outcome:
     try:
-        calls = _calls(environment, text)
+        calls = _typed_calls(environment, text)
     except ValueError as error:
         say(f"this call cannot be made: {error}")
         return Outcome()
@@ -123,7 +123,7 @@ def _turn(environment: Any, text: str, say: Callable[[str], None]) -> Outcome:
     return outcome
 
 
-def _calls(environment: Any, text: str) -> tuple[ToolCall, ...]:
+def _typed_calls(environment: Any, text: str) -> tuple[ToolCall, ...]:
     """The tool call that a player typed, if it is one. Raises: ValueError for arguments that are missing."""
     name, _, rest = text.strip().partition(" ")
     tool = next((tool for tool in environment.tools if tool.name == name), None)
@@ -138,8 +138,8 @@ def _calls(environment: Any, text: str) -> tuple[ToolCall, ...]:
     return (ToolCall(name=name, arguments=arguments),)
 
 
-def _tasks(name: str, n: int, seed: int, options: list[str]) -> Sequence[dict[str, Any]]:
-    made = find(name, "environments")
+def _make_tasks(name: str, n: int, seed: int, options: list[str]) -> Sequence[dict[str, Any]]:
+    made = find_environment(name, "environments")
     if not hasattr(made, "tasks"):
         raise ConfigError.at(
             f"environment {name}",
@@ -151,6 +151,8 @@ def _tasks(name: str, n: int, seed: int, options: list[str]) -> Sequence[dict[st
     return found
 
 
-def _spoken(prompt: Any) -> str:
-    """What a prompt or an observation says, for a person."""
-    return printable(prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt))
+def _message_text(prompt: Any) -> str:
+    """Return the text of a prompt or an observation, for a person."""
+    return escape_control_characters(
+        prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    )

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from opd.machine.signals import end_at_once, postponed, settle
+from opd.machine.signals import end_at_once, postpone_signal, wait_for_sender
 from opd.run.paths import RunPaths
 from opd.text import as_typed
 
@@ -49,12 +49,12 @@ class Interrupts:
         self._ask: Callable[[str], None] | None = None
         self._ending = False
 
-    def asked(self) -> bool:
+    def should_leave(self) -> bool:
         """True if the merge is to leave after this step."""
         return self.number != 0
 
     @contextmanager
-    def asking(self, say: Callable[[str], None]) -> Iterator[None]:
+    def handle_first_signal(self, say: Callable[[str], None]) -> Iterator[None]:
         """Within, the first signal only asks the merge to leave, and `say` tells the user. Outside there is no step to finish, so
         it ends the run."""
         self._ask = say
@@ -67,7 +67,7 @@ class Interrupts:
         """Handle a signal: ask, end the run, or end the process, as told above."""
         # Three cases: the first signal in the loop asks, a signal elsewhere or a second one raises, a third one kills.
         asks = self._ask if not self.number and not self._ending else None
-        if postponed(number, frame, raises=not asks and not self._ending):
+        if postpone_signal(number, frame, raises=not asks and not self._ending):
             return
         if self._ending:
             end_at_once(number)
@@ -97,6 +97,6 @@ def interrupts() -> Iterator[Interrupts]:
     try:
         yield found
     finally:
-        settle()
+        wait_for_sender()
         for number, handler in before.items():
             signal.signal(number, handler)

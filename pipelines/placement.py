@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from opd import cluster
-from opd.cluster import LOCAL, Group, Node, Seat
-from opd.cluster.placement import NODE, matches, shown
+from opd.cluster import LOCAL, Node, Seat, WorkerGroup
+from opd.cluster.placement import NODE, format_resources, matches_selector
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.placement import RolePlacement
@@ -29,7 +29,7 @@ def beside_the_driver(config: PipelineConfig) -> frozenset[str]:
     return frozenset({rank_name("trainer", 0), *map(engines.worker_name, range(config.rollout.workers))})
 
 
-def groups_of(config: PipelineConfig, keys: Collection[str] = EVERY) -> list[Group]:
+def groups_of(config: PipelineConfig, keys: Collection[str] = EVERY) -> list[WorkerGroup]:
     """The workers of these roles and what each asks for."""
     place, ranks = config.cluster.placement, range(config.trainer.ranks)
     by_role = [
@@ -55,7 +55,7 @@ def groups_of(config: PipelineConfig, keys: Collection[str] = EVERY) -> list[Gro
     if config.rollout.engine != "vllm":
         by_role = by_role[1:]  # a user's engine has workers that we do not know
     return [
-        _group(key, role, gpus, names, processes)
+        _group_seats(key, role, gpus, names, processes)
         for key, role, gpus, names, processes in by_role
         if key in keys and names
     ]
@@ -67,7 +67,7 @@ def refuse_unplaceable(config: PipelineConfig) -> None:
     if config.cluster.address == LOCAL:
         return
     with cluster.ray_session(config.cluster, 0):
-        refuse(groups_of(config), beside_the_driver(config), cluster.nodes())
+        refuse_impossible_placement(groups_of(config), beside_the_driver(config), cluster.list_nodes())
 
 
 def reserve_places(
@@ -77,9 +77,9 @@ def reserve_places(
     nothing for Ray on this machine, which has one place. Raises: RunError past `cluster.start_timeout_s`."""
     if config.cluster.address == LOCAL:
         return {}
-    here = cluster.nodes()[0]
-    groups = [replace(g, seats=_pinned(g.seats, beside, here)) for g in groups_of(config, keys)]
-    return cluster.reserve(groups, timeout_s=config.cluster.start_timeout_s)
+    here = cluster.list_nodes()[0]
+    groups = [replace(g, seats=_pin_seats(g.seats, beside, here)) for g in groups_of(config, keys)]
+    return cluster.reserve_seats(groups, timeout_s=config.cluster.start_timeout_s)
 
 
 def place_rollouts(config: PipelineConfig) -> None:
@@ -95,11 +95,11 @@ def place_teachers(config: PipelineConfig) -> None:
 
 def _place_role(config: PipelineConfig, key: str, beside: Collection[str]) -> None:
     if config.cluster.address != LOCAL:
-        refuse(groups_of(config, {key}), beside, cluster.nodes())
+        refuse_impossible_placement(groups_of(config, {key}), beside, cluster.list_nodes())
         reserve_places(config, {key}, beside)
 
 
-def refuse(groups: Sequence[Group], beside: Collection[str], nodes: Sequence[Node]) -> None:
+def refuse_impossible_placement(groups: Sequence[WorkerGroup], beside: Collection[str], nodes: Sequence[Node]) -> None:
     """Raises: ConfigError if the nodes, with nobody on them, cannot have the groups.
 
     It refuses what is certain. Whether all of them fit together, beside other users of the cluster, Ray finds out.
@@ -108,35 +108,39 @@ def refuse(groups: Sequence[Group], beside: Collection[str], nodes: Sequence[Nod
     assert here.here, "a driver is on a node of its cluster"
     for group in groups:
         _refuse_far(group, [seat for seat in group.seats if seat.worker in beside], here)
-        pinned = replace(group, seats=_pinned(group.seats, beside, here))
+        pinned = replace(group, seats=_pin_seats(group.seats, beside, here))
         for seat in pinned.seats:
-            if not any(seat.fits(node) for node in nodes):
-                raise _nowhere(group, f"{seat.worker} asks for {_asks(seat, here)}", "a node that has it", nodes)
+            if not any(seat.fits_node(node) for node in nodes):
+                raise _make_placement_error(
+                    group, f"{seat.worker} asks for {_describe_request(seat, here)}", "a node that has it", nodes
+                )
         _refuse_together(pinned, nodes)
     _refuse_too_many(groups, beside, nodes)
 
 
-def _group(key: str, place: RolePlacement, gpus: float, names: Sequence[str], processes: int) -> Group:
+def _group_seats(key: str, place: RolePlacement, gpus: float, names: Sequence[str], processes: int) -> WorkerGroup:
     """`processes`: those of each worker that compute, which inherit its environment and share its CPUs."""
     asks = {"CPU": float(place.cpus or 1), **({"GPU": gpus} if gpus else {}), **place.resources}
     threads = None if place.cpus is None else max(1, place.cpus // processes)
     seats = tuple(Seat(worker=name, asks=asks, labels=place.label_selector, threads=threads) for name in names)
-    return Group(key=key, strategy=place.strategy.upper(), seats=seats)
+    return WorkerGroup(key=key, strategy=place.strategy.upper(), seats=seats)
 
 
-def _pinned(seats: Sequence[Seat], beside: Collection[str], here: Node) -> tuple[Seat, ...]:
+def _pin_seats(seats: Sequence[Seat], beside: Collection[str], here: Node) -> tuple[Seat, ...]:
     return tuple(replace(s, labels={**s.labels, NODE: here.id}) if s.worker in beside else s for s in seats)
 
 
-def _refuse_far(group: Group, near: Sequence[Seat], here: Node) -> None:
+def _refuse_far(group: WorkerGroup, near: Sequence[Seat], here: Node) -> None:
     """Raises: ConfigError if the group keeps workers from this machine that have to be here."""
     why = f"{', '.join(seat.worker for seat in near)} on this machine: new weights go through its shared memory"
     for seat in near:
-        missed = {key: wanted for key, wanted in seat.labels.items() if not matches(here.labels.get(key), wanted)}
+        missed = {
+            key: wanted for key, wanted in seat.labels.items() if not matches_selector(here.labels.get(key), wanted)
+        }
         if missed:
             raise ConfigError.at(
                 f"{group.key}.label_selector",
-                found=f"{shown({}, missed)}, and this machine is {here}",
+                found=f"{format_resources({}, missed)}, and this machine is {here}",
                 wanted=why,
                 fix="start `opd` on a node that has the labels, or leave them out",
             )
@@ -146,24 +150,26 @@ def _refuse_far(group: Group, near: Sequence[Seat], here: Node) -> None:
         )
 
 
-def _refuse_together(group: Group, nodes: Sequence[Node]) -> None:
+def _refuse_together(group: WorkerGroup, nodes: Sequence[Node]) -> None:
     """Raises: ConfigError if no nodes can have what the group's strategy insists on."""
-    fitting = [node for node in nodes if any(seat.fits(node) for seat in group.seats)]
+    fitting = [node for node in nodes if any(seat.fits_node(node) for seat in group.seats)]
     if group.strategy == "STRICT_SPREAD" and len(group.seats) > len(fitting):
-        wanted = f"{len(group.seats)} nodes for {_names(group)}, and {len(fitting)} have what each asks for"
-        raise _nowhere(group, "strict_spread", wanted, nodes)
+        wanted = f"{len(group.seats)} nodes for {_group_names(group)}, and {len(fitting)} have what each asks for"
+        raise _make_placement_error(group, "strict_spread", wanted, nodes)
     if group.strategy == "STRICT_PACK":
-        both = Seat(worker="", asks=_sum(group.seats), labels={k: v for s in group.seats for k, v in s.labels.items()})
-        if not any(both.fits(node) for node in nodes):
-            raise _nowhere(group, "strict_pack", f"one node with {both} for {_names(group)}", nodes)
+        both = Seat(
+            worker="", asks=_sum_seats(group.seats), labels={k: v for s in group.seats for k, v in s.labels.items()}
+        )
+        if not any(both.fits_node(node) for node in nodes):
+            raise _make_placement_error(group, "strict_pack", f"one node with {both} for {_group_names(group)}", nodes)
 
 
-def _refuse_too_many(groups: Sequence[Group], beside: Collection[str], nodes: Sequence[Node]) -> None:
+def _refuse_too_many(groups: Sequence[WorkerGroup], beside: Collection[str], nodes: Sequence[Node]) -> None:
     """Raises: ConfigError if all workers together ask for more than there is, on this machine or on all."""
     every = [seat for group in groups for seat in group.seats]
     near = [seat for seat in every if seat.worker in beside]
     for seats, which, where in ((near, nodes[:1], "this machine"), (every, nodes, "all nodes")):
-        for name, wanted in _sum(seats).items():
+        for name, wanted in _sum_seats(seats).items():
             has = sum(node.has.get(name, 0) for node in which)
             if wanted > has + 1e-9:
                 raise ConfigError.at(
@@ -175,7 +181,7 @@ def _refuse_too_many(groups: Sequence[Group], beside: Collection[str], nodes: Se
                 )
 
 
-def _nowhere(group: Group, found: str, wanted: str, nodes: Sequence[Node]) -> ConfigError:
+def _make_placement_error(group: WorkerGroup, found: str, wanted: str, nodes: Sequence[Node]) -> ConfigError:
     return ConfigError.at(
         group.key,
         found=f"{found}; the nodes: {'; '.join(map(str, nodes))}",
@@ -184,14 +190,14 @@ def _nowhere(group: Group, found: str, wanted: str, nodes: Sequence[Node]) -> Co
     )
 
 
-def _asks(seat: Seat, here: Node) -> str:
+def _describe_request(seat: Seat, here: Node) -> str:
     return f"{seat}, on this machine ({here.address})" if NODE in seat.labels else str(seat)
 
 
-def _names(group: Group) -> str:
+def _group_names(group: WorkerGroup) -> str:
     return ", ".join(seat.worker for seat in group.seats)
 
 
-def _sum(seats: Sequence[Seat]) -> dict[str, float]:
+def _sum_seats(seats: Sequence[Seat]) -> dict[str, float]:
     names = {name for seat in seats for name in seat.asks}
     return {name: sum(seat.asks.get(name, 0) for seat in seats) for name in sorted(names)}

@@ -15,18 +15,28 @@ from typing import Any
 from experts.registry import Registry
 from experts.rl.recipe import pipeline_data
 from experts.rl.spec import ReinforceSpec
-from experts.train import RESULT, TrainingJob, base_of, check_unclaimed, made_by, make_base, publish, register, staging
+from experts.train import (
+    RESULT,
+    TrainingJob,
+    base_of,
+    check_unclaimed,
+    make_base,
+    publish_model,
+    read_origin,
+    register_expert,
+    staging_directory,
+)
 from opd.config import PipelineConfig
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.prompts import find_source
 from opd.report import read_run
 from opd.run.paths import RunPaths
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from pipelines.interrupts import Interrupted
 from pipelines.merging import rounds
 from pipelines.merging.changes import refused_keys
 from pipelines.merging.directory import link_files
-from pipelines.merging.surroundings import TERMINAL, Surroundings
+from pipelines.merging.surroundings import TERMINAL, MergeCallbacks
 
 Tell = Callable[[str], None]
 
@@ -44,19 +54,19 @@ class _Expert:
 
     @property
     def ran(self) -> bool:
-        """Whether its run is through, with a model and a report."""
+        """Return True if its run is finished, with a model and a report."""
         whole = all(path.exists() for path in (self.paths.model, self.paths.report, self.paths.page))
         return whole and read_run(self.paths.root).finished
 
 
-def reinforce(spec: ReinforceSpec, tell: Tell, around: Surroundings = TERMINAL) -> list[Path]:
+def reinforce_experts(spec: ReinforceSpec, tell: Tell, around: MergeCallbacks = TERMINAL) -> list[Path]:
     """Make the experts that are not finished yet. Returns their directories in the order of the spec.
 
     Raises: OpdError before the base is made, or before the run of an expert begins; RunError if a run cannot go on;
     Interrupted after Ctrl-C, with a checkpoint.
     """
     base = base_of(spec)
-    experts = [_expert(spec, name, base) for name in spec.experts]
+    experts = [_make_expert_run(spec, name, base) for name in spec.experts]
     registry = Registry(spec.registry) if spec.registry else None
     for job in (base, *(expert.job for expert in experts)):
         check_unclaimed(job, registry)
@@ -64,17 +74,17 @@ def reinforce(spec: ReinforceSpec, tell: Tell, around: Surroundings = TERMINAL) 
     # One handler for all runs: a Ctrl-C between two of them must not get lost.
     with around.signals() as signals:
         for expert in experts:
-            _make(expert, tell, around)
+            _train_expert(expert, tell, around)
             if registry:
-                register(registry, expert.job, expert.domain, expert.prompts)
-            if signals.asked() and expert is not experts[-1]:
+                register_expert(registry, expert.job, expert.domain, expert.prompts)
+            if signals.should_leave() and expert is not experts[-1]:
                 raise Interrupted(expert.config.trainer.steps, expert.paths.root, signals.number)
     return [expert.job.directory for expert in experts]
 
 
 def pipeline_of(spec: ReinforceSpec, name: str) -> PipelineConfig:
     """The pipeline of one expert of the spec. Raises: ConfigError naming the key of the pipeline that is wrong."""
-    return validate(PipelineConfig, pipeline_data(spec, name), f"experts.{name}")
+    return validate_section(PipelineConfig, pipeline_data(spec, name), f"experts.{name}")
 
 
 def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str) -> dict[str, Any]:
@@ -86,18 +96,18 @@ def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any],
     for name, domain in found["domains"].items():
         # Not the path: of the tasks the contents are hashed, and an exam decides no weight.
         del domain["prompts"], domain["eval"]["prompts"]
-        domain |= _taken(config.domains[name].prompts)
+        domain |= _task_options(config.domains[name].prompts)
     return {"method": spec.method, "base": base, "seed": spec.seed, "prompts": prompts, **found}
 
 
-def _taken(prompts: Path | PromptsConfig | None) -> dict[str, Any]:
-    """What a mapping says of the tasks beside where they are: rows, columns and the like. Empty where it says nothing."""
+def _task_options(prompts: Path | PromptsConfig | None) -> dict[str, Any]:
+    """Return the keys of a mapping other than the location of its tasks: rows, columns and the like; empty if there are none."""
     assert prompts is not None, "an expert has tasks"
     said = as_prompts_config(prompts).model_dump(mode="json", exclude={"path"}, exclude_defaults=True)
     return {"prompts": said} if said else {}
 
 
-def _expert(spec: ReinforceSpec, name: str, base: TrainingJob) -> _Expert:
+def _make_expert_run(spec: ReinforceSpec, name: str, base: TrainingJob) -> _Expert:
     config = pipeline_of(spec, name)
     tasks = spec.experts[name].prompts
     source = find_source(tasks)
@@ -115,32 +125,32 @@ def _expert(spec: ReinforceSpec, name: str, base: TrainingJob) -> _Expert:
 def _as_made(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
     """The record of an expert that is there already, if it differs from this one only in what a resumed run may change too, such as
     a GPU's share of memory; else this one."""
-    made = made_by(directory)
+    made = read_origin(directory)
     return record if made is None or refused_keys(made, record) else made
 
 
-def _make(expert: _Expert, tell: Tell, around: Surroundings) -> None:
+def _train_expert(expert: _Expert, tell: Tell, around: MergeCallbacks) -> None:
     """Take an expert's run to its end and its model to its place."""
     name, paths = expert.job.name, expert.paths
-    if expert.job.finished:
+    if expert.job.is_finished:
         tell(f"{name}: finished before, kept")
         return
     if paths.root.exists():
-        work = rounds.reopen(paths.root, expert.config, None, "latest", tell)  # refuses the run of another spec
+        work = rounds.reopen_rounds(paths.root, expert.config, None, "latest", tell)  # refuses the run of another spec
         tell(f"{name}: going on in {paths.root}")
     else:
-        work = rounds.begin(expert.config, paths.root, tell)
+        work = rounds.begin_rounds(expert.config, paths.root, tell)
     if not expert.ran:
         work.carry_out(around)
-    result = _result(paths)
-    link_files(paths.model, staging(expert.job))
-    publish(staging(expert.job), expert.job, {RESULT: result})
+    result = _run_result(paths)
+    link_files(paths.model, staging_directory(expert.job))
+    publish_model(staging_directory(expert.job), expert.job, {RESULT: result})
     for domain, (before, after) in result["success"].items():
         tell(f"{name}: {before:.2f} → {after:.2f} on {domain}, report {paths.page}")
 
 
-def _result(paths: RunPaths) -> dict[str, Any]:
-    """What a finished run came to: for people, and for the manifest."""
+def _run_result(paths: RunPaths) -> dict[str, Any]:
+    """Return the result of a finished run: for people, and for the manifest."""
     report = read_run(paths.root).stored
     assert report is not None
     return {

@@ -12,18 +12,20 @@ from opd.cluster import ray_session
 from opd.config import PipelineConfig
 from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError
-from opd.machine.signals import interrupt
+from opd.machine.signals import raise_interrupt
 from pipelines.inputs.read import read_teachers, refuse_without_experts
 from pipelines.placement import place_teachers
 from pipelines.specs import pool_spec
-from teachers.flight.access import Endpoint
+from teachers.flight.access import ListenAddress
 from teachers.flight.server import PoolServer, make_hello
 from teachers.pool import Pool
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(config: PipelineConfig, door: Endpoint, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+def serve_teachers(
+    config: PipelineConfig, door: ListenAddress, say: Callable[[str], None], warn: Callable[[str], None]
+) -> None:
     """Serve until Ctrl-C or SIGTERM, which end a step that is being scored. `say` gets the address once it answers.
 
     Raises: OpdError before anything starts; RunError if a teacher does not load or the address cannot be had.
@@ -41,7 +43,7 @@ def serve(config: PipelineConfig, door: Endpoint, say: Callable[[str], None], wa
     for warning in teaching.warnings:
         warn(f"warning: {warning}")
     spec = pool_spec(config, teaching.student.vocab_size)
-    with ray_session(config.cluster, config.teachers.scoring_workers), _stoppable():
+    with ray_session(config.cluster, config.teachers.scoring_workers), _treat_sigterm_as_interrupt():
         place_teachers(config)
         pool = Pool(spec, teaching.scoring)
         pool.wait_ready()
@@ -59,7 +61,7 @@ def serve(config: PipelineConfig, door: Endpoint, say: Callable[[str], None], wa
             server.shutdown()
 
 
-def _refuse_taken(door: Endpoint) -> None:
+def _refuse_taken(door: ListenAddress) -> None:
     """Refuse a port that is in use: gRPC would share it with another server of ours, and each would get some requests."""
     address = door.address
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -77,9 +79,9 @@ def _refuse_taken(door: Endpoint) -> None:
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
+def _treat_sigterm_as_interrupt() -> Iterator[None]:
     """Within, SIGTERM does what Ctrl-C does. Use it after Ray has started, because Ray replaces the handler at its start."""
-    before = {number: signal.signal(number, interrupt) for number in STOPPING}
+    before = {number: signal.signal(number, raise_interrupt) for number in STOPPING}
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig, overlaps, sync_tolerance
+from opd.config import PipelineConfig, is_overlapped, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
@@ -32,7 +32,7 @@ from pipelines.cores import roles_at_once
 from pipelines.inputs.environments import episode_options
 from pipelines.inputs.routes import START, asked_by_trainer
 from teachers.flight.client import FlightSpec
-from teachers.nobody import NobodySpec
+from teachers.nobody import TeacherlessSpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForTraining:
-    """What rollout engines know in training, and not in exams."""
+    """Settings of rollout engines in training, and not in exams."""
 
     untrained: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """Explained at `Inputs.untrained`."""
@@ -93,7 +93,7 @@ def _engine_options(config: PipelineConfig, model_dir: Path, vocab_size: int, *,
         max_num_seqs=rollout.max_num_seqs,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         vocab_size=vocab_size,
-        share_prompts=rollout.shares or acts,
+        share_prompts=rollout.shares_prefixes or acts,
         sleep=rollout.sleep,
         tensor_parallel_size=rollout.tensor_parallel_size,
         kv_cache_dtype=rollout.kv_cache_dtype,
@@ -110,7 +110,7 @@ def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
         domain_weights={name: domain.loss_weight for name, domain in config.domains.items()},
         weighs_turns=any(turn_weights(config)),
         micro_batch_tokens=config.trainer.micro_batch_tokens,
-        share_prompts=config.rollout.shares,
+        share_prompts=config.rollout.shares_prefixes,
         queue_bytes=config.teachers.queue,
         tolerance=sync_tolerance(config),
         gpus=config.cluster.trainer_gpus,
@@ -198,7 +198,10 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
 
 
 def eager_attention(config: PipelineConfig) -> bool:
-    """Whether the trainer's ranks attend by written out scores: where compiling fuses these, rows are short and there is no GPU."""
+    """Return True if the trainer's ranks attend by written out scores.
+
+    They do where compiling fuses these, rows are short and there is no GPU.
+    """
     short = config.rollout.max_model_len <= WRITTEN_OUT_UP_TO
     return config.trainer.compile and short and config.cluster.trainer_gpus == 0
 
@@ -210,7 +213,7 @@ def turn_weights(config: PipelineConfig) -> dict[str, TurnWeights]:
 
 
 def lora_options(config: PipelineConfig) -> LoraOptions | None:
-    """How the pipeline's student is adapted; None if its own weights are trained."""
+    """Return the adapters of the pipeline's student; None if its own weights are trained."""
     lora = config.student.lora
     if lora is None:
         return None
@@ -219,7 +222,7 @@ def lora_options(config: PipelineConfig) -> LoraOptions | None:
 
 
 def start_teacher(config: PipelineConfig) -> StartTeacher | None:
-    """How trainer ranks ask the student as the merge begins; None if they do not."""
+    """Return the settings by which trainer ranks score with the start student; None if they do not."""
     weights = asked_by_trainer(config)
     return StartTeacher(name=START, weights=weights, payload=config.teachers.payload) if weights else None
 
@@ -274,7 +277,7 @@ def pool_spec(config: PipelineConfig, vocab_size: int) -> PoolSpec:
         max_quarantined=teachers.max_quarantined,
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
-        early_bytes=teachers.queue if overlaps(config) else None,
+        early_bytes=teachers.queue if is_overlapped(config) else None,
     )
 
 
@@ -306,7 +309,7 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
         payload=teachers.payload,
         top_k=config.objective.top_k,
         vocab_size=vocab_size,
-        share_prompts=config.rollout.shares,
+        share_prompts=config.rollout.shares_prefixes,
         lends_memory=config.rollout.sleep and config.cluster.teacher_gpus > 0,
         max_model_len=config.rollout.max_model_len,
         **own,
@@ -331,6 +334,6 @@ def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
     )
 
 
-def nobody_spec(config: PipelineConfig) -> NobodySpec:
+def nobody_spec(config: PipelineConfig) -> TeacherlessSpec:
     """Spec of the pool without teachers."""
-    return NobodySpec(dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined)
+    return TeacherlessSpec(dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined)

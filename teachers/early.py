@@ -18,11 +18,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from opd import cluster
-from opd.cluster import Background
+from opd.cluster import BackgroundCall
 from opd.records.types import Prompt, Rollout
 from opd.rollouts.groups import Groups
 from teachers.weights import weight_key
-from teachers.worker import Group
+from teachers.worker import ScoringGroup
 
 if TYPE_CHECKING:
     from opd.stream.targets import TargetStream
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _ScoringJob:
     """What one worker scores of one group: rows of all of its teachers."""
 
     number: int
     """The stream's number of who scores: its parts are counted, and ordered, as a worker's."""
     worker: int
-    groups: list[Group]
+    groups: list[ScoringGroup]
     parts: list[Any] | None = None
     """Handles, once it is scored."""
     nbytes: int = 0
@@ -48,24 +48,24 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Clock:
+class _BusyClock:
     """Seconds in which at least one worker scored."""
 
     seconds: float = 0.0
-    at_work: set[int] = field(default_factory=set)
+    busy_workers: set[int] = field(default_factory=set)
     since: float = 0.0
 
     def begin(self, worker: int) -> None:
-        self.since = self.since if self.at_work else time.monotonic()
-        self.at_work.add(worker)
+        self.since = self.since if self.busy_workers else time.monotonic()
+        self.busy_workers.add(worker)
 
     def end(self, worker: int) -> None:
-        self.at_work.discard(worker)
-        self.seconds += 0.0 if self.at_work else time.monotonic() - self.since
+        self.busy_workers.discard(worker)
+        self.seconds += 0.0 if self.busy_workers else time.monotonic() - self.since
 
-    def now(self) -> float:
+    def read_seconds(self) -> float:
         """The seconds so far."""
-        return self.seconds + (time.monotonic() - self.since if self.at_work else 0.0)
+        return self.seconds + (time.monotonic() - self.since if self.busy_workers else 0.0)
 
 
 class EarlyScores:
@@ -73,23 +73,23 @@ class EarlyScores:
 
     def __init__(self, pool: Pool, prompts: Sequence[Prompt], sample_ids: Sequence[str], size: int) -> None:
         self._pool = pool
-        self._groups = Groups(prompts, sample_ids, size, self._ready)
+        self._groups = Groups(prompts, sample_ids, size, self._queue_group)
         self.group_of: Mapping[str, int] = self._groups.of
-        self._owners = pool.owners(prompts)
-        self._changed = threading.Condition()
+        self._owners = pool.assign_teachers(prompts)
+        self._condition = threading.Condition()
         """Guards everything below, which the driver and the threads share."""
-        self._jobs: list[_Job] = []
-        self._waiting: dict[int, list[_Job]] = defaultdict(list)
-        self._wanted: _Job | None = None
+        self._jobs: list[_ScoringJob] = []
+        self._queues: dict[int, list[_ScoringJob]] = defaultdict(list)
+        self._awaited_job: _ScoringJob | None = None
         """The job that the trainer takes next: it is scored however many rows wait for the trainer."""
-        self._untaken = 0
+        self._pending_bytes = 0
         """Bytes that are scored and were not taken."""
-        self._clock = _Clock()
-        self._threads: dict[int, Background[None]] = {}
-        self._failed: set[int] = set()
-        self._last: dict[int, str] = {}
+        self._clock = _BusyClock()
+        self._threads: dict[int, BackgroundCall[None]] = {}
+        self._failed_workers: set[int] = set()
+        self._last_teacher: dict[int, str] = {}
         """Worker -> the teacher that it asked last."""
-        self._restarted: list[str] = []
+        self._restarted_workers: list[str] = []
 
     def written(self, sample_id: str, rollouts: Sequence[Rollout]) -> None:
         """See `Early.written`. Raises: RunError for a domain without a teacher, or what a scoring worker raised."""
@@ -97,96 +97,98 @@ class EarlyScores:
 
     def stream(self, rollouts: Sequence[Rollout]) -> TargetStream:
         """See `Early.stream`. The parts come in the order of the groups."""
-        return self._pool.stream(rollouts, self._source(), self._restarted, busy_s=self._clock.now)
+        return self._pool.build_stream(
+            rollouts, self._iterate_parts(), self._restarted_workers, busy_s=self._clock.read_seconds
+        )
 
-    def _ready(self, number: int, rollouts: Sequence[Rollout]) -> None:
+    def _queue_group(self, number: int, rollouts: Sequence[Rollout]) -> None:
         """Let each worker score what it has of a group that is whole."""
-        mine: dict[int, list[Group]] = defaultdict(list)
-        for group in self._pool.route(rollouts):
-            mine[self._owners[weight_key(group[0])]].append(group)
-        with self._changed:
-            for worker, groups in sorted(mine.items()):
-                job = _Job(number * self._pool.num_workers + worker, worker, groups)
+        groups_by_worker: dict[int, list[ScoringGroup]] = defaultdict(list)
+        for group in self._pool.group_by_teacher(rollouts):
+            groups_by_worker[self._owners[weight_key(group[0])]].append(group)
+        with self._condition:
+            for worker, groups in sorted(groups_by_worker.items()):
+                job = _ScoringJob(number * self._pool.num_workers + worker, worker, groups)
                 self._jobs.append(job)
-                self._waiting[worker].append(job)
-                self._wake(worker)
+                self._queues[worker].append(job)
+                self._start_thread(worker)
 
-    def _wake(self, worker: int) -> None:
+    def _start_thread(self, worker: int) -> None:
         """Have a thread score what waits for a worker, unless one does. Raises: what the last one raised."""
-        if worker in self._failed:
+        if worker in self._failed_workers:
             self._threads[worker].result(timeout_s=self._pool.timeout_s)
-        if worker not in self._clock.at_work and self._next(worker) is not None:
+        if worker not in self._clock.busy_workers and self._choose_job(worker) is not None:
             self._clock.begin(worker)
-            self._threads[worker] = Background(partial(self._score_all, worker), f"teacher worker {worker}, early")
+            self._threads[worker] = BackgroundCall(partial(self._score_all, worker), f"teacher worker {worker}, early")
 
-    def _next(self, worker: int) -> _Job | None:
+    def _choose_job(self, worker: int) -> _ScoringJob | None:
         """What the worker scores next: first of the teacher that it has in place."""
-        waiting, limit = self._waiting[worker], self._pool.early_bytes
-        if self._wanted in waiting:
-            return self._wanted
-        if not waiting or (limit is not None and self._untaken >= limit):
+        queue, limit = self._queues[worker], self._pool.early_bytes
+        if self._awaited_job in queue:
+            return self._awaited_job
+        if not queue or (limit is not None and self._pending_bytes >= limit):
             return None
-        return next((job for job in waiting if job.teacher == self._last.get(worker)), waiting[0])
+        return next((job for job in queue if job.teacher == self._last_teacher.get(worker)), queue[0])
 
     def _score_all(self, worker: int) -> None:
         """Score until nothing waits, or nothing more may be scored yet."""
-        scored = False
+        is_done = False
         try:
-            while (job := self._begin_next(worker)) is not None:
-                parts = self._scored(job)
-                nbytes = sum(cluster.fetch(part).nbytes for part in parts)
-                with self._changed:
+            while (job := self._take_job(worker)) is not None:
+                parts = self._score_job(job)
+                nbytes = sum(cluster.fetch_object(part).nbytes for part in parts)
+                with self._condition:
                     job.parts, job.nbytes = parts, nbytes
-                    self._untaken += nbytes
-                    self._changed.notify_all()
-            scored = True
+                    self._pending_bytes += nbytes
+                    self._condition.notify_all()
+            is_done = True
         finally:
-            if not scored:
-                with self._changed:
-                    self._failed.add(worker)
+            if not is_done:
+                with self._condition:
+                    self._failed_workers.add(worker)
                     self._clock.end(worker)
-                    self._changed.notify_all()
+                    self._condition.notify_all()
 
-    def _begin_next(self, worker: int) -> _Job | None:
+    def _take_job(self, worker: int) -> _ScoringJob | None:
         """The job that the worker's thread does now. None ends the thread, in one move with finding nothing to do: what comes later
         starts another one."""
-        with self._changed:
-            job = self._next(worker)
+        with self._condition:
+            job = self._choose_job(worker)
             if job is None:
                 self._clock.end(worker)
-                self._changed.notify_all()
+                self._condition.notify_all()
                 return None
-            self._waiting[worker].remove(job)
-            self._last[worker] = weight_key(job.groups[-1][0])
+            self._queues[worker].remove(job)
+            self._last_teacher[worker] = weight_key(job.groups[-1][0])
             return job
 
-    def _scored(self, job: _Job) -> list[Any]:
+    def _score_job(self, job: _ScoringJob) -> list[Any]:
         """The parts of a job, of a worker that is started again if it dies. Raises: what `Pool.again` and the worker raise."""
         while True:
-            answers = self._pool.begin(job.worker, job.groups, job.number)
+            answers = self._pool.begin_share(job.worker, job.groups, job.number)
             parts: list[Any] = []
             try:
                 while True:
-                    cluster.first([answers[0]], timeout_s=self._pool.timeout_s)
+                    cluster.wait_first([answers[0]], timeout_s=self._pool.timeout_s)
                     part = answers.popleft().handle
-                    if cluster.fetch(part) is None:
+                    if cluster.fetch_object(part) is None:
                         return parts
                     parts.append(part)
                     answers.append(self._pool.next_part(job.worker))
             except cluster.WorkerDied as error:
-                self._pool.again(error, self._restarted)
+                self._pool.restart_worker(error, self._restarted_workers)
 
-    def _source(self) -> Iterator[Any]:
+    def _iterate_parts(self) -> Iterator[Any]:
         """Handles to all parts, those of one job after the other."""
         for job in sorted(self._jobs, key=lambda job: job.number):
-            with self._changed:
-                self._wanted = job
+            with self._condition:
+                self._awaited_job = job
                 while job.parts is None:
-                    self._wake(job.worker)
-                    self._changed.wait()
+                    self._start_thread(job.worker)
+                    self._condition.wait()
                 parts = job.parts
-                self._untaken -= job.nbytes
+                self._pending_bytes -= job.nbytes
                 job.parts = []  # the trainer holds them as long as it needs them
-                for worker in self._waiting:
-                    self._wake(worker)
+                for worker in self._queues:
+                    self._start_thread(worker)
             yield from parts

@@ -14,7 +14,7 @@ from torch import Tensor
 from teachers.weights import State
 
 
-class NearCache:
+class DeviceCache:
     """Drops the least recently used teachers before all of them exceed the budget; the one in use always stays."""
 
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
@@ -28,43 +28,43 @@ class NearCache:
         """The tensors of the teacher `key`; None if they are not here."""
         return self._states.get(key)
 
-    def fits(self, key: str, state: State) -> bool:
+    def has_room_for(self, key: str, state: State) -> bool:
         """Whether the teacher `key` is here, or its tensors have room beside those of the one in use, which was brought last."""
         if not self._copies or not self._states or key in self._states:
             return True
-        return self._sizes[next(reversed(self._states))] + _nbytes(state) <= self._budget_bytes
+        return self._sizes[next(reversed(self._states))] + _count_bytes(state) <= self._budget_bytes
 
-    def bring(self, key: str, state: State) -> State:
+    def copy_to_device(self, key: str, state: State) -> State:
         """Copies of the tensors of `state`, the teacher `key`, on the device. One tensor under two names stays one.
 
-        What is dropped for it is free once no model has it either: see `fits`.
+        What is dropped for it is free once no model has it either: see `has_room_for`.
         """
         if not self._copies:
             return state
-        if (found := self.find(key)) is not None:
+        if (cached := self.find(key)) is not None:
             self._states.move_to_end(key)
-            return found
-        nbytes = _nbytes(state)
-        self._drop(self._budget_bytes - nbytes)
+            return cached
+        nbytes = _count_bytes(state)
+        self._evict_to(self._budget_bytes - nbytes)
         copies: dict[object, Tensor] = {}
         for tensor in state.values():
-            if _place(tensor) not in copies:
-                copies[_place(tensor)] = tensor.to(self._device, copy=True)
-        self._states[key] = {name: copies[_place(tensor)] for name, tensor in state.items()}
+            if _storage_key(tensor) not in copies:
+                copies[_storage_key(tensor)] = tensor.to(self._device, copy=True)
+        self._states[key] = {name: copies[_storage_key(tensor)] for name, tensor in state.items()}
         self._sizes[key] = nbytes
         return self._states[key]
 
-    def _drop(self, most: int) -> None:
+    def _evict_to(self, max_bytes: int) -> None:
         """Keep at most so many bytes."""
-        while self._states and sum(self._sizes.values()) > most:
+        while self._states and sum(self._sizes.values()) > max_bytes:
             key, _ = self._states.popitem(last=False)
             del self._sizes[key]
 
 
-def _place(tensor: Tensor) -> object:
+def _storage_key(tensor: Tensor) -> object:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def _nbytes(state: State) -> int:
+def _count_bytes(state: State) -> int:
     """Bytes of all tensors; a tensor under two names counts once."""
-    return sum({_place(tensor): tensor.nbytes for tensor in state.values()}.values())
+    return sum({_storage_key(tensor): tensor.nbytes for tensor in state.values()}.values())

@@ -24,7 +24,7 @@ PAYLOAD = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NobodySpec:
+class TeacherlessSpec:
     """What the pool without teachers is made with."""
 
     dtype: str
@@ -33,10 +33,10 @@ class NobodySpec:
     """Share of the responses that may be left out, of which this pool leaves out none."""
 
 
-class NobodyPool:
+class TeacherlessPool:
     """Implements `opd.interfaces.TeacherPool`. It has no workers: rows are made when they are asked for."""
 
-    def __init__(self, spec: NobodySpec) -> None:
+    def __init__(self, spec: TeacherlessSpec) -> None:
         self._spec = spec
         self.layouts: dict[str, LayoutProof] = {}
 
@@ -45,22 +45,22 @@ class NobodyPool:
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
         """Rows of all rollouts in the order of the trainer's micro-batches, one a rollout."""
-        nobody = {NOBODY: Expected(weight=1.0, head="")}
-        asked = Asked(
+        expected = {NOBODY: Expected(weight=1.0, head="")}
+        request = Asked(
             rollouts=rollouts,
-            teachers=dict.fromkeys(sorted({rollout.domain for rollout in rollouts}), nobody),
+            teachers=dict.fromkeys(sorted({rollout.domain for rollout in rollouts}), expected),
             kind=(self._spec.dtype, PAYLOAD),
             max_quarantined=self._spec.max_quarantined,
             who="rollouts",
         )
-        return TargetStream(self._parts(rollouts), asked, heads={})
+        return TargetStream(self._iterate_parts(rollouts), request, heads={})
 
     def heads(self) -> Mapping[str, HeadSource]:
         """None: no row names a head."""
         return {}
 
-    def _parts(self, rollouts: Sequence[Rollout]) -> Iterator[Any]:
+    def _iterate_parts(self, rollouts: Sequence[Rollout]) -> Iterator[Any]:
         ordered = sorted(rollouts, key=lambda rollout: rollout.domain)
         rows = ([TargetRow(rollout=rollout, teacher=NOBODY, answer=Unscored())] for rollout in ordered)
         for part in write_parts(rows, self._spec.dtype, PAYLOAD, worker=0, broken={}, teachers=[NOBODY]):
-            yield cluster.put(np.frombuffer(part, dtype=np.uint8))
+            yield cluster.put_object(np.frombuffer(part, dtype=np.uint8))

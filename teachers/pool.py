@@ -21,15 +21,15 @@ from opd.stream.targets import Asked, Expected, TargetStream
 from teachers.early import EarlyScores
 from teachers.scorers import ScorerOptions
 from teachers.weights import base_key, weight_key
-from teachers.worker import Group, TeacherWorker
+from teachers.worker import ScoringGroup, TeacherWorker
 
 Routes = Mapping[str, Sequence[WeightedTeacher]]
 """Domain -> the teachers that score it."""
 Heads = dict[str, HeadSource]
 """Content hash -> head."""
-Answers = deque[Pending[np.ndarray | None]]
+PendingParts = deque[Pending[np.ndarray | None]]
 """Parts that a worker was asked for and that were not taken yet; None after its last."""
-AHEAD = 2
+PARTS_AHEAD = 2
 """Parts that a worker is asked for before the first of them is taken, so that it never waits for the driver; together
 with `teachers.queue` this bounds the bytes that are scored and not yet trained."""
 
@@ -75,9 +75,9 @@ class Pool:
             self._env |= engine_env(size) | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         self._engine = spec.engine
         self._options = spec.scorer
-        self._workers = [self._spawn(index) for index in range(spec.workers)]
+        self._workers = [self._spawn_worker(index) for index in range(spec.workers)]
         self._stopped = False
-        self._described: dict[str, tuple[Teacher, HeadSource]] = {}
+        self._teacher_heads: dict[str, tuple[Teacher, HeadSource]] = {}
         """`weight_key` -> one teacher that has these weights, and its output head, without a handle."""
         self.layouts: dict[str, LayoutProof] = {}
         """Teacher's name -> how its rows share a forward pass; proven in `wait_ready`."""
@@ -94,9 +94,9 @@ class Pool:
         teachers = [assigned.teacher for part in self._routes.values() for assigned in part]
         # Teachers of equal weights are one, unless they have servers of their own: nobody knows what these hold.
         for teacher in {(weight_key(t), servers.get(t.name)): t for t in teachers}.values():
-            head = worker.submit(TeacherWorker.describe, teacher).result(timeout_s=self._start_timeout_s)
-            self._described[weight_key(teacher)] = (teacher, head)
-            proof = worker.submit(TeacherWorker.layout, teacher).result(timeout_s=self._start_timeout_s)
+            head = worker.submit(TeacherWorker.describe_head, teacher).wait_for_result(timeout_s=self._start_timeout_s)
+            self._teacher_heads[weight_key(teacher)] = (teacher, head)
+            proof = worker.submit(TeacherWorker.prove_layout, teacher).wait_for_result(timeout_s=self._start_timeout_s)
             if proof is not None:
                 self.layouts[teacher.name] = proof
 
@@ -106,16 +106,16 @@ class Pool:
 
         Raises: RunError for a domain without a teacher.
         """
-        shares = share_out(list(self.route(rollouts)), self.num_workers)
+        shares = assign_groups(list(self.group_by_teacher(rollouts)), self.num_workers)
         restarted: list[str] = []
-        asked = [self.begin(index, share, index) for index, share in enumerate(shares)]
-        return self.stream(rollouts, self._source(shares, asked, restarted), restarted)
+        pending = [self.begin_share(index, share, index) for index, share in enumerate(shares)]
+        return self.build_stream(rollouts, self._iterate_parts(shares, pending, restarted), restarted)
 
     def early(self, prompts: Sequence[Prompt], step: int, size: int) -> EarlyScores:
         """Begin with a step of which nothing is written yet; `size` responses of a domain are scored together."""
         return EarlyScores(self, prompts, sample_ids(prompts, step), size)
 
-    def stream(
+    def build_stream(
         self,
         rollouts: Sequence[Rollout],
         source: Iterator[Any],
@@ -126,42 +126,42 @@ class Pool:
         domains = sorted({r.domain for r in rollouts})
         names = [assigned.teacher for domain in domains for assigned in self._routes[domain]]
         keys = {t.name: self.head_of(t).key for t in names} if self._sends_heads else {}
-        known = self.heads()
-        self._heads = {key: known[key] for key in sorted(set(keys.values()))}
-        asked = Asked(
+        heads = self.heads()
+        self._heads = {key: heads[key] for key in sorted(set(keys.values()))}
+        request = Asked(
             rollouts=rollouts,
             teachers=expected_rows(domains, self._routes, keys),
             kind=(self._options.dtype, self._options.payload),
             max_quarantined=self._max_quarantined,
         )
-        return TargetStream(source, asked, heads=self._heads, restarted=restarted, busy_s=busy_s)
+        return TargetStream(source, request, heads=self._heads, restarted=restarted, busy_s=busy_s)
 
     def heads(self) -> Heads:
         """Content hash -> head, once the pool is ready; a matrix is read from the weights of the first teacher that has
         it, when it is fetched."""
         found: Heads = {}
-        for teacher, head in self._described.values():
-            handle = self._workers[0].on_demand(self.timeout_s, TeacherWorker.head, teacher)
+        for teacher, head in self._teacher_heads.values():
+            handle = self._workers[0].on_demand(self.timeout_s, TeacherWorker.read_head, teacher)
             found.setdefault(head.key, replace(head, handle=handle))
         return found
 
-    def head(self, key: str) -> np.ndarray:
+    def read_head(self, key: str) -> np.ndarray:
         """The matrix of a head, as it travels. Raises: WorkerDied if the worker that reads it is dead."""
         handle = self.heads()[key].handle
         assert handle is not None
         return handle.fetch()
 
-    def head_again(self, key: str) -> np.ndarray:
+    def read_head_with_restart(self, key: str) -> np.ndarray:
         """The same while no step is under way: a worker that is dead is started again. Raises: WorkerDied if the new one dies."""
         try:
-            return self.head(key)
+            return self.read_head(key)
         except cluster.WorkerDied as error:
-            self.again(cluster.WorkerDied(str(error), self._workers[0]), [])
-            return self.head(key)
+            self.restart_worker(cluster.WorkerDied(str(error), self._workers[0]), [])
+            return self.read_head(key)
 
     def head_of(self, teacher: Teacher) -> HeadSource:
         """A teacher's head without a handle, once the pool is ready."""
-        return self._described[weight_key(teacher)][1]
+        return self._teacher_heads[weight_key(teacher)][1]
 
     def stop(self) -> None:
         """End the workers; a `score` in another thread raises RunError."""
@@ -169,41 +169,45 @@ class Pool:
         for worker in self._workers:
             worker.kill()
 
-    def _source(self, shares: Sequence[Sequence[Group]], asked: list[Answers], restarted: list[str]) -> Iterator[Any]:
+    def _iterate_parts(
+        self, shares: Sequence[Sequence[ScoringGroup]], pending: list[PendingParts], restarted: list[str]
+    ) -> Iterator[Any]:
         """Handles to the parts of all workers as they come; `asked`: by worker, its answers that are on their way.
 
         A worker that dies is started again, once, and scores its share anew; the parts that had come are left out.
         """
-        came, skip = [0] * len(shares), [0] * len(shares)
-        while any(asked):
+        num_parts, num_skipped = [0] * len(shares), [0] * len(shares)
+        while any(pending):
             # Who gave least comes first, so that no share falls behind while the trainer holds the others up.
-            busy = sorted((index for index, answers in enumerate(asked) if answers), key=lambda index: came[index])
+            busy = sorted(
+                (index for index, answers in enumerate(pending) if answers), key=lambda index: num_parts[index]
+            )
             try:
-                index = busy[cluster.first([asked[i][0] for i in busy], timeout_s=self.timeout_s)]
+                index = busy[cluster.wait_first([pending[i][0] for i in busy], timeout_s=self.timeout_s)]
             except cluster.WorkerDied as error:
-                index = self.again(error, restarted)
-                asked[index] = self.begin(index, shares[index], index)
-                came[index], skip[index] = 0, came[index]
+                index = self.restart_worker(error, restarted)
+                pending[index] = self.begin_share(index, shares[index], index)
+                num_parts[index], num_skipped[index] = 0, num_parts[index]
                 continue
-            part = asked[index].popleft()
-            if cluster.fetch(part.handle) is None:
-                asked[index].clear()
+            part = pending[index].popleft()
+            if cluster.fetch_object(part.handle) is None:
+                pending[index].clear()
                 continue
-            asked[index].append(self.next_part(index))
-            came[index] += 1
-            if came[index] > skip[index]:
+            pending[index].append(self.next_part(index))
+            num_parts[index] += 1
+            if num_parts[index] > num_skipped[index]:
                 yield part.handle
 
-    def begin(self, index: int, share: Sequence[Group], number: int) -> Answers:
+    def begin_share(self, index: int, share: Sequence[ScoringGroup], number: int) -> PendingParts:
         """Let a worker score these groups, as the one with this number in the stream, and ask for its first parts."""
-        self._workers[index].submit(TeacherWorker.begin, share, number)
-        return deque(self.next_part(index) for _ in range(AHEAD))
+        self._workers[index].submit(TeacherWorker.begin_groups, share, number)
+        return deque(self.next_part(index) for _ in range(PARTS_AHEAD))
 
     def next_part(self, index: int) -> Pending[np.ndarray | None]:
         """Ask a worker for one part more."""
         return self._workers[index].submit(TeacherWorker.next_part)
 
-    def again(self, error: cluster.WorkerDied, restarted: list[str]) -> int:
+    def restart_worker(self, error: cluster.WorkerDied, restarted: list[str]) -> int:
         """Start a worker anew that died, and note it in `restarted`: those of the step. Returns its index. Raises: `error` if it is no
         worker of this pool, died in this step before, or the pool has been stopped."""
         if self._stopped or error.worker not in self._workers:  # a rank's, or Ray itself
@@ -212,27 +216,27 @@ class Pool:
         if worker_name(index) in restarted:
             raise error
         restarted.append(worker_name(index))
-        self._workers[index] = self._spawn(index)
+        self._workers[index] = self._spawn_worker(index)
         if self._stopped:  # just now, and perhaps before this worker was in the list
             self._workers[index].kill()
             raise error
         self._heads.update({k: head for k, head in self.heads().items() if k in self._heads})  # from one that lives
         return index
 
-    def _spawn(self, index: int) -> Worker[TeacherWorker]:
-        return cluster.spawn(
+    def _spawn_worker(self, index: int) -> Worker[TeacherWorker]:
+        return cluster.spawn_worker(
             TeacherWorker, self._engine, self._options, name=worker_name(index), env=self._env, gpus=self._gpus
         )
 
-    def owners(self, prompts: Sequence[Prompt]) -> dict[str, int]:
+    def assign_teachers(self, prompts: Sequence[Prompt]) -> dict[str, int]:
         """`weight_key` of every teacher -> the worker that has its rows of a step, before anybody knows how long they are."""
         sizes: Counter[str] = Counter()
         for domain, assigned in self._routes.items():
             tokens = sum(len(prompt.token_ids) for prompt in prompts if prompt.domain == domain)
-            sizes.update({weight_key(one.teacher): tokens for one in assigned})
-        return _deal(sizes, self.num_workers)
+            sizes.update({weight_key(weighted.teacher): tokens for weighted in assigned})
+        return _balance_loads(sizes, self.num_workers)
 
-    def route(self, rollouts: Sequence[Rollout]) -> Iterator[Group]:
+    def group_by_teacher(self, rollouts: Sequence[Rollout]) -> Iterator[ScoringGroup]:
         """One group for each domain and each of its teachers."""
         refuse_unknown_domains(rollouts, self._routes)
         by_domain: dict[str, list[Rollout]] = defaultdict(list)
@@ -263,31 +267,31 @@ def expected_rows(domains: Collection[str], routes: Routes, heads: Mapping[str, 
     }
 
 
-def share_out(groups: Sequence[Group], workers: int) -> list[list[Group]]:
+def assign_groups(groups: Sequence[ScoringGroup], workers: int) -> list[list[ScoringGroup]]:
     """All groups of a teacher to one worker, most tokens first to the worker with the fewest.
 
     A share keeps the order of the groups, which is that of the trainer's micro-batches, but for this: groups of one
     teacher and teachers of one base lie side by side, so that each is put in place once.
     """
-    by_teacher: dict[str, list[Group]] = defaultdict(list)
+    by_teacher: dict[str, list[ScoringGroup]] = defaultdict(list)
     for group in groups:
         by_teacher[weight_key(group[0])].append(group)
     sizes = {
-        key: sum(len(r.prompt_ids) + len(r.response_ids) for _, _, rows in mine for r in rows)
-        for key, mine in by_teacher.items()
+        key: sum(len(r.prompt_ids) + len(r.response_ids) for _, _, rows in teacher_groups for r in rows)
+        for key, teacher_groups in by_teacher.items()
     }
-    owners = _deal(sizes, workers)
+    owners = _balance_loads(sizes, workers)
     by_base: dict[str, list[str]] = defaultdict(list)
-    for key, mine in by_teacher.items():
-        by_base[base_key(mine[0][0])].append(key)
+    for key, teacher_groups in by_teacher.items():
+        by_base[base_key(teacher_groups[0][0])].append(key)
     order = [key for keys in by_base.values() for key in keys]
     return [[group for key in order if owners[key] == i for group in by_teacher[key]] for i in range(workers)]
 
 
-def _deal(sizes: Mapping[str, int], workers: int) -> dict[str, int]:
+def _balance_loads(sizes: Mapping[str, int], workers: int) -> dict[str, int]:
     """Teacher -> its worker: the largest first, each to the worker with the least."""
-    loads, found = [0] * workers, {}
+    loads, owners = [0] * workers, {}
     for key in sorted(sizes, key=lambda k: (-sizes[k], k)):
-        found[key] = loads.index(min(loads))
-        loads[found[key]] += sizes[key]
-    return found
+        owners[key] = loads.index(min(loads))
+        loads[owners[key]] += sizes[key]
+    return owners

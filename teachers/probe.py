@@ -41,11 +41,11 @@ def check_probe(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> Non
     if not gap <= tolerance:  # NaN is not
         raise RunError(
             f"teacher {teacher.name}: log-probs differ by {gap:.3f} nats on average from those of its registration, "
-            f"at most {tolerance} wanted: garbled or swapped weights under {_places(teacher)}"
+            f"at most {tolerance} wanted: garbled or swapped weights under {_format_dirs(teacher)}"
         )
 
 
-def _places(teacher: Teacher) -> str:
+def _format_dirs(teacher: Teacher) -> str:
     return f"{teacher.model_dir}" + (f" or {teacher.adapter_dir}" if teacher.adapter_dir else "")
 
 

@@ -47,7 +47,7 @@ class WeightCache:
         self._read = read
         self._measure = measure
         self._states: OrderedDict[str, State] = OrderedDict()
-        self._coming: dict[str, Future[State]] = {}
+        self._prefetching: dict[str, Future[State]] = {}
         self._sizes: dict[str, int] = {}
         self._in_use: set[str] = set()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
@@ -57,35 +57,35 @@ class WeightCache:
     def prefetch(self, teacher: Teacher) -> None:
         """Begin to read a teacher as far as there is room beside the one in use; returns at once."""
         # All of these must be in memory together, so they decide whether the next teacher fits; others can be dropped.
-        missing, keep = self._missing(teacher), {*self._in_use, *self._coming, *_parts(teacher)}
+        missing, keep = self._find_missing(teacher), {*self._in_use, *self._prefetching, *_weight_parts(teacher)}
         fits = sum(self._sizes[key] for key in keep) <= self._budget_bytes
         if fits:
             self._make_room(missing, keep)
         for key, directory in missing.items():
             if fits:
                 self.loads += 1
-                self._coming[key] = self._thread.submit(self._read_ahead, directory)
+                self._prefetching[key] = self._thread.submit(self._read_ahead, directory)
             else:
-                self._thread.submit(_into_page_cache, directory)
+                self._thread.submit(_warm_page_cache, directory)
 
     def has(self, teacher: Teacher) -> bool:
         """Whether all of the teacher is in memory or on its way there, and so within the budget beside the one in use."""
-        return all(key in self._states or key in self._coming for key in _parts(teacher))
+        return all(key in self._states or key in self._prefetching for key in _weight_parts(teacher))
 
     def get(self, teacher: Teacher) -> list[State]:
         """Tensors of the (base) model, then those of the adapter if it has one.
 
         Raises: whatever reading its files raised.
         """
-        missing, keys = self._missing(teacher), list(_parts(teacher))
+        missing, keys = self._find_missing(teacher), list(_weight_parts(teacher))
         self._in_use = set(keys)
         self._make_room(missing, keys)
         for key in keys:
             if key in missing:
                 self.loads += 1
                 self._states[key] = self._read(missing[key], self._dtype)
-            elif key in self._coming:
-                self._states[key] = self._coming.pop(key).result()
+            elif key in self._prefetching:
+                self._states[key] = self._prefetching.pop(key).result()
             self._states.move_to_end(key)
         return [self._states[key] for key in keys]
 
@@ -95,9 +95,11 @@ class WeightCache:
         sizes = {t.data_ptr(): t.nbytes for state in self._states.values() for t in state.values()}
         return sum(sizes.values())
 
-    def _missing(self, teacher: Teacher) -> dict[str, Path]:
+    def _find_missing(self, teacher: Teacher) -> dict[str, Path]:
         """The teacher's parts that are neither in memory nor being read."""
-        missing = {k: d for k, d in _parts(teacher).items() if k not in self._states and k not in self._coming}
+        missing = {
+            k: d for k, d in _weight_parts(teacher).items() if k not in self._states and k not in self._prefetching
+        }
         for key, directory in missing.items():
             if key not in self._sizes:  # measuring opens every file: once is enough
                 self._sizes[key] = self._measure(directory, self._dtype)
@@ -105,12 +107,12 @@ class WeightCache:
 
     def _make_room(self, missing: Collection[str], keep: Collection[str]) -> None:
         """Drop what is not in `keep`, what is on its way at last, until the missing parts fit into the budget."""
-        excess = sum(self._sizes[key] for key in (*self._states, *self._coming, *missing)) - self._budget_bytes
-        for key in [key for key in (*self._states, *self._coming) if key not in keep]:
+        excess = sum(self._sizes[key] for key in (*self._states, *self._prefetching, *missing)) - self._budget_bytes
+        for key in [key for key in (*self._states, *self._prefetching) if key not in keep]:
             if excess <= 0:
                 break
             if self._states.pop(key, None) is None:
-                self._coming.pop(key).cancel()
+                self._prefetching.pop(key).cancel()
             excess -= self._sizes[key]
 
     def _read_ahead(self, directory: Path) -> State:
@@ -135,7 +137,7 @@ def base_key(teacher: Teacher) -> str:
     )
 
 
-def _parts(teacher: Teacher) -> dict[str, Path]:
+def _weight_parts(teacher: Teacher) -> dict[str, Path]:
     """Key → directory of each part of a teacher: the (base) model, then the adapter if it has one."""
     parts = {base_key(teacher): teacher.model_dir}
     return parts | ({f"{weight_key(teacher)}:adapter": teacher.adapter_dir} if teacher.adapter_dir else {})
@@ -165,7 +167,7 @@ def weights_nbytes(directory: Path, dtype: torch.dtype, leave_out: Collection[st
     return numbers * dtype.itemsize
 
 
-def _into_page_cache(directory: Path) -> None:
+def _warm_page_cache(directory: Path) -> None:
     """Ask the system to read the files into its page cache, which it gives up when memory is short."""
     for path in weight_files(directory):
         with path.open("rb") as file:

@@ -12,7 +12,7 @@ from opd.stream.schema import TargetRow, write_parts
 from teachers.probe import check_probe
 from teachers.scorers import ScorerOptions, make_scorer
 
-Group = tuple[Teacher, float, tuple[Rollout, ...]]
+ScoringGroup = tuple[Teacher, float, tuple[Rollout, ...]]
 """A teacher, its weight in the domain of these rows, and the rows."""
 
 
@@ -27,7 +27,7 @@ class TeacherWorker:
         self._scorer = make_scorer(engine, options)
         self._parts: Iterator[np.ndarray] = iter(())
 
-    def describe(self, teacher: Teacher) -> HeadSource:
+    def describe_head(self, teacher: Teacher) -> HeadSource:
         """The teacher's head, without a handle; asking for it also proves that the teacher can be used: that its weights
         fit, or that its server answers.
 
@@ -40,15 +40,15 @@ class TeacherWorker:
         check_probe(self._scorer, teacher, self._options)
         return described
 
-    def layout(self, teacher: Teacher) -> LayoutProof | None:
+    def prove_layout(self, teacher: Teacher) -> LayoutProof | None:
         """How rows of this teacher share a forward pass, see `Scorer.layout`. Raises: RunError if they cannot."""
         return self._scorer.layout(teacher)
 
-    def head(self, teacher: Teacher) -> np.ndarray:
+    def read_head(self, teacher: Teacher) -> np.ndarray:
         """[V, D] the head, for the object store."""
         return head_array(self._scorer.head(teacher))
 
-    def begin(self, groups: Sequence[Group], worker: int) -> None:
+    def begin_groups(self, groups: Sequence[ScoringGroup], worker: int) -> None:
         """Take these groups' rows as the next step's; `next_part` scores them. `worker` numbers this one in the step."""
         self._parts = self._make_parts(groups, worker)
 
@@ -56,19 +56,19 @@ class TeacherWorker:
         """One Arrow stream (bytes as uint8) with the rows that follow, scored now; None after the last part."""
         return next(self._parts, None)
 
-    def _make_parts(self, groups: Sequence[Group], worker: int) -> Iterator[np.ndarray]:
+    def _make_parts(self, groups: Sequence[ScoringGroup], worker: int) -> Iterator[np.ndarray]:
         broken: dict[str, str] = {}
         names = [teacher.name for teacher, _, _ in groups]
-        rows = self._rows(groups, broken)
+        rows = self._score_groups(groups, broken)
         options = self._options
         for part in write_parts(rows, options.dtype, options.payload, worker=worker, broken=broken, teachers=names):
             yield np.frombuffer(part, dtype=np.uint8)
 
-    def _rows(self, groups: Sequence[Group], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
+    def _score_groups(self, groups: Sequence[ScoringGroup], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
         following = [group[0] for group in groups[1:]] + [None]
         for (teacher, weight, rollouts), upcoming in zip(groups, following, strict=False):
             batches = self._scorer.score(teacher, rollouts, broken)
             if upcoming is not None:
                 self._scorer.prefetch(upcoming)
             for rows in batches:
-                yield [row.weighted(weight) for row in rows]
+                yield [row.with_weight(weight) for row in rows]

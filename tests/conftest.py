@@ -247,8 +247,8 @@ def read_rows(targets: TargetStream) -> list[TargetRow]:
     from opd.stream.schema import read_stream
 
     rows: list[TargetRow] = []
-    while (part := targets.take()) is not None:
-        rows += read_stream(memoryview(cluster.fetch(part.handle))).rows
+    while (part := targets.take_part()) is not None:
+        rows += read_stream(memoryview(cluster.fetch_object(part.handle))).rows
     return rows
 
 

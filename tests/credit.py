@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from opd.credit.episodes import Episode, episodes
+from opd.credit.episodes import Episode, group_into_episodes
 from opd.models.weights import load_causal_lm
 from opd.records.types import Rollout, Span
 from opd.train import critic_rank
@@ -40,7 +40,7 @@ def chain(*kinds: str, episode: str = "e", **columns: Any) -> Episode:
         links: dict[str, Any] = {"next": names[place + 1] if place + 1 < len(kinds) else None}
         links |= {"origin": "summary", "parent": names[place - 1]} if place else {}
         segments.append(segment(written, place, episode=episode, **links | columns))
-    (found,) = episodes(segments)
+    (found,) = group_into_episodes(segments)
     return found
 
 

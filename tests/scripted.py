@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from opd.environments.sandbox.box import Box, Limits
+from opd.environments.sandbox.box import Box, SandboxLimits
 from opd.errors import ConfigError
 from opd.records.episodes import EpisodeResult
 from opd.records.types import Prompt, Sampled
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
-from opd.rollouts.episodes.trace import Sample
+from opd.rollouts.episodes.trace import EpisodeKey
 from tests.chatml import WITH_TOOLS, chat_tokenizer
 
 TOKENIZER = chat_tokenizer(WITH_TOOLS)
@@ -24,7 +24,7 @@ Policy = Callable[[list[str]], str]
 def refused() -> str:
     """Why there can be no sandbox here; empty if there can be."""
     try:
-        Box(Limits()).close()
+        Box(SandboxLimits()).close()
     except ConfigError as error:
         return str(error)
     return ""
@@ -55,7 +55,7 @@ class Speaker:
 
 def played(policy: Policy, prompt: Prompt, options: EpisodeOptions) -> EpisodeResult:
     """One episode, which must not break."""
-    sample = Sample(sample_id="s", group="s", step=1, domain=prompt.domain)
+    sample = EpisodeKey(sample_id="s", group="s", step=1, domain=prompt.domain)
     request = EpisodeRequest(prompt=prompt, sample=sample, options=options, seed=0)
     dialogues = Dialogues(TOKENIZER, [TOKENIZER.eos_token_id])
     (found,) = asyncio.run(run_episodes([request], Speaker(policy), dialogues, 60000, 0))

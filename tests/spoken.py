@@ -12,7 +12,7 @@ from opd.records.types import Prompt, Sampled
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.tools import checked_calls
-from opd.rollouts.episodes.trace import Sample
+from opd.rollouts.episodes.trace import EpisodeKey
 from opd.tool_formats.hermes import Hermes
 
 
@@ -36,7 +36,7 @@ def spoken(tokenizer: Any, place: str, task: Mapping[str, Any], said: Sequence[s
     """What comes of an episode of the environment at `place` with these turns; `options` are its constructor's."""
     request = EpisodeRequest(
         prompt=Prompt(id="d/0", domain="d", token_ids=(1,), text=task["prompt"], metadata=task["metadata"]),
-        sample=Sample(sample_id="s", group="s", step=1, domain="d"),
+        sample=EpisodeKey(sample_id="s", group="s", step=1, domain="d"),
         options=EpisodeOptions(
             environment=place,
             options=options,

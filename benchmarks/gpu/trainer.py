@@ -17,7 +17,7 @@ from benchmarks.gpu.work import Shape, Span, build_model, make_rollouts, measure
 from opd.config import PipelineConfig
 from opd.models.heads import HeadSource
 from opd.records.types import Rollout, Teacher
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.stream.schema import TargetRow, write_stream
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import RankResult, RankWork, TrainerRank
@@ -77,7 +77,7 @@ class Task:
         if self.device == "cuda":
             torch.cuda.empty_cache()
             self.held_before = torch.cuda.memory_allocated()
-        rank = TrainerRank(rank_options(validate(PipelineConfig, data, "gpu-check"), self.vocab), 0)
+        rank = TrainerRank(rank_options(validate_section(PipelineConfig, data, "gpu-check"), self.vocab), 0)
         rank.start(*rank.meeting_point("127.0.0.1"))
         return rank
 

@@ -169,10 +169,10 @@ def _optimizer(lm: Any) -> dict[str, float]:
 
 def _real_share(case: Case) -> float:
     """Share of the tokens in our packed rows that are not padding."""
-    from opd.models.packing import pack
+    from opd.models.packing import pack_into_rows
 
     length = case.prompt_tokens + case.new_tokens
-    packing = pack([length] * case.rows)
+    packing = pack_into_rows([length] * case.rows)
     return case.rows * length / (packing.num_rows * packing.width)
 
 

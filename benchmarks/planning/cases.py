@@ -128,9 +128,9 @@ def without_exams(pipeline: str) -> dict[str, Any]:
     """A shipped pipeline without exams, which no plan counts; smollm2 with three experts."""
     import yaml
 
-    from pipelines.catalog import find
+    from pipelines.catalog import find_pipeline
 
-    data: dict[str, Any] = yaml.safe_load(find(pipeline).read_text(encoding="utf-8"))
+    data: dict[str, Any] = yaml.safe_load(find_pipeline(pipeline).read_text(encoding="utf-8"))
     data["domains"] = {name: {k: v for k, v in one.items() if k != "eval"} for name, one in data["domains"].items()}
     if pipeline == "smollm2":
         data["domains"] = {name: {"prompts": data["domains"][name]["prompts"]} for name in TAUGHT}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from experts.episodes.rows import EpisodeRow, Turn, learned
+from experts.episodes.rows import EpisodeRow, Turn, is_learned
 from opd.errors import PromptError
 from opd.prompts.encode import encode_text
 from opd.prompts.harmless import escape_specials, special_texts
@@ -62,7 +62,7 @@ class EpisodeEncoder:
     def split(self, row: EpisodeRow) -> tuple[list[int], list[int], list[bool]]:
         """The same in two: ids of what stands before the first turn, ids of what follows, and for each of these whether it is
         learned. Raises: as `encode`."""
-        parts = self._parts(row)
+        parts = self._split_turns(row)
         prompt = parts[0][0]
         whole, learn = list(prompt), list[bool]()
         for before, said, learned_too in parts:
@@ -80,9 +80,9 @@ class EpisodeEncoder:
     def prefixes(self, row: EpisodeRow) -> list[list[int]]:
         """Token ids of what stands before each turn, without the thoughts that the chat template leaves out by then. Raises: as
         `encode`, but for thoughts."""
-        return [before for before, _, _ in self._parts(row)]
+        return [before for before, _, _ in self._split_turns(row)]
 
-    def _parts(self, row: EpisodeRow) -> list[tuple[list[int], list[int], bool]]:
+    def _split_turns(self, row: EpisodeRow) -> list[tuple[list[int], list[int], bool]]:
         """For each turn all that stands before it, what is said, and whether it is learned. Raises: as `encode`."""
         try:
             return list(self._turns(row, self._dialogue(row)))
@@ -95,12 +95,12 @@ class EpisodeEncoder:
             ) from None
 
     def _turns(self, row: EpisodeRow, dialogue: Dialogue) -> Iterator[tuple[list[int], list[int], bool]]:
-        history = History(dialogue.first(row.prompt, _first(row.observations[0])))
+        history = History(dialogue.first(row.prompt, _first_messages(row.observations[0])))
         end = self._end if self._appender is None or isinstance(row.prompt, str) else self._appender.end_id
         forbidden = forbidden_in_turns(special_texts(self._tokenizer))
         for turn, following in zip(row.turns, [*row.observations[1:], None], strict=True):
             said = [*encode_text(self._tokenizer, escape_specials(turn["content"], forbidden)), end]
-            yield history.ids, said, learned(turn)
+            yield history.ids, said, is_learned(turn)
             if following is not None:
                 texts = tuple(message["content"] for message in following)
                 calls = len(texts) if following[0]["role"] == "tool" else 0
@@ -117,7 +117,7 @@ class EpisodeEncoder:
         return ChatDialogue(self._appender, row.tools)
 
 
-def _first(messages: Sequence[Turn]) -> str | list[dict[str, str]]:
+def _first_messages(messages: Sequence[Turn]) -> str | list[dict[str, str]]:
     """The first observation, as an environment gives it: text, or several messages."""
     if len(messages) > 1:
         return [{"role": turn["role"], "content": turn["content"]} for turn in messages]

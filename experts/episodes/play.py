@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from opd.environments import find
+from opd.environments import find_environment
 from opd.errors import ConfigError
 from opd.interfaces import Environment
 from opd.records.environments import Action
@@ -35,7 +35,7 @@ class SolvedEnvironment(Environment, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Play:
+class PlaySettings:
     """How episodes are played."""
 
     mistakes: float = 0.3
@@ -50,14 +50,14 @@ class Play:
     """The first task's; each further one's is the next number."""
 
 
-def play_tasks(environment: str, tasks: Sequence[Task], play: Play) -> list[dict[str, Any]]:
+def play_tasks(environment: str, tasks: Sequence[Task], play: PlaySettings) -> list[dict[str, Any]]:
     """Each task as a row with its episode in `messages`; the same rows for the same arguments.
 
     `environment` is a name or an import path. Raises: ConfigError for an environment without a solver, a share that is
     none, or tasks of another environment.
     """
-    _check(environment, play)
-    made = find(environment, "environment")
+    _check_environment(environment, play)
+    made = find_environment(environment, "environment")
     if not callable(getattr(made, "solve", None)):
         raise ConfigError.at(
             f"environment `{environment}`",
@@ -65,11 +65,13 @@ def play_tasks(environment: str, tasks: Sequence[Task], play: Play) -> list[dict
             wanted="an environment that says what is right in every state",
             fix="take one of `opd environments list` that has a solver, or add `solve` to yours",
         )
-    known = {action.text: action for task in tasks[:POOL] for action in _episode(made(), task, play, ())[0]}
-    return [_row(made, task, tuple(known.values()), replace(play, seed=play.seed + i)) for i, task in enumerate(tasks)]
+    known = {action.text: action for task in tasks[:POOL] for action in _play_episode(made(), task, play, ())[0]}
+    return [
+        _build_row(made, task, tuple(known.values()), replace(play, seed=play.seed + i)) for i, task in enumerate(tasks)
+    ]
 
 
-def _check(environment: str, play: Play) -> None:
+def _check_environment(environment: str, play: PlaySettings) -> None:
     if not 0 <= play.mistakes < 1 or play.max_turns < 1:
         raise ConfigError.at(
             f"environment `{environment}`",
@@ -79,18 +81,18 @@ def _check(environment: str, play: Play) -> None:
         )
 
 
-def _row(made: Any, task: Task, known: Sequence[Action], play: Play) -> dict[str, Any]:
+def _build_row(made: Any, task: Task, known: Sequence[Action], play: PlaySettings) -> dict[str, Any]:
     """The task with an episode of mistakes, or without any if they used up all tries; and the tools, if there are some."""
     environment = made()
     tools = [tool.schema() for tool in environment.tools]
-    _, turns = _episode(environment, task, play, known)
+    _, turns = _play_episode(environment, task, play, known)
     if not any(turn.get("weight") for turn in turns):
-        _, turns = _episode(made(), task, play, ())
+        _, turns = _play_episode(made(), task, play, ())
     return {**task, "messages": turns} | ({"tools": tools} if tools else {})
 
 
-def _episode(
-    environment: SolvedEnvironment, task: Task, play: Play, known: Sequence[Action]
+def _play_episode(
+    environment: SolvedEnvironment, task: Task, play: PlaySettings, known: Sequence[Action]
 ) -> tuple[list[Action], list[Turn]]:
     """The actions and the messages of one episode; mistakes are drawn from `known`."""
     rng = random.Random(f"episode/{play.seed}")
@@ -107,7 +109,7 @@ def _episode(
             outcome = environment.step(actions[-1])
             if outcome.done:
                 break
-            turns += _answers(outcome.observation)
+            turns += _answer_messages(outcome.observation)
     finally:
         environment.close()
     return actions, _to_last_turn(turns)
@@ -120,7 +122,7 @@ def _first(observation: str | Sequence[Mapping[str, str]]) -> list[Turn]:
     return [dict(message) for message in observation]
 
 
-def _answers(observation: str | tuple[str, ...]) -> list[Turn]:
+def _answer_messages(observation: str | tuple[str, ...]) -> list[Turn]:
     """One message, or one for the result of each call."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experts.episodes.encode import EpisodeEncoder
-from experts.episodes.rows import learned, read_episodes
+from experts.episodes.rows import is_learned, read_episodes
 from opd.config.prompts import as_prompts_config
 from opd.errors import PromptError
 from opd.prompts import find_source
@@ -64,7 +64,7 @@ def read_prefixes(
             if list(encode_prompt(tokenizer, text)) != ids:
                 left_out += 1
                 continue
-            answer = turn["content"] if learned(turn) else ""
+            answer = turn["content"] if is_learned(turn) else ""
             found.append({"prompt": text, "answer": answer, "metadata": {**known, TURN: number}})
     if not found:
         raise PromptError.at(

@@ -22,7 +22,7 @@ from opd.errors import PromptError
 from opd.prompts import Messages, find_source
 from opd.prompts.broken import BrokenRow
 from opd.prompts.line import read_row
-from opd.prompts.readers import Place, source_rows
+from opd.prompts.readers import RowLocation, source_rows
 from opd.records.environments import Tool
 
 Turn = Mapping[str, Any]
@@ -45,7 +45,7 @@ class EpisodeRow:
     """False if the row has no `prompt` of its own, so that no merge can read the file."""
 
 
-def learned(turn: Turn) -> bool:
+def is_learned(turn: Turn) -> bool:
     """True if the expert learns to write this turn."""
     return bool(turn.get("weight", 1) == 1)
 
@@ -66,7 +66,7 @@ def read_episodes(path: Path) -> list[EpisodeRow]:
     return [episode_at(place, row) for place, row in source_rows(find_source(path), as_prompts_config(path))]
 
 
-def episode_at(place: Place, row: Any) -> EpisodeRow:
+def episode_at(place: RowLocation, row: Any) -> EpisodeRow:
     """Check the row at a place. Raises: PromptError naming file, line and message."""
     try:
         return episode_row(row)
@@ -82,13 +82,13 @@ def episode_row(row: Any) -> EpisodeRow:
     for number, turn in enumerate(messages, start=1):
         if problem := _turn_problem(turn):
             raise BrokenRow(f"message {number}: {problem}", "correct or delete this line")
-    observations, turns = _split(messages)
-    if not any(map(learned, turns)):
+    observations, turns = _split_turns(messages)
+    if not any(map(is_learned, turns)):
         raise BrokenRow(
             "no turn of the assistant with weight 1", "delete this line: an expert has nothing to learn of it"
         )
     _check_between(observations[1:])
-    tools = tuple(_tool(schema) for schema in row.get("tools") or ())
+    tools = tuple(_read_tool(schema) for schema in row.get("tools") or ())
     if "prompt" not in row:
         head = [{"role": turn["role"], "content": turn["content"]} for turn in observations[0]]
         return EpisodeRow(prompt=head, observations=((), *observations[1:]), turns=turns, tools=tools, asks=False)
@@ -97,7 +97,7 @@ def episode_row(row: Any) -> EpisodeRow:
     return EpisodeRow(prompt=prompt, observations=observations, turns=turns, tools=tools)
 
 
-def _split(messages: Sequence[Turn]) -> tuple[tuple[tuple[Turn, ...], ...], tuple[Turn, ...]]:
+def _split_turns(messages: Sequence[Turn]) -> tuple[tuple[tuple[Turn, ...], ...], tuple[Turn, ...]]:
     """What stands before each turn of the assistant, and these turns. What follows the last one nobody answers."""
     places = [place for place, turn in enumerate(messages) if turn["role"] == "assistant"]
     starts = [0, *(place + 1 for place in places)]
@@ -140,7 +140,7 @@ def _refuse_twice(prompt: str | Messages, first: Turn) -> None:
         raise BrokenRow("`messages` that begin with the prompt once more", "delete the column `prompt`")
 
 
-def _tool(schema: Any) -> Tool:
+def _read_tool(schema: Any) -> Tool:
     """Raises: BrokenRow."""
     told = schema.get("function") if isinstance(schema, dict) else None
     if not isinstance(told, dict) or not isinstance(told.get("name"), str):

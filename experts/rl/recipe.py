@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from experts.rl.spec import ReinforcedExpert, ReinforceSpec, merged
+from experts.rl.spec import ReinforcedExpert, ReinforceSpec, merge_mappings
 
 BASELINES: dict[str, dict[str, Any]] = {
     "ppo": {"kind": "critic"},
@@ -36,34 +36,34 @@ def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
     expert = spec.experts[name]
     sections = spec.sections_of(name)
     kl = spec.kl_to_base if expert.kl_to_base is None else expert.kl_to_base
-    reward = merged({"baseline": BASELINES[spec.method]}, sections.pop("reward"))
+    reward = merge_mappings({"baseline": BASELINES[spec.method]}, sections.pop("reward"))
     if kl:
         limit = sections["trainer"].get("max_grad_norm", 1.0)
         reward["baseline"] = _critic_clipped(reward["baseline"], limit)
         # All gradients are 1/kl times as large as those of a divergence that weighs kl. AdamW does not see that, a clipped norm does.
-        sections["trainer"] = {**sections["trainer"], "max_grad_norm": _over(kl, limit)}
-    guarded = spec.guard is not None and expert.guard is not False and expert.acts
+        sections["trainer"] = {**sections["trainer"], "max_grad_norm": _divide_by_kl(kl, limit)}
+    guarded = spec.guard is not None and expert.guard is not False and expert.has_episodes
     return {
         "name": f"{name}-{spec.method}",
         "seed": spec.seed,
         "student": {
             "model": spec.base_dir,
-            **spec.base.reading,
+            **spec.base.template_reading,
             **({} if spec.add_special_tokens else {"add_special_tokens": False}),
             **({"chat_template_kwargs": spec.chat_template_kwargs} if spec.chat_template_kwargs else {}),
         },
-        "domains": {expert.domain: _domain(expert, guarded)},
+        "domains": {expert.domain: _build_domain(expert, guarded)},
         **({"guard": spec.guard} if guarded else {}),
         **(_beside_base(spec.base_dir, expert.domain, reward, kl) if kl else _reward_alone(reward)),
-        **merged(_defaults(spec.method), sections),
+        **merge_mappings(_build_defaults(spec.method), sections),
     }
 
 
-def _domain(expert: ReinforcedExpert, guarded: bool) -> dict[str, Any]:
+def _build_domain(expert: ReinforcedExpert, guarded: bool) -> dict[str, Any]:
     return expert.model_dump(include=OF_THE_DOMAIN | ({"guard"} if guarded else set()), exclude_none=True)
 
 
-def _defaults(method: str) -> dict[str, Any]:
+def _build_defaults(method: str) -> dict[str, Any]:
     return {
         "rollout": {"n": 1 if method == "ppo" else GROUP},
         "trainer": {"samples_per_step": SAMPLES},
@@ -77,10 +77,10 @@ def _reward_alone(reward: dict[str, Any]) -> dict[str, Any]:
 
 def _beside_base(base: Path, domain: str, reward: dict[str, Any], kl: float) -> dict[str, Any]:
     """The base as the one teacher: a divergence that weighs 1 beside a reward that weighs 1/kl, from its first step to its last."""
-    weighed = {**reward, "weight": _over(kl, reward.get("weight", 1.0))}
+    weighed = {**reward, "weight": _divide_by_kl(kl, reward.get("weight", 1.0))}
     schedule = reward.get("schedule")
     if isinstance(schedule, dict) and "to" in schedule:
-        weighed["schedule"] = {**schedule, "to": _over(kl, schedule["to"])}
+        weighed["schedule"] = {**schedule, "to": _divide_by_kl(kl, schedule["to"])}
     return {
         "experts": {"base": {"model": base, "domain": domain}},
         "objective": {"kind": "reverse_kl", "reward": weighed},
@@ -95,7 +95,7 @@ def _critic_clipped(baseline: Any, limit: Any) -> Any:
     return {"max_grad_norm": limit, **named}
 
 
-def _over(kl: float, value: Any) -> Any:
+def _divide_by_kl(kl: float, value: Any) -> Any:
     """A number of the spec over kl. YAML takes `1e-2` for text; what is no number above 0 the pipeline's check refuses as it is."""
     try:
         number = float(value)

@@ -21,7 +21,7 @@ from opd.config.prompts import Prompts
 from opd.errors import ConfigError
 from opd.settings.near import did_you_mean
 from opd.settings.strict import Name, Strict, UserPath
-from opd.settings.yaml_files import apply_overrides, load_yaml, validate
+from opd.settings.yaml_files import apply_overrides, load_yaml, validate_section
 
 Method = Literal["ppo", "grpo", "rloo"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -63,7 +63,7 @@ class ReinforcedExpert(Sections):
     """For this expert; default: the spec's."""
 
     @property
-    def acts(self) -> bool:
+    def has_episodes(self) -> bool:
         """Whether its rewards come from episodes, as a pipeline's domain has it."""
         return self.environment is not None or self.agent is not None
 
@@ -92,17 +92,17 @@ class ReinforceSpec(FromBase, Sections):
     def sections_of(self, name: str) -> dict[str, dict[str, Any]]:
         """The sections of one expert: the spec's, with the expert's own keys over them."""
         expert = self.experts[name]
-        return {key: merged(getattr(self, key), getattr(expert, key)) for key in Sections.model_fields}
+        return {key: merge_mappings(getattr(self, key), getattr(expert, key)) for key in Sections.model_fields}
 
 
-def merged(first: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge_mappings(first: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`first` with the keys of `over` in their place; mappings are merged key by key, unless `kind` changes."""
     found = dict(first)
     for key, value in over.items():
         old = found.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
             of_one_kind = value.get("kind", old.get("kind")) == old.get("kind")
-            value = merged(old, value) if of_one_kind else value
+            value = merge_mappings(old, value) if of_one_kind else value
         found[key] = value
     return found
 
@@ -118,4 +118,6 @@ def load_training(path: Path, overrides: list[str] | None = None) -> ExpertsSpec
             wanted=f"one of: {', '.join((*SFT_METHODS, *METHODS))}",
             fix=did_you_mean(str(method), (*SFT_METHODS, *METHODS), "correct it, here or in --method"),
         )
-    return validate(ReinforceSpec, data, path) if method in METHODS else validate(ExpertsSpec, data, path)
+    return (
+        validate_section(ReinforceSpec, data, path) if method in METHODS else validate_section(ExpertsSpec, data, path)
+    )

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
 
-from experts.episodes.play import Play, play_tasks
-from opd.environments import find
+from experts.episodes.play import PlaySettings, play_tasks
+from opd.environments import find_environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ DOMAINS: dict[str, AgentDomain] = {
 
 def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
     """`count` rows, the same for the same arguments; their prompts differ until all tasks of the domain are there."""
-    return play_games(domain, DOMAINS[domain], count, Play(max_turns=DOMAINS[domain].max_turns, seed=seed))
+    return play_games(domain, DOMAINS[domain], count, PlaySettings(max_turns=DOMAINS[domain].max_turns, seed=seed))
 
 
-def play_games(environment: str, chosen: AgentDomain, count: int, play: Play) -> list[dict[str, Any]]:
+def play_games(environment: str, chosen: AgentDomain, count: int, play: PlaySettings) -> list[dict[str, Any]]:
     """`count` rows of an environment's tasks, each with an episode."""
-    tasks = find(environment, "domain").tasks(min(count, chosen.tasks), play.seed, **chosen.options)
+    tasks = find_environment(environment, "domain").tasks(min(count, chosen.tasks), play.seed, **chosen.options)
     again = islice(cycle(tasks[chosen.held_out :]), count - len(tasks))
     return play_tasks(environment, [*tasks, *again], play)

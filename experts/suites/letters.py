@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from experts.suites.rows import Row
+from experts.suites.rows import SuiteRow
 from opd.prompts.unique import take_unique
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ Task = Callable[[random.Random], tuple[str, list[str]]]
 """Function that draws a prompt and the lines of its answer."""
 
 
-def make_rows(domain: str, count: int, seed: int) -> list[Row]:
+def make_rows(domain: str, count: int, seed: int) -> list[SuiteRow]:
     """`count` rows with different prompts, the same for the same arguments.
 
     Raises: ConfigError if the domain has fewer different prompts.
     """
-    return take_unique(_draw(domain, count * DRAWS_PER_ROW, seed), count, f"suite letters, domain {domain}")
+    return take_unique(_draw_task(domain, count * DRAWS_PER_ROW, seed), count, f"suite letters, domain {domain}")
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -78,7 +78,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _draw(domain: str, limit: int, seed: int) -> Iterator[Row]:
+def _draw_task(domain: str, limit: int, seed: int) -> Iterator[SuiteRow]:
     rng = random.Random(f"letters/{domain}/{seed}")
     for _ in range(limit):
         prompt, lines = DOMAINS[domain](rng)
@@ -90,13 +90,13 @@ def _draw(domain: str, limit: int, seed: int) -> Iterator[Row]:
         }
 
 
-def _word(rng: random.Random) -> str:
+def _draw_word(rng: random.Random) -> str:
     return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(*WORD_LENGTHS)))
 
 
 def _on_word(code: str, rule: Callable[[str], str]) -> Task:
     def task(rng: random.Random) -> tuple[str, list[str]]:
-        word = _word(rng)
+        word = _draw_word(rng)
         return f"{code} {word}=", [rule(word)]
 
     return task
@@ -140,11 +140,11 @@ def _swapped(text: str, i: int) -> str:
 def _duel(rng: random.Random) -> tuple[str, list[str]]:
     text = "".join(rng.sample(string.digits, DUEL_DIGITS))
     return f"due {text}=", _any_way(
-        rng, text, lambda t: [_without(t, i if t[i] < t[i + 1] else i + 1) for i in range(len(t) - 1)]
+        rng, text, lambda t: [_remove_letter(t, i if t[i] < t[i + 1] else i + 1) for i in range(len(t) - 1)]
     )
 
 
-def _without(text: str, i: int) -> str:
+def _remove_letter(text: str, i: int) -> str:
     return text[:i] + text[i + 1 :]
 
 

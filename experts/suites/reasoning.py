@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from experts.suites.rows import Row
+from experts.suites.rows import SuiteRow
 from opd.environments.retry import gym_row
 from opd.prompts.unique import take_unique
 
@@ -88,7 +88,7 @@ DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_rows(domain: str, count: int, seed: int) -> list[Row]:
+def make_rows(domain: str, count: int, seed: int) -> list[SuiteRow]:
     """`count` rows with different prompts, the same for the same arguments.
 
     Raises: ConfigError if the domain has fewer different prompts.
@@ -96,7 +96,7 @@ def make_rows(domain: str, count: int, seed: int) -> list[Row]:
     return take_unique(_draw(domain, count * DRAWS_PER_ROW, seed), count, f"suite reasoning, domain {domain}")
 
 
-def _draw(domain: str, limit: int, seed: int) -> Iterator[Row]:
+def _draw(domain: str, limit: int, seed: int) -> Iterator[SuiteRow]:
     import reasoning_gym
 
     family, config = DOMAINS[domain]

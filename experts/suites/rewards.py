@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from experts.episodes.play import Play
+from experts.episodes.play import PlaySettings
 from experts.suites.agents import AgentDomain, play_games
 from opd.prompts.unique import take_unique
 
 DRAWS_PER_ROW = 50
 LETTERS = string.ascii_lowercase
 ASCENDING, AVOIDING = 3, 3
-VERIFIER = "experts.suites.rewards:judge"
+VERIFIER = "experts.suites.rewards:is_right_answer"
 """What a pipeline names as the verifier of the domains of one turn: `{kind: python, function: ...}`."""
 
 
@@ -48,7 +48,7 @@ class Skill:
     """Different tasks at most; a domain that has fewer than are asked for gives these."""
 
 
-def judge(text: str, answer: str, metadata: Mapping[str, Any]) -> float:
+def is_right_answer(text: str, answer: str, metadata: Mapping[str, Any]) -> float:
     """Whether the text is one of the right answers: the verifier of the domains of one turn."""
     return float(SKILLS[metadata["domain"]].right(metadata["task"], text.strip()))
 
@@ -57,7 +57,7 @@ def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
     """`count` rows, or as many as there are different tasks; the same for the same arguments."""
     if domain in GAMES:
         game = GAMES[domain]
-        return play_games(domain, game, count, Play(max_turns=game.max_turns, seed=seed, blind=True))
+        return play_games(domain, game, count, PlaySettings(max_turns=game.max_turns, seed=seed, blind=True))
     num = min(count, SKILLS[domain].tasks)
     return take_unique(_draw(domain, num * DRAWS_PER_ROW, seed), num, f"suite rewards, domain {domain}")
 

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 Messages = list[dict[str, str]]
 
 
-class Row(TypedDict):
+class SuiteRow(TypedDict):
     """One JSONL line in TRL's columns.
 
     Example: {"prompt": "rev hxkq=", "completion": "qkxh", "answer": "qkxh", "metadata": {"suite": "letters"}}

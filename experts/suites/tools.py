@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from experts.episodes.play import Play
+from experts.episodes.play import PlaySettings
 from experts.suites.agents import AgentDomain, play_games
 
 MISTAKES = 0.2
@@ -29,4 +29,4 @@ DOMAINS: dict[str, AgentDomain] = {
 def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
     """`count` rows, the same for the same arguments; their prompts differ until all tasks of the domain are there."""
     chosen = DOMAINS[domain]
-    return play_games(domain, chosen, count, Play(mistakes=MISTAKES, max_turns=chosen.max_turns, seed=seed))
+    return play_games(domain, chosen, count, PlaySettings(mistakes=MISTAKES, max_turns=chosen.max_turns, seed=seed))

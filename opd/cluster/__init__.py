@@ -13,37 +13,37 @@ objects       values in Ray's store, and answers that are made when somebody fet
 background    work in a thread of the driver
 """
 
-from opd.cluster.background import Background
+from opd.cluster.background import BackgroundCall
 from opd.cluster.environment import FEW_ARENAS, KEEPS_SOME_MEMORY, worker_env
 from opd.cluster.errors import LostValue, WorkerDied
-from opd.cluster.objects import Remote, Stored, copy_on, fetch, put
-from opd.cluster.placement import Group, Node, Seat, nodes, reserve
+from opd.cluster.objects import RemoteCall, StoredValue, copy_on, fetch_object, put_object
+from opd.cluster.placement import Node, Seat, WorkerGroup, list_nodes, reserve_seats
 from opd.cluster.session import LOCAL, ray_session
-from opd.cluster.waiting import first, wait
-from opd.cluster.workers import Pending, Worker, spawn
+from opd.cluster.waiting import wait_first, wait_for_all
+from opd.cluster.workers import Pending, Worker, spawn_worker
 
 __all__ = [
     "FEW_ARENAS",
     "KEEPS_SOME_MEMORY",
     "LOCAL",
-    "Background",
-    "Group",
+    "BackgroundCall",
     "LostValue",
     "Node",
     "Pending",
-    "Remote",
+    "RemoteCall",
     "Seat",
-    "Stored",
+    "StoredValue",
     "Worker",
     "WorkerDied",
+    "WorkerGroup",
     "copy_on",
-    "fetch",
-    "first",
-    "nodes",
-    "put",
+    "fetch_object",
+    "list_nodes",
+    "put_object",
     "ray_session",
-    "reserve",
-    "spawn",
-    "wait",
+    "reserve_seats",
+    "spawn_worker",
+    "wait_first",
+    "wait_for_all",
     "worker_env",
 ]

@@ -23,7 +23,7 @@ GRACE_S = 10.0
 _running: set[threading.Thread] = set()
 
 
-class Background(Generic[R]):
+class BackgroundCall(Generic[R]):
     """A call that runs in a thread from now on."""
 
     def __init__(self, work: Callable[[], R], name: str) -> None:

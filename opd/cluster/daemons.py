@@ -20,13 +20,13 @@ def refuse_dead_ray() -> None:
 
     Ray would let the driver wait for a minute, and then end the driver's process.
     """
-    for kind, process in _daemons():
+    for kind, process in _list_daemons():
         if process.poll() is not None:
             raise WorkerDied(f"Ray itself is gone: its {kind} ended with status {process.returncode}")
 
 
 @contextmanager
-def ray_lives() -> Iterator[None]:
+def convert_ray_errors() -> Iterator[None]:
     """Surround a call into Ray.
 
     Raises: WorkerDied if Ray's own processes are gone, whichever error Ray has for that; LostValue if a node is gone, and with it
@@ -46,24 +46,24 @@ def ray_lives() -> Iterator[None]:
 
 
 @contextmanager
-def no_daemon_stands_still() -> Iterator[None]:
+def kill_stopped_daemons() -> Iterator[None]:
     """Kill a process of Ray that was stopped for `SILENT_S`, from a thread, until the block ends.
 
     A call into Ray may wait for a stopped process whatever its deadline is; it ends when that process is dead.
     """
     done = threading.Event()
 
-    def look() -> None:
+    def watch_daemons() -> None:
         stopped: Counter[int] = Counter()
         while not done.wait(LOOK_S):
-            for _, process in _daemons():
+            for _, process in _list_daemons():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     still = psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
                     stopped[process.pid] = stopped[process.pid] + 1 if still else 0
                     if stopped[process.pid] * LOOK_S > SILENT_S:
                         process.kill()
 
-    thread = threading.Thread(target=look, daemon=True, name="daemons")
+    thread = threading.Thread(target=watch_daemons, daemon=True, name="daemons")
     thread.start()
     try:
         yield
@@ -72,7 +72,7 @@ def no_daemon_stands_still() -> Iterator[None]:
         thread.join()
 
 
-def _daemons() -> list[tuple[str, subprocess.Popen[bytes]]]:
+def _list_daemons() -> list[tuple[str, subprocess.Popen[bytes]]]:
     """Kind and process of each of Ray's own processes that this driver started."""
     import ray
 

@@ -7,7 +7,7 @@ import os
 FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
 """Each of Ray's and gloo's threads, three dozen in a worker, would have malloc set memory apart for it: a large page or more each,
 nearly all of it empty."""
-SPINS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+SPIN_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 """How OpenMP's threads wait for each other: a moment awake, then asleep. Asleep at once, a vLLM engine on two cores took 1.25 s for what
 takes 1.05 s like this. With OpenMP's own default, thirty times as long, it is as fast, but two such engines on the same cores took
 5.0 s each; like this 2.5 s, asleep at once 1.9 s (SmolLM2-135M, 64 prompts of 150 tokens and 8 tokens to each)."""
@@ -28,16 +28,16 @@ def worker_env(workers: int, roles: int = 1) -> dict[str, str]:
     Two OpenMP jobs with all cores each slow each other down 40-fold, and spinning threads add to it: each role gets its
     share of the cores and spins for no longer than pays.
     """
-    threads = max(1, cores() // roles // workers)
+    threads = max(1, count_cores() // roles // workers)
     return {
         "OMP_NUM_THREADS": str(threads),
-        **SPINS,
+        **SPIN_SETTINGS,
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Cores that this process may use: fewer than the machine has if it was bound to some of them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

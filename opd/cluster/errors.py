@@ -26,7 +26,7 @@ class LostValue(WorkerDied):
     """A value cannot be read any more: the only node that had it is gone. A call that was given it did not begin."""
 
 
-def start_error(error: Any) -> str:
+def parse_start_error(error: Any) -> str:
     """Return type and text of the exception that a worker's constructor raised, from Ray's `RayActorError`; empty if it raised none.
 
     Ray has it only as text: a line about the actor, a traceback, the exception. Without the numbers before it, two starts that fail
@@ -38,7 +38,7 @@ def start_error(error: Any) -> str:
     return str(error)[raised[-1].start() :].strip() if raised else ""
 
 
-def cause(error: Any) -> Exception:
+def unwrap_task_error(error: Any) -> Exception:
     """What a worker raised, from Ray's `RayTaskError`.
 
     An error that we worded ourselves comes back as it is; Ray would wrap the worker's traceback around it.

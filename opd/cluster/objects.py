@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
 
-from opd.cluster.daemons import ray_lives
-from opd.cluster.errors import WorkerDied, cause
+from opd.cluster.daemons import convert_ray_errors
+from opd.cluster.errors import WorkerDied, unwrap_task_error
 from opd.errors import RunError
 
 R = TypeVar("R")
 
 
-def put(value: Any) -> Any:
+def put_object(value: Any) -> Any:
     """A handle to a value that came from outside the cluster. Raises: WorkerDied if Ray is gone."""
     import ray
 
-    with ray_lives():
+    with convert_ray_errors():
         return ray.put(value)
 
 
-def fetch(handle: Any) -> Any:
+def fetch_object(handle: Any) -> Any:
     """The value behind a handle, read without a copy where it is an array. Raises: WorkerDied if Ray is gone."""
     import ray
 
-    with ray_lives():
+    with convert_ray_errors():
         return ray.get(handle)
 
 
@@ -40,35 +40,35 @@ def copy_on(node: str, handle: Any) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     there = NodeAffinitySchedulingStrategy(node, soft=False)
-    with ray_lives():
-        return _copying().options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(handle)
+    with convert_ray_errors():
+        return _copy_task().options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(handle)
 
 
 @cache
-def _copying() -> Any:
+def _copy_task() -> Any:
     """The call that makes a copy. There is one, because Ray tells all nodes of each that is made."""
     import ray
 
-    return ray.remote(_same)
+    return ray.remote(_return_value)
 
 
-def _same(value: Any) -> Any:
+def _return_value(value: Any) -> Any:
     return value
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A value that `put` took; may travel to workers."""
+class StoredValue:
+    """A value that `put_object` took; may travel to workers."""
 
     handle: Any
 
     def fetch(self) -> Any:
         """The value, for code that knows nothing of Ray. Raises: WorkerDied if Ray is gone."""
-        return fetch(self.handle)
+        return fetch_object(self.handle)
 
 
 @dataclass(frozen=True, slots=True)
-class Remote(Generic[R]):
+class RemoteCall(Generic[R]):
     """A call that a worker gets whenever somebody fetches the answer; may travel to other workers.
 
     `Worker.on_demand` makes it.
@@ -95,6 +95,6 @@ class Remote(Generic[R]):
         except ray.exceptions.GetTimeoutError:
             raise RunError(f"`{self.method}` of another worker took longer than {self.timeout_s:.0f} s") from None
         except ray.exceptions.RayTaskError as error:
-            raise cause(error) from None
+            raise unwrap_task_error(error) from None
         except ray.exceptions.RayActorError as error:
             raise WorkerDied(f"the worker that was asked for `{self.method}` is dead: {error}") from None

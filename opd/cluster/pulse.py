@@ -21,12 +21,12 @@ NAMESPACE = "opd"
 """Where in the key-value store the pulses are."""
 
 
-class Beating:
+class PulsingWorker:
     """The first base of a worker's class: a thread of its own says that the process lives."""
 
     def __init__(self, key: bytes, *args: Any) -> None:
         keep_compiled_code_private()
-        threading.Thread(target=_beat, args=(key,), daemon=True, name="pulse").start()
+        threading.Thread(target=_write_pulse, args=(key,), daemon=True, name="pulse").start()
         super().__init__(*args)
 
     def node_address(self) -> str:
@@ -44,13 +44,13 @@ class Beating:
         return found
 
 
-def _beat(key: bytes) -> None:
+def _write_pulse(key: bytes) -> None:
     import ray
     from ray.experimental.internal_kv import _internal_kv_put
 
-    where = f"{os.getpid()} {ray.util.get_node_ip_address()}"
+    process = f"{os.getpid()} {ray.util.get_node_ip_address()}"
     for count in itertools.count():
-        _internal_kv_put(key, f"{count} {where}".encode(), overwrite=True, namespace=NAMESPACE)
+        _internal_kv_put(key, f"{count} {process}".encode(), overwrite=True, namespace=NAMESPACE)
         time.sleep(LOOK_S)
 
 
@@ -70,7 +70,7 @@ class Pulse:
     """The reason, if the worker was killed because it fell silent, for whoever waits for it; else empty."""
 
     @property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the worker is on this machine, once it has spoken."""
         import ray
 
@@ -82,10 +82,10 @@ class Pulse:
         """Number of the worker's process, once it has spoken."""
         return self.last.decode().split()[1]
 
-    def hear(self, said: bytes, now: float) -> None:
+    def record_message(self, message: bytes, now: float) -> None:
         """Take what the store has now, at the time `now` by the monotonic clock."""
-        if said != self.last:
-            self.last, self.silent_s = said, 0.0
+        if message != self.last:
+            self.last, self.silent_s = message, 0.0
         else:
             # Only while the driver listened: all processes may have slept, after Ctrl-Z or in a container that was paused.
             self.silent_s += min(now - self.looked_at, 2 * LOOK_S)
@@ -93,6 +93,6 @@ class Pulse:
 
     def kill_process(self) -> None:
         """Send SIGKILL if the worker runs on this machine: a process that is stopped does not hear Ray."""
-        if self.here:
+        if self.is_local:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(self.pid), signal.SIGKILL)

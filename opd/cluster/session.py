@@ -13,26 +13,26 @@ from pathlib import Path
 
 from opd.cluster import search_path
 from opd.cluster.background import end_background
-from opd.cluster.daemons import no_daemon_stands_still
+from opd.cluster.daemons import kill_stopped_daemons
 from opd.cluster.errors import WorkerDied
-from opd.cluster.watching import Watch
+from opd.cluster.watching import WorkerWatch
 from opd.config.sections import ClusterConfig
 from opd.errors import ConfigError, RunError
 from opd.machine import leftovers
 from opd.machine.address import LOOPBACK
 
-RAYS = "r"
+RAY_DIRECTORY = "r"
 """Name of Ray's temporary directory in ours; the path of a socket is short."""
 LOCAL = "local"
 """The address that means Ray on this machine, started and stopped by us."""
 
-_kept: list[Path] = []
+_failed_directories: list[Path] = []
 """Directories of sessions of this process that ended with a RunError, whose logs may be of use until the next session."""
-_watch: Watch | None = None
+_watch: WorkerWatch | None = None
 """The watch of the session under way. It is a global because a process has one Ray, and so one session at a time."""
 
 
-def current_watch() -> Watch:
+def current_watch() -> WorkerWatch:
     """The watch of the session under way. Raises: WorkerDied outside of a session."""
     if _watch is None:
         raise WorkerDied("Ray itself is gone: its session has ended, or was not begun")
@@ -50,36 +50,36 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
     """
     global _watch
     if config.address == LOCAL:
-        _keep_to_this_machine()
+        _restrict_ray_to_loopback()
     import ray
 
-    leftovers.sweep()
-    while _kept:
-        shutil.rmtree(_kept.pop(), ignore_errors=True)
+    leftovers.remove_orphans()
+    while _failed_directories:
+        shutil.rmtree(_failed_directories.pop(), ignore_errors=True)
     directory = _make_own_directory() if config.address == LOCAL else None
-    watch = _watch = Watch(config.start_timeout_s)
-    with no_daemon_stands_still():
+    watch = _watch = WorkerWatch(config.start_timeout_s)
+    with kill_stopped_daemons():
         try:
-            with leftovers.marked(), _own_signals():
-                _connect(config, num_workers, directory)
+            with leftovers.mark_children(), _keep_sigterm_handler():
+                _connect_to_ray(config, num_workers, directory)
             yield
         except RunError as error:
             if directory is not None:
-                _kept.append(directory)
+                _failed_directories.append(directory)
             if isinstance(error, WorkerDied) and error.worker is None:
                 leftovers.end_own()  # before Ray shuts down, which would wait for processes that do not answer
             raise
         finally:
             _watch = None  # no thread spawns a worker from here on
             end_background(watch.workers)
-            watch.clear()
+            watch.stop_watching_all()
             ray.shutdown()
             leftovers.end_own()  # a process that is stopped or hung does not end by itself
-            if directory is not None and directory not in _kept:
+            if directory is not None and directory not in _failed_directories:
                 shutil.rmtree(directory, ignore_errors=True)
 
 
-def _connect(config: ClusterConfig, num_workers: int, directory: Path | None) -> None:
+def _connect_to_ray(config: ClusterConfig, num_workers: int, directory: Path | None) -> None:
     """Start Ray here with its files in `directory`, or without one go to the cluster that there is.
 
     Raises: ConfigError if there is none; RunError if ours would listen beyond this machine.
@@ -107,7 +107,9 @@ def _connect(config: ClusterConfig, num_workers: int, directory: Path | None) ->
         log_to_driver=False,
         logging_level="ERROR",
         configure_logging=True,
-        _temp_dir=str(directory / RAYS),  # Ray opens the directory itself to everybody, but not the one above it
+        _temp_dir=str(
+            directory / RAY_DIRECTORY
+        ),  # Ray opens the directory itself to everybody, but not the one above it
         job_config=search_path.job_config(),
         # Else Ray waits for `num_cpus` processes that have none of the environment that our workers need.
         _system_config={"prestart_worker_first_driver": False},
@@ -115,16 +117,16 @@ def _connect(config: ClusterConfig, num_workers: int, directory: Path | None) ->
     _refuse_open_ports(ray.util.get_node_ip_address())
 
 
-def room_for_sockets() -> int:
+def max_socket_directory_bytes() -> int:
     """Longest temporary directory, in bytes: the path of a socket has at most 107, and Ray puts its session behind the directory."""
     session = f"session_2026-11-24_22-15-05_673087_{os.getpid()}/sockets/plasma_store"
-    return 107 - len(f"/{leftovers.SHORT}xxxxxxxx/{RAYS}/{session}")
+    return 107 - len(f"/{leftovers.SHORT}xxxxxxxx/{RAY_DIRECTORY}/{session}")
 
 
-def too_long_for_sockets(environ: Mapping[str, str]) -> str | None:
+def find_long_ray_variable(environ: Mapping[str, str]) -> str | None:
     """The variable that names Ray's temporary directory, if Ray's sockets have no room there."""
     name = next((name for name in leftovers.RAY_VARIABLES if environ.get(name)), None)
-    return name if name is not None and len(os.fsencode(environ[name])) > room_for_sockets() else None
+    return name if name is not None and len(os.fsencode(environ[name])) > max_socket_directory_bytes() else None
 
 
 def _make_own_directory() -> Path:
@@ -132,12 +134,12 @@ def _make_own_directory() -> Path:
 
     Raises: ConfigError for a temporary directory in which it cannot be, or in which Ray's sockets cannot lie.
     """
-    name = too_long_for_sockets(os.environ)
+    name = find_long_ray_variable(os.environ)
     if name is not None:
         raise ConfigError.at(
             f"environment variable {name}",
             found=os.environ[name],
-            wanted=f"a path of at most {room_for_sockets()} bytes: Ray makes sockets below it, whose paths have a limit",
+            wanted=f"a path of at most {max_socket_directory_bytes()} bytes: Ray makes sockets below it, whose paths have a limit",
             fix="set RAY_TMPDIR to a shorter directory, for example RAY_TMPDIR=/tmp",
         )
     parent = leftovers.ray_parent()
@@ -153,7 +155,7 @@ def _make_own_directory() -> Path:
         ) from None
 
 
-def _keep_to_this_machine() -> None:
+def _restrict_ray_to_loopback() -> None:
     """Set the variables that Ray reads when it is imported.
 
     On Linux Ray turns 127.0.0.1 into the machine's outer address and listens there, unless it is told that there are no
@@ -165,7 +167,7 @@ def _keep_to_this_machine() -> None:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
+def _keep_sigterm_handler() -> Iterator[None]:
     """Keep SIGTERM as it was: Ray takes it when it starts, and would end the driver in the middle of a step."""
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -7,20 +7,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.cluster.daemons import ray_lives, refuse_dead_ray
+from opd.cluster.daemons import convert_ray_errors, refuse_dead_ray
 from opd.cluster.errors import WorkerDied
 from opd.cluster.pulse import LOOK_S, NAMESPACE, SILENT_S, Pulse
-from opd.text import printable
+from opd.text import escape_control_characters
 
 if TYPE_CHECKING:
-    from opd.cluster.placement import Place
+    from opd.cluster.placement import ReservedSeat
     from opd.cluster.workers import Worker
 
 LOG_LINES = 20
 """Lines of a dead worker's log that an error shows."""
 
 
-class Watch:
+class WorkerWatch:
     """The workers of a session, from their start until they are killed or found dead."""
 
     def __init__(self, start_timeout_s: float = math.inf) -> None:
@@ -28,7 +28,7 @@ class Watch:
         self._workers: dict[bytes, Worker[Any]] = {}
         """Key of its pulse -> worker. Ray ends a worker that nobody holds: this holds all of them."""
         self._start_timeout_s = start_timeout_s
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, ReservedSeat] = {}
         """Name of a worker -> the place that is reserved for it."""
 
     @property
@@ -39,11 +39,11 @@ class Watch:
         """Listen to a worker from now on."""
         self._workers[worker.pulse.key] = worker
 
-    def forget(self, worker: Worker[Any]) -> bool:
+    def stop_watching(self, worker: Worker[Any]) -> bool:
         """Listen to it no longer. Returns whether it was listened to."""
         return self._workers.pop(worker.pulse.key, None) is not None
 
-    def clear(self) -> None:
+    def stop_watching_all(self) -> None:
         """Forget all workers."""
         self._workers.clear()
 
@@ -62,32 +62,32 @@ class Watch:
         client = internal_kv_get_gcs_client()
         for worker in self.workers:
             pulse = worker.pulse
-            pulse.hear(_said(client, pulse.key), time.monotonic())
+            pulse.record_message(_read_pulse(client, pulse.key), time.monotonic())
             if not pulse.last and pulse.silent_s > self._start_timeout_s:
-                pulse.ended = self._not_started(worker)
+                pulse.ended = self._describe_failed_start(worker)
                 worker.kill()
             elif pulse.last and pulse.silent_s > SILENT_S:
                 pulse.ended = (
-                    f"no sign of life for {SILENT_S:.0f} s (`{method}` was waited for); killed{log_tail(pulse)}"
+                    f"no sign of life for {SILENT_S:.0f} s (`{method}` was waited for); killed{read_log_tail(pulse)}"
                 )
                 worker.kill()
 
-    def _not_started(self, worker: Worker[Any]) -> str:
+    def _describe_failed_start(self, worker: Worker[Any]) -> str:
         """Why a worker that was never heard is given up."""
         place = self.places.get(worker.name)
-        problem = place.problem() if place else ""
+        problem = place.describe_problem() if place else ""
         return f"not started after {self._start_timeout_s:.0f} s (cluster.start_timeout_s)" + (
             f": no node has room for it: {problem}" if problem else ""
         )
 
 
-def _said(client: Any, key: bytes) -> bytes:
+def _read_pulse(client: Any, key: bytes) -> bytes:
     """What Ray's store has of a worker's pulse. Raises: WorkerDied if Ray is gone, or its store does not answer for `SILENT_S`."""
     deadline = time.monotonic() + SILENT_S
     while True:
         try:
             # In short calls: of a store that ends meanwhile Ray says nothing for a minute, and then ends the driver.
-            with ray_lives():
+            with convert_ray_errors():
                 return client.internal_kv_get(key, NAMESPACE.encode(), timeout=LOOK_S) or b""
         except WorkerDied:
             refuse_dead_ray()
@@ -96,14 +96,14 @@ def _said(client: Any, key: bytes) -> bytes:
             time.sleep(0.1)  # it may be on its way out and refuse at once
 
 
-def log_tail(pulse: Pulse) -> str:
+def read_log_tail(pulse: Pulse) -> str:
     """The last lines that a worker of this machine wrote, and where they are; empty if they are on another machine."""
     import ray
 
     node = ray._private.worker._global_node
-    if not pulse.last or node is None or not pulse.here:
+    if not pulse.last or node is None or not pulse.is_local:
         return ""
     files = sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{pulse.pid}.*"))
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
-    shown = "".join(f"\n  | {printable(line)}" for line in lines[-LOG_LINES:])
+    shown = "".join(f"\n  | {escape_control_characters(line)}" for line in lines[-LOG_LINES:])
     return f"\nits last words, in {files[0].parent}:{shown}" if shown else ""

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from opd.cluster.daemons import ray_lives, refuse_dead_ray
-from opd.cluster.objects import Remote
-from opd.cluster.pulse import Beating, Pulse
+from opd.cluster.daemons import convert_ray_errors, refuse_dead_ray
+from opd.cluster.objects import RemoteCall
+from opd.cluster.pulse import Pulse, PulsingWorker
 from opd.cluster.session import current_watch
-from opd.cluster.waiting import wait
-from opd.cluster.watching import Watch
+from opd.cluster.waiting import wait_for_all
+from opd.cluster.watching import WorkerWatch
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -20,13 +20,13 @@ R = TypeVar("R")
 
 
 class Worker(Generic[T]):
-    """A handle to an object of class T that lives in a process of its own; `spawn` makes it.
+    """A handle to an object of class T that lives in a process of its own; `spawn_worker` makes it.
 
     Its methods are called by reference: `worker.submit(TrainerRank.export, path)`. So a type checker sees whose method it
     is, what it takes and what comes back.
     """
 
-    def __init__(self, actor: Any, name: str, pulse: Pulse, watch: Watch) -> None:
+    def __init__(self, actor: Any, name: str, pulse: Pulse, watch: WorkerWatch) -> None:
         self.name = name
         """What errors call it, such as `trainer rank 0`."""
         self.pulse = pulse
@@ -45,18 +45,18 @@ class Worker(Generic[T]):
 
     def on_demand(
         self, timeout_s: float, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> Remote[R]:
+    ) -> RemoteCall[R]:
         """A call that is made when somebody fetches its answer, here or in another worker, and then has this deadline."""
-        return Remote(self._actor, method.__name__, args, kwargs, timeout_s)
+        return RemoteCall(self._actor, method.__name__, args, kwargs, timeout_s)
 
     def node_address(self, *, timeout_s: float) -> str:
         """The address at which the cluster's other machines reach the one that it runs on. Raises: what `wait` raises."""
-        address: str = self._submit(Beating.node_address.__name__).result(timeout_s=timeout_s)
+        address: str = self._submit(PulsingWorker.node_address.__name__).wait_for_result(timeout_s=timeout_s)
         return address
 
     def node_id(self) -> Pending[str]:
         """Ask for Ray's id of the node that it runs on, whose object store it shares with all workers there."""
-        return self._submit(Beating.node_id.__name__)
+        return self._submit(PulsingWorker.node_id.__name__)
 
     def kill(self) -> None:
         """End it at once; whoever waits for one of its calls gets the error of a worker that died.
@@ -65,14 +65,14 @@ class Worker(Generic[T]):
         """
         import ray
 
-        was_watched = self.watch.forget(self)
+        was_watched = self.watch.stop_watching(self)
         ray.kill(self._actor)
         if was_watched and self.pulse.last:
             self.pulse.kill_process()
 
     def _submit(self, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
         refuse_dead_ray()
-        with ray_lives():
+        with convert_ray_errors():
             return Pending(self, method, getattr(self._actor, method).remote(*args, **kwargs))
 
 
@@ -85,13 +85,13 @@ class Pending(Generic[R]):
     handle: Any
     """Leads to the answer, as a handle from `put` leads to a value."""
 
-    def result(self, *, timeout_s: float) -> R:
+    def wait_for_result(self, *, timeout_s: float) -> R:
         """Wait for the answer. Raises: what `wait` raises."""
-        (answer,) = wait([self], timeout_s=timeout_s)
+        (answer,) = wait_for_all([self], timeout_s=timeout_s)
         return answer
 
 
-def spawn(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gpus: float = 0) -> Worker[T]:
+def spawn_worker(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gpus: float = 0) -> Worker[T]:
     """Start `cls(*args)` in its own process; returns at once, the first call waits for it.
 
     It goes to the place that `reserve` has for its name, and waits for one there if the node that had it has just died; without
@@ -103,15 +103,15 @@ def spawn(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gpus: flo
     watch = current_watch()
     refuse_dead_ray()
     pulse = Pulse(f"pulse {secrets.token_hex(8)}".encode())
-    beating = type(cls.__name__, (Beating, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    beating = type(cls.__name__, (PulsingWorker, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0}
     place = watch.places.get(name)
     if place is not None:
-        place.settle()
-        options |= place.options()
-        env = {**env, **place.env()}
+        place.wait_for_node()
+        options |= place.build_actor_options()
+        env = {**env, **place.build_env()}
     options["runtime_env"] = {"env_vars": dict(env)}
-    with ray_lives():
+    with convert_ray_errors():
         actor = ray.remote(beating).options(**options).remote(pulse.key, *args)
     worker: Worker[T] = Worker(actor, name, pulse, watch)
     watch.add(worker)

@@ -26,15 +26,15 @@ def devices_problem(
     """The first thing that a role cannot do on its devices; None if all can."""
     gpus, ranks = cluster.trainer_gpus, trainer.ranks
     if ranks > 1 and gpus % 1:
-        return _problem(
+        return _make_error(
             "cluster.trainer_gpus",
             f"{gpus:g} with trainer.ranks {ranks}",
             "a whole number: NCCL refuses two ranks on one GPU; set trainer.ranks to 1 to share a GPU with other roles, or "
             "cluster.trainer_gpus to 1",
         )
-    divided = _divided("rollout", cluster.rollout_gpus, rollout.tensor_parallel_size)
+    divided = _find_division_problem("rollout", cluster.rollout_gpus, rollout.tensor_parallel_size)
     if divided is None and isinstance(teachers, VLLMTeachers):
-        divided = _divided("teacher", cluster.teacher_gpus, teachers.tensor_parallel_size)
+        divided = _find_division_problem("teacher", cluster.teacher_gpus, teachers.tensor_parallel_size)
     if divided is None and isinstance(teachers, TransformersTeachers) and teachers.device_map is not None:
         divided = _map_problem(cluster.teacher_gpus, teachers)
     return divided or _kept_problem(cluster, teachers) or _engine_problem(cluster, rollout, schedule)
@@ -45,15 +45,15 @@ def _kept_problem(cluster: ClusterConfig, teachers: Teachers) -> PydanticCustomE
     if not isinstance(teachers, TransformersTeachers) or not teachers.gpu_memory or cluster.teacher_gpus:
         return None
     wanted = "0: on a CPU teachers.memory keeps weights where they are used; set cluster.teacher_gpus if the workers have GPUs"
-    return _problem("teachers.gpu_memory", f"{teachers.gpu_memory} bytes with cluster.teacher_gpus 0", wanted)
+    return _make_error("teachers.gpu_memory", f"{teachers.gpu_memory} bytes with cluster.teacher_gpus 0", wanted)
 
 
-def _divided(role: str, gpus: float, size: int) -> PydanticCustomError | None:
+def _find_division_problem(role: str, gpus: float, size: int) -> PydanticCustomError | None:
     """Why an engine of so many processes cannot have so many GPUs for each."""
     if size == 1 or gpus in (0, 1):
         return None
     section = "teachers" if role == "teacher" else role
-    return _problem(
+    return _make_error(
         f"cluster.{role}_gpus",
         f"{gpus:g} with {section}.tensor_parallel_size {size}",
         "1 (or 0, the CPU): it counts the GPUs of each of an engine's processes, and NCCL refuses two of them on one GPU",
@@ -65,24 +65,28 @@ def _map_problem(gpus: float, teachers: TransformersTeachers) -> PydanticCustomE
     with_gpus = f"with cluster.teacher_gpus {gpus:g}"
     if gpus > 1 and gpus % 1:
         wanted = "a whole number: layers are divided among whole GPUs"
-        return _problem("cluster.teacher_gpus", f"{gpus:g} with teachers.device_map {teachers.device_map}", wanted)
+        return _make_error("cluster.teacher_gpus", f"{gpus:g} with teachers.device_map {teachers.device_map}", wanted)
     if gpus % 1 and not teachers.max_memory:
         wanted = "the most bytes on GPU 0, and on cpu and disk: others on this GPU need memory too, a fraction does not say how much"
-        return _problem("teachers.max_memory", f"nothing, {with_gpus}", wanted)
+        return _make_error("teachers.max_memory", f"nothing, {with_gpus}", wanted)
     named, has = {device for device in teachers.max_memory if isinstance(device, int)}, set(range(ceil(gpus)))
     if named - has:
         theirs = (
-            f"the GPUs of a scoring worker, {_numbers(has)}" if has else "cpu and disk: a scoring worker has no GPU"
+            f"the GPUs of a scoring worker, {_format_numbers(has)}"
+            if has
+            else "cpu and disk: a scoring worker has no GPU"
         )
         wanted = f"{theirs}; cluster.teacher_gpus gives it more"
-        return _problem("teachers.max_memory", f"GPU {_numbers(named - has)}, {with_gpus}", wanted)
+        return _make_error("teachers.max_memory", f"GPU {_format_numbers(named - has)}, {with_gpus}", wanted)
     if teachers.max_memory and has - named:
-        wanted = f"all GPUs of a scoring worker, {_numbers(has)}: one that is not named would be reserved for nobody"
-        return _problem("teachers.max_memory", f"no GPU {_numbers(has - named)}, {with_gpus}", wanted)
+        wanted = (
+            f"all GPUs of a scoring worker, {_format_numbers(has)}: one that is not named would be reserved for nobody"
+        )
+        return _make_error("teachers.max_memory", f"no GPU {_format_numbers(has - named)}, {with_gpus}", wanted)
     return None
 
 
-def _numbers(gpus: set[int]) -> str:
+def _format_numbers(gpus: set[int]) -> str:
     return ", ".join(map(str, sorted(gpus)))
 
 
@@ -90,20 +94,20 @@ def _engine_problem(
     cluster: ClusterConfig, rollout: RolloutConfig, schedule: ScheduleConfig
 ) -> PydanticCustomError | None:
     if rollout.sleep and not cluster.rollout_gpus:
-        return _problem(
+        return _make_error(
             "rollout.sleep",
             "true with cluster.rollout_gpus 0",
             "false: a CPU engine cannot give its memory back; set cluster.rollout_gpus if the engines have GPUs",
         )
     if rollout.sleep and schedule.mode == "one_step_off":
-        return _problem(
+        return _make_error(
             "rollout.sleep",
             "true with schedule.mode one_step_off",
             "false with schedule.mode one_step_off: the engine writes while the trainer trains, so they cannot take turns with "
             "a GPU's memory; set schedule.mode to sync to share it",
         )
     if rollout.kv_cache_dtype != "auto" and not cluster.rollout_gpus:
-        return _problem(
+        return _make_error(
             "rollout.kv_cache_dtype",
             f"{rollout.kv_cache_dtype} with cluster.rollout_gpus 0",
             "auto: a CPU engine has memory for its cache, and would only write from a distribution that is not the student's",
@@ -111,5 +115,5 @@ def _engine_problem(
     return None
 
 
-def _problem(where: str, found: str, wanted: str) -> PydanticCustomError:
+def _make_error(where: str, found: str, wanted: str) -> PydanticCustomError:
     return PydanticCustomError("devices", "{wanted}", {"wanted": wanted, "where": where, "found": found})

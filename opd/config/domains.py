@@ -190,7 +190,7 @@ class DomainConfig(Strict):
     of its `eval`. `auto`: where it has one of these."""
 
     @property
-    def acts(self) -> bool:
+    def has_episodes(self) -> bool:
         """Whether the domain has episodes, whose reward is the score of its exams."""
         return self.environment is not None or self.agent is not None
 
@@ -199,10 +199,10 @@ class DomainConfig(Strict):
         """Whether anything can judge the domain's responses in training. Where a student's answers are a replay of its expert's
         episodes, no environment runs and the verifier of the exams judges whole episodes."""
         replay = self.environment is not None and self.environment.replay
-        return not replay and (self.acts or self.eval is not None)
+        return not replay and (self.has_episodes or self.eval is not None)
 
     @property
-    def rewarded(self) -> bool:
+    def is_rewarded(self) -> bool:
         """Whether the domain takes part in `objective.reward`."""
         return self.can_be_rewarded if self.reward == "auto" else self.reward
 

@@ -77,7 +77,7 @@ def refuse_contradictions(domains: Mapping[str, DomainConfig], objective: Object
             continue
         where = f"domains.{name}.environment"
         if acts.curriculum is not None and acts.curriculum.first >= acts.max_turns:
-            raise _refused(
+            raise _make_error(
                 f"{where}.curriculum.first",
                 str(acts.curriculum.first),
                 f"below max_turns, {acts.max_turns}, which is where the curriculum ends",
@@ -94,13 +94,13 @@ def _refuse_beside_replay(where: str, domain: DomainConfig, acts: EnvironmentCon
     """Raises: PydanticCustomError."""
     others = [key for key in ("curriculum", "teacher_turns", "turn_weights") if getattr(acts, key) is not None]
     if others:
-        raise _refused(
+        raise _make_error(
             f"{where}.environment.replay",
             f"true with {others[0]}",
             f"no {others[0]}: with replay the student writes one turn after each prefix, and no episode is played",
         )
     if domain.eval is not None and domain.eval.holdout is not None:
-        raise _refused(
+        raise _make_error(
             f"{where}.eval.holdout",
             f"{domain.eval.holdout:g} with environment.replay",
             "eval.prompts, a file of tasks: prefixes are no tasks that an exam could play",
@@ -110,19 +110,19 @@ def _refuse_beside_replay(where: str, domain: DomainConfig, acts: EnvironmentCon
 def _refuse_objective(where: str, objective: ObjectiveConfig) -> None:
     """Raises: PydanticCustomError for an objective under which not every token can be trained with a weight of its own."""
     if objective.IS_ESTIMATE or not objective.HAS_DIVERGENCE:
-        raise _refused(
+        raise _make_error(
             where,
             f"set with objective.kind {objective.kind}",
             "an objective that is a divergence: one that estimates it from sampled tokens needs tokens of the student's own, "
             "with weights that do not depend on them",
         )
     if objective.reward is not None:
-        raise _refused(
+        raise _make_error(
             where,
             "set with objective.reward",
             "no objective.reward: the policy gradient is about tokens that the student sampled, each with the same weight",
         )
 
 
-def _refused(where: str, found: str, wanted: str) -> PydanticCustomError:
+def _make_error(where: str, found: str, wanted: str) -> PydanticCustomError:
     return PydanticCustomError("drift", "{wanted}", {"wanted": wanted, "where": where, "found": found})

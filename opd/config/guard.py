@@ -12,32 +12,32 @@ from pydantic_core import PydanticCustomError
 from opd.config.kinds import kind_of
 from opd.settings.named import is_place
 from opd.settings.strict import PathOrName, Strict, UserPath
-from opd.settings.yaml_files import moved
+from opd.settings.yaml_files import move_error
 
 if TYPE_CHECKING:
     from opd.config.domains import DomainConfig
 
 
-def _address(url: str) -> str:
+def _check_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
         raise PydanticCustomError("address", "http://HOST:PORT/v1 or https://HOST/v1, without user, password and query")
     return url.rstrip("/")
 
 
-def _place(name: str) -> str:
+def _check_import_name(name: str) -> str:
     if not is_place(name):
         raise PydanticCustomError("place", "module:name of a function or class")
     return name
 
 
-def _absolute(path: str) -> str:
+def _require_absolute(path: str) -> str:
     if not path.startswith("/"):
         raise PydanticCustomError("path", "an absolute path, as the policy's shell sees it")
     return path
 
 
-def _anchored(glob: str) -> str:
+def _require_anchored_glob(glob: str) -> str:
     if not glob.startswith(("/", "**/")) or glob.count("{") != glob.count("}"):
         raise PydanticCustomError("glob", "a glob that begins with `/` or `**/`, its braces in pairs")
     return glob
@@ -47,7 +47,7 @@ class EndpointJudge(Strict):
     """A server that speaks OpenAI's chat completions."""
 
     kind: Literal["endpoint"]
-    base_url: Annotated[str, AfterValidator(_address)]
+    base_url: Annotated[str, AfterValidator(_check_url)]
     """Address of the API, such as `http://127.0.0.1:8000/v1`."""
     model: str = Field(min_length=1)
     """Name of the model at the server."""
@@ -63,7 +63,7 @@ class LocalJudge(Strict):
     kind: Literal["local"]
     model: UserPath | None = None
     """Hugging Face directory of a model, which runs on the worker's CPU cores."""
-    scorer: Annotated[str, AfterValidator(_place)] | None = None
+    scorer: Annotated[str, AfterValidator(_check_import_name)] | None = None
     """Instead of `model`: `module:name` of what is called as `scorer(prompt, verdicts)` and returns a log-prob for each verdict."""
     threshold: float = Field(0.5, gt=0, lt=1)
     """Block from this probability of `block` on."""
@@ -87,11 +87,11 @@ JudgeConfig = Annotated[
 class GuardConfig(Strict):
     rules: list[PathOrName] = Field(["shipped"], min_length=1)
     """Files of rules; `shipped` is our own."""
-    protected: list[Annotated[str, AfterValidator(_anchored)]] = []
+    protected: list[Annotated[str, AfterValidator(_require_anchored_glob)]] = []
     """Globs of what this environment hides from its policy, from `/` or beginning with `**/`: `/box/.cases/**`."""
-    workdir: Annotated[str, AfterValidator(_absolute)] = "/workspace"
+    workdir: Annotated[str, AfterValidator(_require_absolute)] = "/workspace"
     """Where an episode begins, as its shell sees it."""
-    home: Annotated[str, AfterValidator(_absolute)] = "/root"
+    home: Annotated[str, AfterValidator(_require_absolute)] = "/root"
     """What `~` is."""
     keeps_shell: bool = True
     """True if calls share one shell, so that `cd` and variables last; false if each begins anew in `workdir`."""
@@ -149,14 +149,14 @@ def _guard_here(section: GuardConfig | None, name: str, domain: DomainConfig) ->
         raise _refused(
             f"domains.{name}.guard", "no section `guard`", "the section at the top level, `guard: {}` will do"
         )
-    if isinstance(own, Mapping) and not domain.acts:
+    if isinstance(own, Mapping) and not domain.has_episodes:
         raise _refused(
             f"domains.{name}.guard", "a guard without episodes", "an `environment` or an `agent` in the domain"
         )
     try:
-        return guard_of(section, own) if domain.acts else None
+        return guard_of(section, own) if domain.has_episodes else None
     except ValidationError as errors:
-        raise moved(errors, ["domains", name, "guard"], own) from None
+        raise move_error(errors, ["domains", name, "guard"], own) from None
 
 
 def _refused(where: str, found: str, wanted: str) -> PydanticCustomError:

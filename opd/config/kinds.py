@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Discriminator, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from opd.settings.near import nearest
+from opd.settings.near import find_nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class NameOrMapping:
             value = {"kind": value}
         if isinstance(value, Mapping) and value.get("kind") not in self.kinds:
             kind = value.get("kind")
-            near = nearest(str(kind), self.kinds)
+            near = find_nearest(str(kind), self.kinds)
             raise PydanticCustomError(
                 self.error,
                 "{hint}one of: {kinds}",

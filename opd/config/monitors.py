@@ -14,7 +14,7 @@ ACTIONS = ("warn", "pause", "stop")
 """What a monitor does, the hardest last."""
 
 
-class Limits(Strict):
+class SignalLimits(Strict):
     """The limits of one signal; a reading that reaches one of them counts, and null is never reached."""
 
     MOST: ClassVar[float | None] = None
@@ -30,7 +30,7 @@ class Limits(Strict):
     """From here on: a checkpoint too, and the merge ends with exit code 1; a resume goes on if the limit is changed."""
 
     @model_validator(mode="after")
-    def _reached_one_after_the_other(self) -> Limits:
+    def _reached_one_after_the_other(self) -> SignalLimits:
         given = [(action, limit) for action in ACTIONS if (limit := getattr(self, action)) is not None]
         for (mild, low), (hard, high) in pairwise(given):
             if high < low:
@@ -48,7 +48,7 @@ class Limits(Strict):
                 )
         return self
 
-    def reached(self, reading: float) -> tuple[str, float] | None:
+    def find_reached(self, reading: float) -> tuple[str, float] | None:
         """The hardest action whose limit this reading reaches, and the limit."""
         for action in reversed(ACTIONS):
             limit = getattr(self, action)
@@ -57,7 +57,7 @@ class Limits(Strict):
         return None
 
 
-class RepetitionLimits(Limits):
+class RepetitionLimits(SignalLimits):
     MOST = 1.0
     over: int = Field(5, ge=1)
     """Steps that a reading is taken over."""
@@ -68,24 +68,24 @@ class RepetitionLimits(Limits):
     loop for a while: a domain of 40 letters showed 0.5 while its loss still fell."""
 
 
-class TruncationLimits(Limits):
+class TruncationLimits(SignalLimits):
     MOST = 1.0
     warn: float | None = Field(0.9, gt=0)
     """Nearly every response is cut. A student may have to learn first how short its expert's answers are, so one step is not
     enough: of SmolLM2's merge 1.3 % are cut, nearly all in the first steps."""
 
 
-class LengthLimits(Limits):
+class LengthLimits(SignalLimits):
     warn: float | None = Field(3.0, gt=0)
     """Times the expert's length; the quickstart stays below 1.4."""
 
 
-class EntropyLimits(Limits):
+class EntropyLimits(SignalLimits):
     warn: float | None = Field(0.5, gt=0)
     """Nats a token; the quickstart stays below 0.1."""
 
 
-class DisagreementLimits(Limits):
+class DisagreementLimits(SignalLimits):
     MOST = 1.0
     over: int = Field(20, ge=1)
     """Steps that a reading is taken over."""
@@ -93,14 +93,14 @@ class DisagreementLimits(Limits):
     """The quickstart begins below 0.5 in every domain."""
 
 
-class GapLimits(Limits):
+class GapLimits(SignalLimits):
     over: int = Field(5, ge=1)
     """Steps that a reading is taken over."""
     warn: float | None = Field(0.8, gt=0)
     """Share of the tolerance. A step above all of it ends the run without a monitor."""
 
 
-class GradNormLimits(Limits):
+class GradNormLimits(SignalLimits):
     over: int = Field(10, ge=1)
     """Steps before the newest one whose median it is compared with."""
     warn: float | None = Field(10.0, gt=0)

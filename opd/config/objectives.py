@@ -11,8 +11,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from opd.config.reward import CriticBaseline, RewardConfig
 from opd.errors import ConfigError
-from opd.settings.named import imported, is_place, users
-from opd.settings.near import nearest
+from opd.settings.named import import_object, import_user_object, is_place
+from opd.settings.near import find_nearest
 from opd.settings.strict import Strict
 
 if TYPE_CHECKING:
@@ -119,7 +119,9 @@ def objective_config(kind: str) -> type[ObjectiveConfig]:
 
     Raises: KeyError for an unknown kind; ConfigError for a `module:Class` that cannot be imported or is no section.
     """
-    found: type[ObjectiveConfig] = users(kind, "objective.kind", SECTION) if ":" in kind else imported(OBJECTIVES[kind])
+    found: type[ObjectiveConfig] = (
+        import_user_object(kind, "objective.kind", SECTION) if ":" in kind else import_object(OBJECTIVES[kind])
+    )
     if not (isinstance(found, type) and issubclass(found, ObjectiveConfig) and hasattr(found, "OBJECTIVE")):
         raise ConfigError.at("objective.kind", found=kind, wanted=SECTION, fix="see docs/python.md for an example")
     return found
@@ -145,7 +147,7 @@ def _of_its_kind(value: Any) -> ObjectiveConfig:
         return value
     kind = value.get("kind", DEFAULT_KIND) if isinstance(value, Mapping) else DEFAULT_KIND
     if kind not in list(OBJECTIVES) and not is_place(kind):  # it may be anything, a list too
-        near = nearest(kind, OBJECTIVES) if isinstance(kind, str) else None
+        near = find_nearest(kind, OBJECTIVES) if isinstance(kind, str) else None
         raise PydanticCustomError(
             "objective_kind",
             "{hint}`kind` is one of: {kinds}, or your own module:Class",

@@ -38,13 +38,13 @@ def partial_rollout_problem(config: PipelineConfig) -> PydanticCustomError | Non
     elif config.balance.kind == "gap":
         where, found = "balance", "gap, with schedule.partial_rollout"
         wanted = "samples or tokens: in the first steps no response can reach its limit yet, which gap takes for the usual share"
-    elif all(_plays(domain) for domain in config.domains.values()):
+    elif all(_has_episodes(domain) for domain in config.domains.values()):
         found, wanted = "domains with episodes only", "a domain whose student answers once: episodes are not cut"
     else:
         return None
     return PydanticCustomError("partial_rollout", "{wanted}", {"wanted": wanted, "where": where, "found": found})
 
 
-def _plays(domain: DomainConfig) -> bool:
+def _has_episodes(domain: DomainConfig) -> bool:
     """Whether the domain has episodes in training."""
     return bool(domain.agent or (domain.environment and not domain.environment.replay))

@@ -16,12 +16,14 @@ PAYLOADS = {
 """Named, not imported: a pipeline is checked against the names alone."""
 
 
-def _known(value: Any) -> Any:
+def _check_payload(value: Any) -> Any:
     if value in list(PAYLOADS):  # it may be anything, a list too
         return value
     *most, last = map(repr, PAYLOADS)
     raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
 
 
-PayloadName = Annotated[str, BeforeValidator(_known), WithJsonSchema({"enum": list(PAYLOADS), "type": "string"})]
+PayloadName = Annotated[
+    str, BeforeValidator(_check_payload), WithJsonSchema({"enum": list(PAYLOADS), "type": "string"})
+]
 """One of `PAYLOADS`."""

@@ -31,7 +31,7 @@ from opd.config.sections import (
 )
 from opd.config.teachers import NoTeachers, OpenAITeachers, TeachersConfig, TransformersTeachers, changed_teachers
 from opd.settings.strict import Name, Strict, UserPath
-from opd.settings.yaml_files import apply_overrides, load_yaml, moved, validate
+from opd.settings.yaml_files import apply_overrides, load_yaml, move_error, validate_section
 
 
 def _number_or_list(value: Any) -> str:
@@ -101,7 +101,7 @@ class PipelineConfig(Strict):
 
     @model_validator(mode="after")
     def _experts_and_teachers_or_neither(self) -> PipelineConfig:
-        problem = _without_teachers(self) if isinstance(self.teachers, NoTeachers) else None
+        problem = _find_teacherless_problem(self) if isinstance(self.teachers, NoTeachers) else None
         if not isinstance(self.teachers, NoTeachers) and self.experts == {}:
             wanted = "at least one expert; or teachers.engine none, to learn from rewards alone"
             problem = PydanticCustomError(
@@ -155,7 +155,7 @@ class PipelineConfig(Strict):
 
     @model_validator(mode="after")
     def _beyond_the_experts_only_where_it_can_be_computed(self) -> PipelineConfig:
-        beyond = [name for name in self.domains if extrapolation(self, name) > 1]
+        beyond = [name for name in self.domains if domain_extrapolation(self, name) > 1]
         if not beyond:
             return self
         problem = self.objective.problem_with_extrapolation(self.teachers.payload)
@@ -243,7 +243,7 @@ class PipelineConfig(Strict):
 
     @model_validator(mode="after")
     def _guard_has_something_to_look_at(self) -> PipelineConfig:
-        rewarded = [name for name, domain in self.domains.items() if self.objective.reward and domain.rewarded]
+        rewarded = [name for name, domain in self.domains.items() if self.objective.reward and domain.is_rewarded]
         refuse_useless_guard(self.guard, self.domains, rewarded)
         return self
 
@@ -263,7 +263,7 @@ class PipelineConfig(Strict):
             try:
                 PipelineConfig.model_validate(data)
             except ValidationError as errors:  # the pipeline alone is valid, so it comes from a setting of the round
-                raise moved(errors, ["rounds", str(index)], data) from None
+                raise move_error(errors, ["rounds", str(index)], data) from None
         return self
 
     @model_validator(mode="after")
@@ -274,7 +274,7 @@ class PipelineConfig(Strict):
                 continue
             config = PipelineConfig.model_validate(_round_data(self, index))
             for name in config.domains:
-                if extrapolation(config, name) > 1:
+                if domain_extrapolation(config, name) > 1:
                     wanted = (
                         "1, or experts of each round's own: with the same experts a round takes back what the one before "
                         "it gained beyond them, because it starts from the model of that round"
@@ -283,7 +283,7 @@ class PipelineConfig(Strict):
         return self
 
 
-def extrapolation(config: PipelineConfig, domain: str) -> float:
+def domain_extrapolation(config: PipelineConfig, domain: str) -> float:
     """How far beyond its experts a domain's student is trained: `extrapolate` of the domain, else of the objective."""
     own = config.domains[domain].extrapolate
     return config.objective.extrapolate if own is None else own
@@ -298,7 +298,7 @@ def trainer_has_start(config: PipelineConfig) -> bool:
 def _refused_beyond(config: PipelineConfig, domain: str, beside: str, wanted: str) -> PydanticCustomError:
     """The error about a domain's `extrapolate`, which does not go with something else."""
     where = "objective" if config.domains[domain].extrapolate is None else f"domains.{domain}"
-    found = f"{extrapolation(config, domain):g} with {beside}"
+    found = f"{domain_extrapolation(config, domain):g} with {beside}"
     return PydanticCustomError(
         "extrapolate", "{wanted}", {"where": f"{where}.extrapolate", "found": found, "wanted": wanted}
     )
@@ -310,31 +310,31 @@ def _reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
     judged = "an environment, an agent, or an eval whose verifier judges the responses"
     for name, domain in config.domains.items():
         if domain.reward is True and not domain.can_be_rewarded:
-            return _unrewarded(f"domains.{name}.reward", "true, and nothing gives a reward", judged)
+            return _reward_error(f"domains.{name}.reward", "true, and nothing gives a reward", judged)
         if domain.reward is True and reward is None:
-            return _unrewarded(f"domains.{name}.reward", "true without objective.reward", "objective.reward as well")
+            return _reward_error(f"domains.{name}.reward", "true without objective.reward", "objective.reward as well")
     if reward is None and not config.objective.HAS_DIVERGENCE:
-        return _unrewarded(
+        return _reward_error(
             "objective.kind", "none without objective.reward", "objective.reward: else nothing is trained"
         )
     if reward is None:
         return None
-    if not any(domain.rewarded for domain in config.domains.values()):
-        return _unrewarded("objective.reward", "no domain that gives a reward", f"at least one domain with {judged}")
+    if not any(domain.is_rewarded for domain in config.domains.values()):
+        return _reward_error("objective.reward", "no domain that gives a reward", f"at least one domain with {judged}")
     if reward.baseline.kind == "group" and config.rollout.n < 2:
         found = "group with rollout.n 1: every advantage would be 0"
-        return _unrewarded("objective.reward.baseline", found, "leave_one_out or ema, or rollout.n of 2 or more")
+        return _reward_error("objective.reward.baseline", found, "leave_one_out or ema, or rollout.n of 2 or more")
     return None
 
 
-def _unrewarded(where: str, found: str, wanted: str) -> PydanticCustomError:
+def _reward_error(where: str, found: str, wanted: str) -> PydanticCustomError:
     return PydanticCustomError("reward", "{wanted}", {"wanted": wanted, "where": where, "found": found})
 
 
-def _without_teachers(config: PipelineConfig) -> PydanticCustomError | None:
+def _find_teacherless_problem(config: PipelineConfig) -> PydanticCustomError | None:
     """What a pipeline without teachers must not have, or lacks; None if all is well."""
     taught = next((name for name, domain in config.domains.items() if domain.teachers is not None), None)
-    idle = next((name for name, domain in config.domains.items() if not domain.rewarded), None)
+    idle = next((name for name, domain in config.domains.items() if not domain.is_rewarded), None)
     if config.experts != {}:
         where, found, wanted = "experts", "experts", "{}: nobody asks an expert with teachers.engine none"
     elif taught is not None:
@@ -366,7 +366,7 @@ def _round_data(config: PipelineConfig, index: int) -> dict[str, Any]:
     return data
 
 
-def overlaps(config: PipelineConfig) -> bool:
+def is_overlapped(config: PipelineConfig) -> bool:
     """Whether the trainer starts while teachers still score: `schedule.overlap`, with `auto` decided."""
     if config.schedule.overlap != "auto":
         return config.schedule.overlap
@@ -431,9 +431,9 @@ def _prompts_without(prompts: Any) -> Any:
 
 def load_run_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineConfig:
     """Read, override and check the pipeline that a run recorded. Raises: ConfigError."""
-    return validate(PipelineConfig, apply_overrides(as_begun(load_yaml(path)), overrides or []), path)
+    return validate_section(PipelineConfig, apply_overrides(as_begun(load_yaml(path)), overrides or []), path)
 
 
 def load_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineConfig:
     """Read, override and check one pipeline file. Raises: ConfigError."""
-    return validate(PipelineConfig, apply_overrides(load_yaml(path), overrides or []), path)
+    return validate_section(PipelineConfig, apply_overrides(load_yaml(path), overrides or []), path)

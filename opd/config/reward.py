@@ -11,7 +11,7 @@ from opd.config.kinds import NameOrMapping, by_kind
 from opd.settings.strict import Strict
 
 
-class NoBaseline(Strict):
+class NoBaselineConfig(Strict):
     kind: Literal["none"]
     """The reward itself is the advantage: right in the mean, with the most noise."""
 
@@ -79,7 +79,7 @@ BaselineConfig = Annotated[
     Annotated[LeaveOneOutBaseline, Tag("~leave_one_out")]
     | Annotated[GroupBaseline, Tag("~group")]
     | Annotated[EmaBaseline, Tag("~ema")]
-    | Annotated[NoBaseline, Tag("~none")]
+    | Annotated[NoBaselineConfig, Tag("~none")]
     | Annotated[CriticBaseline, Tag("~critic")],
     by_kind("baseline"),
     NameOrMapping("baseline", "objective.reward.baseline", KINDS),

@@ -51,7 +51,7 @@ class RolloutConfig(Strict):
     refused."""
 
     @property
-    def shares(self) -> bool:
+    def shares_prefixes(self) -> bool:
         """Whether the rows of a step that begin alike are laid out as trees; see `opd.models.packing`."""
         return self.n > 1 if self.share_prefixes is None else self.share_prefixes
 

@@ -11,8 +11,8 @@ from pydantic import BeforeValidator, ByteSize, Discriminator, Field, Tag, TypeA
 from pydantic_core import PydanticCustomError
 
 from opd.config.payloads import PayloadName
-from opd.machine.address import LOOPBACK, parse_url, without_secret
-from opd.settings.near import nearest
+from opd.machine.address import LOOPBACK, parse_url, strip_secret
+from opd.settings.near import find_nearest
 from opd.settings.strict import DType, Name, Strict, UserPath
 
 
@@ -40,7 +40,7 @@ def _url_problem(url: str) -> str | None:
     except ValueError as error:
         return f"no address: {error}"
     if parts.scheme not in ("http", "https") or not host:
-        return f"{without_secret(url)!r}, no http address"
+        return f"{strip_secret(url)!r}, no http address"
     if "@" in parts.netloc or parts.query or parts.fragment:
         return f"an address of {host} with a user, a query or a fragment (a key goes into teachers.api_key_env)"
     if parts.scheme == "http" and host not in LOOPBACK:
@@ -48,7 +48,7 @@ def _url_problem(url: str) -> str | None:
     return None
 
 
-def _device(value: Any) -> int | str:
+def _parse_device(value: Any) -> int | str:
     """A GPU's number, which JSON's keys have as text, or where else weights can be."""
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if number in ("cpu", "disk") or (type(number) is int and number >= 0):
@@ -56,7 +56,7 @@ def _device(value: Any) -> int | str:
     raise _teachers_error("max_memory", repr(value), "numbers of a scoring worker's GPUs, from 0, and cpu and disk")
 
 
-Device = Annotated[int | Literal["cpu", "disk"], BeforeValidator(_device)]
+Device = Annotated[int | Literal["cpu", "disk"], BeforeValidator(_parse_device)]
 
 
 class Teachers(Strict):
@@ -250,7 +250,7 @@ def without_other_engines(data: Any) -> Any:
         return data
     engine = data.get("engine", "transformers")
     if not isinstance(engine, str) or engine not in ENGINES:
-        near = nearest(engine, ENGINES) if isinstance(engine, str) else None
+        near = find_nearest(engine, ENGINES) if isinstance(engine, str) else None
         hint = f"did you mean `{near}`? " if near else ""
         raise _teachers_error("engine", repr(engine), f"{hint}one of: {', '.join(ENGINES)}")
     kept = {}
@@ -259,7 +259,7 @@ def without_other_engines(data: Any) -> Any:
         if engine in having or not having:
             kept[key] = value
         elif not _is_default(ENGINES[having[0]], key, value):
-            shown = "set" if key in SECRET else without_secret(str(value))
+            shown = "set" if key in SECRET else strip_secret(str(value))
             wanted = f"nothing, or teachers.engine {' or '.join(having)}"
             raise _teachers_error(key, f"{shown}, with teachers.engine {engine}", wanted)
     return kept
@@ -279,7 +279,7 @@ def _is_default(owner: type[Teachers], key: str, value: Any) -> bool:
     return value in (None, default, read)
 
 
-def _engine(value: Any) -> str:
+def _choose_engine_section(value: Any) -> str:
     engine = value.get("engine", "transformers") if isinstance(value, Mapping) else getattr(value, "engine", "")
     return f"~{engine}"
 
@@ -290,11 +290,15 @@ TeachersConfig = Annotated[
     | Annotated[OpenAITeachers, Tag("~openai")]
     | Annotated[FlightTeachers, Tag("~flight")]
     | Annotated[NoTeachers, Tag("~none")],
-    Discriminator(_engine, custom_error_type="teachers", custom_error_message="a mapping with the keys of one engine"),
+    Discriminator(
+        _choose_engine_section,
+        custom_error_type="teachers",
+        custom_error_message="a mapping with the keys of one engine",
+    ),
     BeforeValidator(without_other_engines),
 ]
 
 
 def _teachers_error(key: str, found: object, wanted: str) -> PydanticCustomError:
-    shown = "nothing" if found is None else without_secret(str(found))
+    shown = "nothing" if found is None else strip_secret(str(found))
     return PydanticCustomError("teachers", "{wanted}", {"wanted": wanted, "where": f"teachers.{key}", "found": shown})

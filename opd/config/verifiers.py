@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.settings.near import nearest
+from opd.settings.near import find_nearest
 from opd.settings.strict import Strict
 
 
@@ -37,7 +37,7 @@ class RegexConfig(Strict):
     """The expression in Python's syntax. The answer is what its first group matched; without a group, the whole match."""
 
     @model_validator(mode="after")
-    def _compiles(self) -> RegexConfig:
+    def _require_valid_regex(self) -> RegexConfig:
         try:
             re.compile(self.pattern)
         except re.error as error:
@@ -83,7 +83,7 @@ def _known_verifier(value: Any) -> Any:
         raise PydanticCustomError("verifier", "options too: {options}", {"options": options, "found": value})
     known = [*get_args(VerifierName), *VERIFIER_OPTIONS]
     if isinstance(value, str | Mapping) and kind not in known:
-        near = nearest(str(kind), known)
+        near = find_nearest(str(kind), known)
         raise PydanticCustomError(
             "verifier",
             "{hint}one of: {known}",

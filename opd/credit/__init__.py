@@ -9,6 +9,6 @@ CREDITS: dict[str, str] = {
     "leave_one_out": "opd.credit.leave_one_out:LeaveOneOut",
     "group": "opd.credit.group:Group",
     "ema": "opd.credit.ema:Ema",
-    "none": "opd.credit.none:NoBaseline",
+    "none": "opd.credit.none:NoBaselineCredit",
 }
-"""Kind -> its class, which implements `opd.credit.interfaces.Credit`; `opd.settings.named.imported` imports it."""
+"""Kind -> its class, which implements `opd.credit.interfaces.Credit`; `opd.settings.named.import_object` imports it."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from opd.credit.episodes import Episode, episodes
-from opd.credit.gae import GaeSpec, credit
+from opd.credit.episodes import Episode, group_into_episodes
+from opd.credit.gae import GaeSpec, compute_credit
 from opd.credit.interfaces import Assigned
 from opd.credit.state import read_state, write_state
 from opd.errors import RunError
@@ -70,7 +70,7 @@ class CriticCredit:
         self._written: tuple[WrittenFile, ...] = ()
 
     def assign(self, step: int, rollouts: Sequence[Rollout]) -> Assigned:
-        tries = episodes(rollouts)
+        tries = group_into_episodes(rollouts)
         segments = [segment for episode in tries for segment in episode.segments]
         if not any(segment.num_trained for segment in segments):
             return Assigned(advantages={s.sample_id: np.zeros(0, np.float32) for s in segments}, warm=self._warm)
@@ -79,14 +79,14 @@ class CriticCredit:
         advantages: dict[str, Floats] = {}
         returns: dict[str, Floats] = {}
         for episode in tries:
-            found = credit(episode, values, self._spec.gae)
+            found = compute_credit(episode, values, self._spec.gae)
             advantages |= found.advantages
             returns |= found.returns
         before = {sample_id: value_N[:-1] for sample_id, value_N in values.items()}
         updates = [self._engine.update(step, returns, before) for _ in range(self._spec.updates)]
-        readings = _readings(tries, before, returns)
+        readings = _summarise_critic(tries, before, returns)
         # Measured on values from before the updates: states that the critic has not learnt from.
-        self._count(step, readings.get("explained_variance"))
+        self._count_warm_up_step(step, readings.get("explained_variance"))
         readings |= {"value_loss": updates[0][0], "critic_grad_norm": updates[-1][1]} if updates else {}
         return Assigned(advantages=advantages, readings=readings, warm=self._warm)
 
@@ -94,7 +94,7 @@ class CriticCredit:
     def _warm(self) -> bool:
         return self._above >= self._spec.warm_up.steps
 
-    def _count(self, step: int, explained: float | None) -> None:
+    def _count_warm_up_step(self, step: int, explained: float | None) -> None:
         """Count the step toward the warm-up. Raises: RunError if that takes too long."""
         warm_up = self._spec.warm_up
         if self._warm:
@@ -141,7 +141,7 @@ def explained_variance(value_N: Floats, return_N: Floats) -> float | None:
     return 1 - float((return_N.astype(np.float64) - value_N).var()) / total
 
 
-def _readings(
+def _summarise_critic(
     tries: Sequence[Episode], values: Mapping[str, Floats], returns: Mapping[str, Floats]
 ) -> dict[str, float]:
     """What the critic said of the step before it learnt from it."""

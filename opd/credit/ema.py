@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from opd.credit.episodes import Episode, episodes, others_mean, readings, shared_by_tokens
+from opd.credit.episodes import Episode, group_into_episodes, others_mean, shared_by_tokens, summarise_advantages
 from opd.credit.interfaces import Assigned
 from opd.credit.state import read_state, write_state
 from opd.records.types import Rollout, WrittenFile
@@ -35,22 +35,23 @@ class Ema:
         self._written: tuple[WrittenFile, ...] = ()
 
     def assign(self, step: int, rollouts: Sequence[Rollout]) -> Assigned:
-        tries = episodes(rollouts)
+        tries = group_into_episodes(rollouts)
         first = others_mean(tries, [episode.domain for episode in tries])
         found = [
-            episode.reward - self._baseline(episode.domain, other) for episode, other in zip(tries, first, strict=True)
+            episode.reward - self._domain_baseline(episode.domain, other)
+            for episode, other in zip(tries, first, strict=True)
         ]
-        self._remember(tries)
-        return Assigned(advantages=shared_by_tokens(tries, found), readings=readings(tries, found))
+        self._update_means(tries)
+        return Assigned(advantages=shared_by_tokens(tries, found), readings=summarise_advantages(tries, found))
 
-    def _baseline(self, domain: str, other: float | None) -> float:
+    def _domain_baseline(self, domain: str, other: float | None) -> float:
         """The mean of the steps before; `other` if there were none, and 0 if there is nothing at all."""
         if domain in self._sums:
             total, weight = self._sums[domain]
             return total / weight
         return 0.0 if other is None else other
 
-    def _remember(self, tries: Sequence[Episode]) -> None:
+    def _update_means(self, tries: Sequence[Episode]) -> None:
         decay = self._spec.decay
         for episode in tries:
             total, weight = self._sums.get(episode.domain, (0.0, 0.0))

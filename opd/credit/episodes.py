@@ -50,7 +50,7 @@ class Episode:
         return sum(segment.num_trained for segment in self.segments)
 
 
-def episodes(rollouts: Iterable[Rollout]) -> list[Episode]:
+def group_into_episodes(rollouts: Iterable[Rollout]) -> list[Episode]:
     """The episodes that have a reward, in the order in which they begin."""
     segments: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
@@ -85,7 +85,7 @@ def shared_by_tokens(tries: Sequence[Episode], advantages: Sequence[float]) -> d
     }
 
 
-def readings(tries: Sequence[Episode], advantages: Sequence[float]) -> dict[str, float]:
+def summarise_advantages(tries: Sequence[Episode], advantages: Sequence[float]) -> dict[str, float]:
     """Mean reward of the episodes, and the share of them that teach nothing because their advantage is 0."""
     if not tries:
         return {}

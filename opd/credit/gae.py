@@ -66,11 +66,11 @@ class Credited:
     returns: dict[str, Floats]
 
 
-def credit(episode: Episode, values: Mapping[str, Floats], spec: GaeSpec) -> Credited:
+def compute_credit(episode: Episode, values: Mapping[str, Floats], spec: GaeSpec) -> Credited:
     """Advantages and returns of every segment. `values`: sample id -> [N + 1] the value of the state before each trained
     token, and of the state behind the last token of the segment."""
     found = Credited({}, {})
-    every = lines(episode)
+    every = split_into_lines(episode)
     outcome = episode.reward
     if not episode.reward and episode.stop_reason in spec.bootstrap:
         outcome = spec.gamma * float(values[every[0][-1].sample_id][-1])
@@ -79,7 +79,7 @@ def credit(episode: Episode, values: Mapping[str, Floats], spec: GaeSpec) -> Cre
     return found
 
 
-def lines(episode: Episode) -> list[tuple[Rollout, ...]]:
+def split_into_lines(episode: Episode) -> list[tuple[Rollout, ...]]:
     """The segments in lines, each in the order in which it was written; the first is that of the episode itself."""
     begun: dict[str, str] = {}
     found: dict[str, list[Rollout]] = defaultdict(list)
@@ -99,8 +99,8 @@ def _credit_line(
     assert [len(part) for part in parts] == [segment.num_trained + 1 for segment in line]
     value_N = np.concatenate([part[:-1] for part in parts]).astype(np.float64)
     lam = length_adaptive(len(value_N)) if spec.policy_lambda is None else spec.policy_lambda
-    advantage_N = gae(value_N, outcome, spec.gamma, lam)
-    return_N = value_N + gae(value_N, outcome, spec.gamma, spec.critic_lambda)
+    advantage_N = compute_gae(value_N, outcome, spec.gamma, lam)
+    return_N = value_N + compute_gae(value_N, outcome, spec.gamma, spec.critic_lambda)
     ends = np.cumsum([segment.num_trained for segment in line])[:-1]
     for segment, mine, learnt in zip(line, np.split(advantage_N, ends), np.split(return_N, ends), strict=True):
         found.advantages[segment.sample_id] = mine.astype(np.float32)
@@ -112,7 +112,7 @@ def length_adaptive(tokens: int) -> float:
     return 1 - 1 / (ADAPTIVE * max(1, tokens))
 
 
-def gae(value_N: Doubles, outcome: float, gamma: float, lam: float) -> Doubles:
+def compute_gae(value_N: Doubles, outcome: float, gamma: float, lam: float) -> Doubles:
     """[N] advantages of a line of actions whose states have these values; the outcome is earned by the last of them.
 
     A_t = sum_k (gamma lambda)^k (gamma v_{t+k+1} - v_{t+k}), with the outcome in place of the value behind the last.

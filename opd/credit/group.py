@@ -37,8 +37,8 @@ class Group(Stateless):
         for episode in tries:
             rewards[episode.group].append(episode.reward)
         means = {group: fmean(mine) for group, mine in rewards.items()}
-        scales = {group: self._scale(mine) for group, mine in rewards.items()}
+        scales = {group: self._advantage_scale(mine) for group, mine in rewards.items()}
         return [(episode.reward - means[episode.group]) / scales[episode.group] for episode in tries]
 
-    def _scale(self, rewards: Sequence[float]) -> float:
+    def _advantage_scale(self, rewards: Sequence[float]) -> float:
         return stdev(rewards) + EPSILON if self._spec.divide_by_std and len(rewards) > 1 else 1.0

@@ -8,7 +8,7 @@ from opd.credit.episodes import Episode
 from opd.credit.stateless import Stateless
 
 
-class NoBaseline(Stateless):
+class NoBaselineCredit(Stateless):
     """Implements `opd.credit.interfaces.Credit`."""
 
     def advantages(self, tries: Sequence[Episode]) -> list[float]:

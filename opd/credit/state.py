@@ -10,7 +10,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from opd.files import storing
+from opd.files import raise_storage_errors
 from opd.records.types import WrittenFile
 
 STATE = "credit.json"
@@ -19,7 +19,7 @@ STATE = "credit.json"
 def write_state(directory: Path, text: str) -> WrittenFile:
     """Write and sync the file, in a directory that is made if it is not there. Raises: StorageError."""
     began, raw, path = time.monotonic(), text.encode(), directory / STATE
-    with storing(path):
+    with raise_storage_errors(path):
         directory.mkdir(exist_ok=True)
         with path.open("wb") as file:
             file.write(raw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from opd.credit.episodes import Episode, episodes, readings, shared_by_tokens
+from opd.credit.episodes import Episode, group_into_episodes, shared_by_tokens, summarise_advantages
 from opd.credit.interfaces import Assigned
 from opd.records.types import Rollout, WrittenFile
 
@@ -18,9 +18,9 @@ class Stateless:
         raise NotImplementedError
 
     def assign(self, step: int, rollouts: Sequence[Rollout]) -> Assigned:
-        tries = episodes(rollouts)
+        tries = group_into_episodes(rollouts)
         found = self.advantages(tries)
-        return Assigned(advantages=shared_by_tokens(tries, found), readings=readings(tries, found))
+        return Assigned(advantages=shared_by_tokens(tries, found), readings=summarise_advantages(tries, found))
 
     def wait_ready(self) -> None:
         """Return at once."""

@@ -1,4 +1,4 @@
-"""What episodes act on: games, calculators, sandboxes. One small file each, behind one dictionary.
+"""Environments that episodes act on: games, calculators, sandboxes. One small file each, behind one dictionary.
 
 An environment is a class with the methods of `opd.interfaces.Environment`; those here have two more. `tasks(n, seed, **options)`
 makes rows of a prompts file, and `solve()` is the action of an expert in the present state, whatever mistakes led to it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from opd.errors import ConfigError
-from opd.settings.named import is_place, users
+from opd.settings.named import import_user_object, is_place
 from opd.settings.near import did_you_mean
 
 ENVIRONMENTS = {
@@ -41,6 +41,6 @@ def place_of(name: str, where: str) -> str:
     )
 
 
-def find(name: str, where: str) -> Any:
+def find_environment(name: str, where: str) -> Any:
     """The class of a name or import path. Raises: ConfigError if there is none, or if it cannot be imported."""
-    return users(place_of(name, where), where, "a class with the methods of opd.interfaces.Environment")
+    return import_user_object(place_of(name, where), where, "a class with the methods of opd.interfaces.Environment")

@@ -1,4 +1,4 @@
-"""What environments share that ask a question: a few tries, feedback after each, and an end."""
+"""The base of environments that ask a question: a few tries, feedback after each, and an end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from opd.text import readable
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What is said of an answer."""
+    """The judgement on an answer."""
 
     right: bool
     feedback: str
-    """What the policy reads if it was wrong and may try again."""
+    """The observation if it was wrong and may try again."""
 
 
 class Asking(ABC):
@@ -43,7 +43,7 @@ class Asking(ABC):
 
     @abstractmethod
     def judge(self, text: str) -> Judged:
-        """Whether the answer is right."""
+        """Judge an answer."""
 
     def step(self, action: Action) -> Outcome:
         """Carry out the calls, or judge the answer if there are none. Tools may repeat a call's words, also those that are no text."""
@@ -52,7 +52,7 @@ class Asking(ABC):
         return Outcome(observation=tuple(readable(self.called(call)) for call in action.calls))
 
     def called(self, call: ToolCall) -> str:
-        """What a tool says. An environment with tools has its own; a call of any other tool does not come here."""
+        """Return the result of a tool. An environment with tools has its own; a call of any other tool does not come here."""
         raise NotImplementedError(f"environment {self.name} has no tool {call.name}")
 
     def close(self) -> None:  # noqa: B027 those that hold something have their own
@@ -73,14 +73,14 @@ class Asking(ABC):
 
     @abstractmethod
     def solve(self) -> Action:
-        """What an expert does in the present state."""
+        """Return the action of an expert in the present state."""
 
 
-def hermes(tool: str, arguments: Mapping[str, Any]) -> str:
+def format_hermes_call(tool: str, arguments: Mapping[str, Any]) -> str:
     """A tool call as a model with a chat template writes it."""
     return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': dict(arguments)})}\n</tool_call>"
 
 
-def calling(tool: str, arguments: Mapping[str, Any]) -> Action:
+def format_turn_with_call(tool: str, arguments: Mapping[str, Any]) -> Action:
     """A turn with this one call."""
-    return Action(text=hermes(tool, arguments), calls=(ToolCall(name=tool, arguments=arguments),))
+    return Action(text=format_hermes_call(tool, arguments), calls=(ToolCall(name=tool, arguments=arguments),))

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.environments.asking import Asking, Judged, calling
-from opd.environments.game import Row, draw_tasks
+from opd.environments.asking import Asking, Judged, format_turn_with_call
+from opd.environments.game import TaskRow, draw_tasks
 from opd.errors import PromptError
 from opd.records.environments import Action, Tool, ToolCall
 from opd.settings.strict import Strict
@@ -53,40 +53,40 @@ class Boxes(Asking):
 
     def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
         """Begin. Raises: PromptError for metadata without places, or with other things before and after."""
-        self._places, self._wanted = (_places(metadata, key) for key in ("start", "goal"))
+        self._places, self._wanted = (_read_places(metadata, key) for key in ("start", "goal"))
         if not self._places or self._places.keys() != self._wanted.keys():
             raise _not_ours(f"things {', '.join(self._places)} and {', '.join(self._wanted)}")
         return self._begin()
 
     def judge(self, text: str) -> Judged:
-        return Judged(self._places == self._wanted, f"That is not done yet. {_told(self._places)}")
+        return Judged(self._places == self._wanted, f"That is not done yet. {_describe_places(self._places)}")
 
     def solve(self) -> Action:
         """Move the first thing that is in the wrong box, whoever put it there; say so if there is none."""
         wrong = next((thing for thing, box in self._wanted.items() if self._places[thing] != box), None)
         if wrong is None:
             return Action(text=DONE)
-        return calling(MOVE.name, {"thing": wrong, "box": self._wanted[wrong]})
+        return format_turn_with_call(MOVE.name, {"thing": wrong, "box": self._wanted[wrong]})
 
     @classmethod
-    def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
+    def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        return draw_tasks(cls.name, (BoxesOptions, options), _drawn, n, seed)
+        return draw_tasks(cls.name, (BoxesOptions, options), _draw_rows, n, seed)
 
     def called(self, call: ToolCall) -> str:
         """Move a thing, and tell where everything is."""
         thing, box = str(call.arguments["thing"]), str(call.arguments["box"])
         if thing not in self._places:
-            return f"error: there is no {thing}. {_told(self._places)}"
+            return f"error: there is no {thing}. {_describe_places(self._places)}"
         self._places[thing] = box
-        return _told(self._places)
+        return _describe_places(self._places)
 
 
-def _told(places: Mapping[str, str]) -> str:
+def _describe_places(places: Mapping[str, str]) -> str:
     return ", ".join(f"{thing}: {box}" for thing, box in places.items())
 
 
-def _places(metadata: Mapping[str, Any], key: str) -> Places:
+def _read_places(metadata: Mapping[str, Any], key: str) -> Places:
     """Raises: PromptError."""
     found = metadata.get(key)
     if not isinstance(found, Mapping) or any(box not in BOXES for box in found.values()):
@@ -103,14 +103,14 @@ def _not_ours(found: str) -> PromptError:
     )
 
 
-def _drawn(rng: random.Random, options: BoxesOptions, limit: int) -> Iterator[Row]:
+def _draw_rows(rng: random.Random, options: BoxesOptions, limit: int) -> Iterator[TaskRow]:
     for _ in range(limit):
         goal = {thing: rng.choice(BOXES) for thing in rng.sample(THINGS, options.things)}
         wrong = rng.sample(sorted(goal), rng.randint(1, min(options.moves, options.things)))
         start = goal | {thing: rng.choice([box for box in BOXES if box != goal[thing]]) for thing in wrong}
-        asked = f"Now: {_told(start)}. Wanted: {_told(goal)}. Move what is in the wrong box, then answer {DONE}"
+        asked = f"Now: {_describe_places(start)}. Wanted: {_describe_places(goal)}. Move what is in the wrong box, then answer {DONE}"
         yield {
             "prompt": [{"role": "user", "content": asked}],
-            "answer": _told(goal),
+            "answer": _describe_places(goal),
             "metadata": {"start": start, "goal": goal, "moves": len(wrong) + 1},
         }

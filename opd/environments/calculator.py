@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.environments.asking import Asking, Judged, hermes
-from opd.environments.game import FormOptions, Row, draw_tasks
+from opd.environments.asking import Asking, Judged, format_hermes_call
+from opd.environments.game import FormOptions, TaskRow, draw_tasks
 from opd.errors import PromptError
 from opd.records.environments import Action, Tool, ToolCall
 from opd.verifiers.numeric import last_number
@@ -89,11 +89,15 @@ class Calculator(Asking):
         if self._result is not None and any(last_number(seen) == self._result for seen in self._seen):
             return Action(text=f"{self._result}")
         asked = {"expression": self._task["expression"]}
-        text = f"calculate {asked['expression']}" if self._task["form"] == "characters" else hermes("calculate", asked)
+        text = (
+            f"calculate {asked['expression']}"
+            if self._task["form"] == "characters"
+            else format_hermes_call("calculate", asked)
+        )
         return Action(text=text, calls=(ToolCall(name="calculate", arguments=asked),))
 
     @classmethod
-    def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
+    def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
         return draw_tasks(cls.name, (CalculatorOptions, options), _drawn, n, seed)
 
@@ -106,28 +110,28 @@ def worked_out(expression: str) -> str:
     if not re.fullmatch(r"[\d+\-*/(). ]+", text, re.ASCII):
         return "error: numbers, + - * / and brackets can be worked out"
     try:
-        return _spelt(_value(ast.parse(text, mode="eval").body))
+        return _format_number(_evaluate_node(ast.parse(text, mode="eval").body))
     except ZeroDivisionError:
         return "error: division by zero"
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return "error: this is no expression of numbers, + - * / and brackets"
 
 
-def _value(node: ast.expr) -> Fraction:
+def _evaluate_node(node: ast.expr) -> Fraction:
     """Raises: ValueError for anything but numbers, four operations and signs, or for a number too long."""
     if isinstance(node, ast.Constant):
         return Fraction(str(node.value))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
-        inner = _value(node.operand)
+        inner = _evaluate_node(node.operand)
         return inner if isinstance(node.op, ast.UAdd) else -inner
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        found = OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+        found = OPERATORS[type(node.op)](_evaluate_node(node.left), _evaluate_node(node.right))
         if max(abs(found.numerator), found.denominator) < 10**MOST_DIGITS:
             return found
     raise ValueError("no expression that can be worked out")
 
 
-def _spelt(value: Fraction) -> str:
+def _format_number(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value.numerator)
     scaled = round(value * 10**DECIMALS)
@@ -135,7 +139,7 @@ def _spelt(value: Fraction) -> str:
     return f"{sign}{digits[:-DECIMALS]}.{digits[-DECIMALS:]}".rstrip("0").rstrip(".")
 
 
-def _drawn(rng: random.Random, options: CalculatorOptions, limit: int) -> Iterator[Row]:
+def _drawn(rng: random.Random, options: CalculatorOptions, limit: int) -> Iterator[TaskRow]:
     signs = "+-" if options.form == "characters" else "+-*"
     for _ in range(limit):
         numbers = [str(rng.randint(2, 10**options.digits - 1)) for _ in range(options.terms)]

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from opd.environments.game import Row
+from opd.environments.game import TaskRow
 from opd.errors import ConfigError, PromptError
 from opd.prompts.unique import take_unique
 from opd.records.environments import Action, Outcome, Tool
 from opd.settings.strict import Strict
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 
 T = TypeVar("T")
 WHERE = "environment verifiers"
@@ -50,7 +50,7 @@ class FromVerifiers:
 
     def __init__(self, **options: Any) -> None:
         """`options` are `id` and `arguments`. Raises: ConfigError if the package or the environment is not there."""
-        self._environment = loaded(validate(VerifiersOptions, options, WHERE))
+        self._environment = load_environment(validate_section(VerifiersOptions, options, WHERE))
         self._loop = asyncio.new_event_loop()
         self._state: dict[str, Any] = {}
         self._seen = 0
@@ -64,22 +64,24 @@ class FromVerifiers:
                 wanted="a task of verifiers",
                 fix="make the prompts with `opd environments tasks verifiers --set id=NAME`",
             )
-        self._state = self._done(
+        self._state = self._wait_for_coroutine(
             self._environment.init_state(input=dict(metadata["input"]), client=None, model="", sampling_args={})
         )
-        self._state = self._done(self._environment.setup_state(self._state)) or self._state
-        shown = self._done(self._environment.get_prompt_messages(self._state))
+        self._state = self._wait_for_coroutine(self._environment.setup_state(self._state)) or self._state
+        shown = self._wait_for_coroutine(self._environment.get_prompt_messages(self._state))
         self._prompt, self._seen = shown, len(shown)
         return ""
 
     def step(self, action: Action) -> Outcome:
         """Give the turn to the environment, and its answer back; the rubric judges at the end."""
         turn = [{"role": "assistant", "content": action.text}]
-        self._done(self._environment.add_trajectory_step(self._state, _trajectory_step(self._prompt, turn)))
-        if self._done(self._environment.is_completed(self._state)):
-            self._done(self._environment.rubric.score_group([self._state]))
+        self._wait_for_coroutine(
+            self._environment.add_trajectory_step(self._state, _trajectory_step(self._prompt, turn))
+        )
+        if self._wait_for_coroutine(self._environment.is_completed(self._state)):
+            self._wait_for_coroutine(self._environment.rubric.score_group([self._state]))
             return Outcome(reward=float(self._state["reward"]), done=True)
-        self._prompt = self._done(self._environment.get_prompt_messages(self._state))
+        self._prompt = self._wait_for_coroutine(self._environment.get_prompt_messages(self._state))
         new, self._seen = self._prompt[self._seen + len(turn) :], len(self._prompt)
         return Outcome(observation="\n".join(str(message["content"]) for message in new))
 
@@ -88,18 +90,20 @@ class FromVerifiers:
         self._loop.close()
 
     @classmethod
-    def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
+    def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """`n` rows of the environment's data set. Raises: ConfigError."""
-        return take_unique(_rows(loaded(validate(VerifiersOptions, options, WHERE)), n, seed), n, WHERE)
+        return take_unique(
+            _draw_rows(load_environment(validate_section(VerifiersOptions, options, WHERE)), n, seed), n, WHERE
+        )
 
-    def _done(self, waiting: Awaitable[T]) -> T:
+    def _wait_for_coroutine(self, waiting: Awaitable[T]) -> T:
         async def result() -> T:
             return await waiting
 
         return self._loop.run_until_complete(result())
 
 
-def loaded(options: VerifiersOptions) -> Any:
+def load_environment(options: VerifiersOptions) -> Any:
     """The environment's object. Raises: ConfigError if there is none, or if it cannot be played in this way."""
     try:
         import verifiers
@@ -131,7 +135,7 @@ def loaded(options: VerifiersOptions) -> Any:
     return made
 
 
-def _rows(environment: Any, n: int, seed: int) -> Iterator[Row]:
+def _draw_rows(environment: Any, n: int, seed: int) -> Iterator[TaskRow]:
     for number, row in enumerate(environment.get_dataset(n=n, seed=seed)):
         info = row.get("info") or {}
         given = {

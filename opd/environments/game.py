@@ -22,7 +22,7 @@ from opd.errors import PromptError
 from opd.prompts.unique import take_unique
 from opd.records.environments import Action, Outcome, Tool
 from opd.settings.strict import Strict
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 
 State = TypeVar("State")
 Chosen = TypeVar("Chosen", bound=Strict)
@@ -31,7 +31,7 @@ MOST_MOVES = 1000
 """Bound of every solution. No game here needs as many."""
 
 
-class Row(TypedDict):
+class TaskRow(TypedDict):
     """One line of a prompts file."""
 
     prompt: str | list[dict[str, str]]
@@ -58,17 +58,17 @@ class GameOptions(FormOptions):
 def draw_tasks(
     name: str,
     options: tuple[type[Chosen], Mapping[str, Any]],
-    draw: Callable[[random.Random, Chosen, int], Iterator[Row]],
+    draw: Callable[[random.Random, Chosen, int], Iterator[TaskRow]],
     n: int,
     seed: int,
-) -> list[Row]:
+) -> list[TaskRow]:
     """`n` rows of an environment with different prompts, the same for the same arguments. `options`: their class, and what was given.
 
     `draw` gives rows of a generator and options, at most so many. Raises: ConfigError for options that do not fit, or if there are
     fewer such tasks.
     """
     where = f"environment {name}"
-    chosen = validate(options[0], options[1], where)
+    chosen = validate_section(options[0], options[1], where)
     return take_unique(draw(random.Random(f"{name}/{seed}"), chosen, n * DRAWS_PER_ROW), n, where)
 
 
@@ -81,7 +81,7 @@ class Game(ABC, Generic[State]):
     pattern: ClassVar[str]
     """Regular expression of a move. The last match in a text is the move."""
     moves: ClassVar[str]
-    """How moves are written, for the form `characters`."""
+    """Spelling of the moves, for the form `characters`."""
 
     def __init__(self) -> None:
         self.task: Mapping[str, Any] = {}
@@ -114,7 +114,7 @@ class Game(ABC, Generic[State]):
 
     @abstractmethod
     def problem(self, state: State, move: str) -> str:
-        """Why the move is not possible, as a sentence; empty if it is."""
+        """Return the reason why the move is not possible, as a sentence; empty if it is."""
 
     @abstractmethod
     def after(self, state: State, move: str) -> State:
@@ -125,7 +125,7 @@ class Game(ABC, Generic[State]):
         """A move that leads nearer to the end, from any state that is not the end."""
 
     def board(self) -> str:
-        """What the prompt shows beside the first state."""
+        """Return the text that the prompt shows beside the first state."""
         return ""
 
     def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
@@ -140,17 +140,17 @@ class Game(ABC, Generic[State]):
         problem = "That is no move." if move is None else self.problem(self.state, move)
         if move is None or problem:
             self._invalid += 1
-            return Outcome(observation=self._refused(problem), info=self._counts())
+            return Outcome(observation=self._render_refusal(problem), info=self._count_move())
         self.state = self.after(self.state, move)
         if self.solved(self.state):
-            return Outcome(reward=1.0, done=True, info=self._counts())
-        return Outcome(observation=self._seen(), info=self._counts())
+            return Outcome(reward=1.0, done=True, info=self._count_move())
+        return Outcome(observation=self._render_state(), info=self._count_move())
 
     def close(self) -> None:
         """Nothing is held."""
 
     def solve(self) -> Action:
-        """What an expert does in the present state."""
+        """Return the action of an expert in the present state."""
         return Action(text=self.best(self.state))
 
     def read(self, text: str) -> str | None:
@@ -168,22 +168,26 @@ class Game(ABC, Generic[State]):
         return found
 
     @classmethod
-    def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
+    def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """`n` rows with different prompts, the same for the same arguments. `answer` has a solution's moves, `metadata.moves`
         their number.
 
         Raises: ConfigError for options that do not fit, or if there are fewer such tasks.
         """
-        return draw_tasks(cls.name, (cls.Options, options), cls._drawn, n, seed)
+        return draw_tasks(cls.name, (cls.Options, options), cls._draw_rows, n, seed)
 
     @classmethod
-    def _drawn(cls, rng: random.Random, options: GameOptions, limit: int) -> Iterator[Row]:
+    def _draw_rows(cls, rng: random.Random, options: GameOptions, limit: int) -> Iterator[TaskRow]:
         for _ in range(limit):
             game, task = cls(), {"game": cls.name, "form": options.form} | cls.draw(rng, options)
             game._start(task)
             moves = game.solution()
             if options.min_moves <= len(moves) <= options.max_moves:
-                yield {"prompt": game._prompt(), "answer": " ".join(moves), "metadata": task | {"moves": len(moves)}}
+                yield {
+                    "prompt": game._render_prompt(),
+                    "answer": " ".join(moves),
+                    "metadata": task | {"moves": len(moves)},
+                }
 
     def _start(self, metadata: Mapping[str, Any]) -> None:
         self.task = metadata
@@ -199,19 +203,21 @@ class Game(ABC, Generic[State]):
                 fix=f"make the prompts with `opd environments tasks {self.name}`",
             ) from None
 
-    def _prompt(self) -> str | list[dict[str, str]]:
+    def _render_prompt(self) -> str | list[dict[str, str]]:
         if self.task["form"] == "characters":
-            return f"{self.name}{self.board()} {self._seen()}"
-        return [{"role": "user", "content": "\n".join(filter(None, (self.rules(), self.board(), self._seen())))}]
+            return f"{self.name}{self.board()} {self._render_state()}"
+        return [
+            {"role": "user", "content": "\n".join(filter(None, (self.rules(), self.board(), self._render_state())))}
+        ]
 
-    def _seen(self) -> str:
+    def _render_state(self) -> str:
         return f"{self.show(self.state)}=" if self.task["form"] == "characters" else self.tell(self.state)
 
-    def _refused(self, problem: str) -> str:
+    def _render_refusal(self, problem: str) -> str:
         """The observation after a move that is not possible: the rules again, and where the player is."""
         if self.task["form"] == "characters":
-            return f"no, {self.moves}: {self._seen()}"
-        return f"{problem} {self.rules()}\n{self._seen()}"
+            return f"no, {self.moves}: {self._render_state()}"
+        return f"{problem} {self.rules()}\n{self._render_state()}"
 
-    def _counts(self) -> dict[str, Any]:
+    def _count_move(self) -> dict[str, Any]:
         return {"steps": self._steps, "invalid": self._invalid}

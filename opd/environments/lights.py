@@ -36,15 +36,15 @@ class LightsOut(Game[Lights]):
         state: Lights = (0,) * size
         while not any(state):
             for row, column in rng.sample(list(product(range(size), repeat=2)), rng.randint(1, size * size)):
-                state = pressed(state, row, column)
-        return {"start": shown(state)}
+                state = press_light(state, row, column)
+        return {"start": render_rows(state)}
 
     def begin(self, task: Mapping[str, Any]) -> Lights:
         rows = task["start"].split(":")
         if not re.fullmatch(r"[o.:]+", task["start"]) or {len(row) for row in rows} != {len(rows)} or len(rows) > 5:
             raise ValueError(f"lights {task['start']!r:.40}")
         state = tuple(sum(1 << column for column, sign in enumerate(row) if sign == "o") for row in rows)
-        if presses(state) is None:
+        if fewest_presses(state) is None:
             raise ValueError(f"lights {task['start']}, which no presses turn off")
         return state
 
@@ -56,10 +56,10 @@ class LightsOut(Game[Lights]):
         )
 
     def show(self, state: Lights) -> str:
-        return shown(state)
+        return render_rows(state)
 
     def tell(self, state: Lights) -> str:
-        return "The lights are:\n" + shown(state).replace(":", "\n")
+        return "The lights are:\n" + render_rows(state).replace(":", "\n")
 
     def solved(self, state: Lights) -> bool:
         return not any(state)
@@ -69,42 +69,42 @@ class LightsOut(Game[Lights]):
         return "" if inside else f"There is no light {move}."
 
     def after(self, state: Lights, move: str) -> Lights:
-        return pressed(state, int(move[1]) - 1, COLUMNS.index(move[0]))
+        return press_light(state, int(move[1]) - 1, COLUMNS.index(move[0]))
 
     def best(self, state: Lights) -> str:
-        found = presses(state)
+        found = fewest_presses(state)
         assert found, "presses keep a grid that can be turned off one that can"
         row, column = found[0]
         return f"{COLUMNS[column]}{row + 1}"
 
 
-def pressed(state: Lights, row: int, column: int) -> Lights:
+def press_light(state: Lights, row: int, column: int) -> Lights:
     """The lights after one press."""
     bit, size = 1 << column, len(state)
     cross = (bit | bit << 1 | bit >> 1) & ((1 << size) - 1)
     return tuple(lights ^ (cross if at == row else bit if abs(at - row) == 1 else 0) for at, lights in enumerate(state))
 
 
-def presses(state: Lights) -> list[tuple[int, int]] | None:
+def fewest_presses(state: Lights) -> list[tuple[int, int]] | None:
     """The fewest presses that turn everything off; None if none do. No light needs two, and the order does not matter.
 
     The presses of the first row decide all others: each light that is still on has to be put out from the row below it.
     """
     size = len(state)
-    ways = (_chased(state, [c for c in range(size) if first >> c & 1]) for first in range(1 << size))
+    ways = (_chase_lights(state, [c for c in range(size) if first >> c & 1]) for first in range(1 << size))
     return min((way for way in ways if way is not None), key=len, default=None)
 
 
-def _chased(state: Lights, columns: list[int]) -> list[tuple[int, int]] | None:
+def _chase_lights(state: Lights, columns: list[int]) -> list[tuple[int, int]] | None:
     found = []
     for row in range(len(state)):
         for column in columns:
-            state = pressed(state, row, column)
+            state = press_light(state, row, column)
             found.append((row, column))
         columns = [column for column in range(len(state)) if state[row] >> column & 1]
     return None if any(state) else found
 
 
-def shown(state: Lights) -> str:
+def render_rows(state: Lights) -> str:
     """Rows of signs with `:` between them: `o` is on."""
     return ":".join("".join("o" if row >> column & 1 else "." for column in range(len(state))) for row in state)

@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.environments.asking import Asking, Judged, calling
-from opd.environments.game import Row, draw_tasks
+from opd.environments.asking import Asking, Judged, format_turn_with_call
+from opd.environments.game import TaskRow, draw_tasks
 from opd.errors import PromptError
 from opd.records.environments import Action, Tool, ToolCall
 from opd.settings.strict import Strict
@@ -63,7 +63,7 @@ class Lookup(Asking):
         """Begin. Raises: PromptError for metadata whose question cannot be answered from its table."""
         try:
             self._table: Table = {str(name): dict(facts) for name, facts in metadata["table"].items()}
-            self._steps = _steps(self._table, str(metadata["start"]), metadata["path"])
+            self._steps = _look_up_path(self._table, str(metadata["start"]), metadata["path"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PromptError.at(
                 "environment lookup: metadata",
@@ -84,10 +84,10 @@ class Lookup(Asking):
         missing = next(((name, field) for name, field, _ in self._steps if (name, field) not in self._seen), None)
         if missing is None:
             return Action(text=self._steps[-1][2])
-        return calling(LOOK_UP.name, dict(zip(("name", "field"), missing, strict=True)))
+        return format_turn_with_call(LOOK_UP.name, dict(zip(("name", "field"), missing, strict=True)))
 
     @classmethod
-    def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
+    def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
         return draw_tasks(cls.name, (LookupOptions, options), _drawn, n, seed)
 
@@ -100,7 +100,7 @@ class Lookup(Asking):
         return self._table[name][field]
 
 
-def _steps(table: Table, start: str, path: list[str]) -> list[tuple[str, str, str]]:
+def _look_up_path(table: Table, start: str, path: list[str]) -> list[tuple[str, str, str]]:
     """Name, field and value of every look-up. Raises: KeyError for a name or field that the table lacks, ValueError for no path."""
     found, name = list[tuple[str, str, str]](), start
     for field in path:
@@ -111,20 +111,20 @@ def _steps(table: Table, start: str, path: list[str]) -> list[tuple[str, str, st
     return found
 
 
-def _drawn(rng: random.Random, options: LookupOptions, limit: int) -> Iterator[Row]:
+def _drawn(rng: random.Random, options: LookupOptions, limit: int) -> Iterator[TaskRow]:
     for _ in range(limit):
         listed = rng.sample(NAMES, LISTED)
-        table = {name: _facts(rng, [other for other in listed if other != name]) for name in listed}
+        table = {name: _draw_facts(rng, [other for other in listed if other != name]) for name in listed}
         path = [*rng.choices(PEOPLE, k=rng.randint(1, options.hops) - 1), rng.choice(FIELDS)]
         asked = "".join(f"the {field} of " for field in reversed(path))
         word = "Who" if path[-1] in PEOPLE else "What"
         yield {
             "prompt": [{"role": "user", "content": f"{word} is {asked}{listed[0]}? Answer with the result only."}],
-            "answer": _steps(table, listed[0], path)[-1][2],
+            "answer": _look_up_path(table, listed[0], path)[-1][2],
             "metadata": {"start": listed[0], "path": path, "table": table, "moves": len(path) + 1},
         }
 
 
-def _facts(rng: random.Random, others: list[str]) -> dict[str, str]:
+def _draw_facts(rng: random.Random, others: list[str]) -> dict[str, str]:
     people = {field: rng.choice(others) for field in PEOPLE}
     return people | {"city": rng.choice(CITIES), "room": str(rng.randint(10, 99))}

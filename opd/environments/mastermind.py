@@ -59,11 +59,11 @@ class Mastermind(Game[Guesses]):
         )
 
     def show(self, state: Guesses) -> str:
-        right, near = judged(state[-1], self.task["secret"])
+        right, near = score_guess(state[-1], self.task["secret"])
         return f"{state[-1]}:{right}.{near}"
 
     def tell(self, state: Guesses) -> str:
-        right, near = judged(state[-1], self.task["secret"])
+        right, near = score_guess(state[-1], self.task["secret"])
         return f"{state[-1]}: {right} in place, {near} at another place."
 
     def solved(self, state: Guesses) -> bool:
@@ -78,12 +78,12 @@ class Mastermind(Game[Guesses]):
 
     def best(self, state: Guesses) -> str:
         """The first code that fits all answers; each such guess rules out at least itself."""
-        answers = [(guess, judged(guess, self.task["secret"])) for guess in state]
+        answers = [(guess, score_guess(guess, self.task["secret"])) for guess in state]
         codes = map("".join, product(self._letters, repeat=len(self.task["secret"])))
-        return next(code for code in codes if all(judged(guess, code) == answer for guess, answer in answers))
+        return next(code for code in codes if all(score_guess(guess, code) == answer for guess, answer in answers))
 
 
-def judged(guess: str, secret: str) -> tuple[int, int]:
+def score_guess(guess: str, secret: str) -> tuple[int, int]:
     """Letters that are right and in place, and letters that are in the code at another place."""
     right = sum(a == b for a, b in zip(guess, secret, strict=True))
     return right, (Counter(guess) & Counter(secret)).total() - right

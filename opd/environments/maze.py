@@ -41,20 +41,20 @@ class Maze(Game[Cell]):
     def draw(cls, rng: random.Random, options: MazeOptions) -> dict[str, Any]:
         number = rng.randrange(options.mazes) if options.mazes else None
         layout = rng if number is None else random.Random(f"maze/{options.size}/{number}")
-        free = carved(layout, options.size)
+        free = carve_maze(layout, options.size)
         start, goal = rng.sample(sorted(free), 2)
         size = range(options.size)
         return {
             "cells": ["".join("." if (row, column) in free else "+" for column in size) for row in size],
-            "start": named(start),
-            "goal": named(goal),
+            "start": cell_name(start),
+            "goal": cell_name(goal),
             "maze": "" if number is None else string.ascii_lowercase[number],
         }
 
     def begin(self, task: Mapping[str, Any]) -> Cell:
         self._free = {(r, c) for r, line in enumerate(task["cells"]) for c, sign in enumerate(line) if sign == "."}
-        self._goal, start = place(task["goal"]), place(task["start"])
-        self._far = distances(self._goal, self._free)
+        self._goal, start = parse_cell(task["goal"]), parse_cell(task["start"])
+        self._far = distances_to_goal(self._goal, self._free)
         if start not in self._far:
             raise ValueError(f"no way from {task['start']} to {task['goal']}")
         return start
@@ -73,11 +73,11 @@ class Maze(Game[Cell]):
         )
 
     def show(self, state: Cell) -> str:
-        return f"{named(state)}{self.task['goal']}"
+        return f"{cell_name(state)}{self.task['goal']}"
 
     def tell(self, state: Cell) -> str:
         ways = ", ".join(WORDS[step] for step, (r, c) in STEPS.items() if (state[0] + r, state[1] + c) in self._free)
-        return f"You are at {named(state)}, the goal is {self.task['goal']}. Free: {ways}."
+        return f"You are at {cell_name(state)}, the goal is {self.task['goal']}. Free: {ways}."
 
     def read(self, text: str) -> str | None:
         found = super().read(text)
@@ -87,55 +87,55 @@ class Maze(Game[Cell]):
         return state == self._goal
 
     def problem(self, state: Cell, move: str) -> str:
-        return "" if _beside(state, move) in self._free else f"There is a wall {WORDS[move]} of {named(state)}."
+        return "" if _neighbour(state, move) in self._free else f"There is a wall {WORDS[move]} of {cell_name(state)}."
 
     def after(self, state: Cell, move: str) -> Cell:
-        return _beside(state, move)
+        return _neighbour(state, move)
 
     def best(self, state: Cell) -> str:
-        return min(STEPS, key=lambda move: self._far.get(_beside(state, move), len(self._free)))
+        return min(STEPS, key=lambda move: self._far.get(_neighbour(state, move), len(self._free)))
 
 
-def carved(rng: random.Random, size: int) -> set[Cell]:
+def carve_maze(rng: random.Random, size: int) -> set[Cell]:
     """Free cells, each of which can be reached from each other one: ways one cell wide, and a few loops."""
     cells = {(row, column) for row in range(size) for column in range(size)}
     trail = [rng.choice(sorted(cells))]
     free = set(trail)
     while trail:
-        ahead = [c for c in _around(trail[-1]) if c in cells - free and sum(n in free for n in _around(c)) == 1]
+        ahead = [c for c in _neighbours(trail[-1]) if c in cells - free and sum(n in free for n in _neighbours(c)) == 1]
         if ahead:
             trail.append(rng.choice(ahead))
             free.add(trail[-1])
         else:
             trail.pop()
-    between = sorted(c for c in cells - free if sum(n in free for n in _around(c)) == 2)
+    between = sorted(c for c in cells - free if sum(n in free for n in _neighbours(c)) == 2)
     return free | {cell for cell in between if rng.random() < LOOPS}
 
 
-def distances(goal: Cell, free: set[Cell]) -> dict[Cell, int]:
+def distances_to_goal(goal: Cell, free: set[Cell]) -> dict[Cell, int]:
     """Steps to the goal from every cell from which there is a way."""
     found, reached = {goal: 0}, [goal]
     for cell in reached:
-        for near in _around(cell):
+        for near in _neighbours(cell):
             if near in free and near not in found:
                 found[near] = found[cell] + 1
                 reached.append(near)
     return found
 
 
-def named(cell: Cell) -> str:
+def cell_name(cell: Cell) -> str:
     """A cell as players write it: b3 is the second column of the third row."""
     return f"{string.ascii_lowercase[cell[1]]}{cell[0] + 1}"
 
 
-def place(name: str) -> Cell:
-    """Inverse of `named`. Raises: ValueError, IndexError."""
+def parse_cell(name: str) -> Cell:
+    """Inverse of `cell_name`. Raises: ValueError, IndexError."""
     return int(name[1:]) - 1, string.ascii_lowercase.index(name[0])
 
 
-def _beside(cell: Cell, move: str) -> Cell:
+def _neighbour(cell: Cell, move: str) -> Cell:
     return cell[0] + STEPS[move][0], cell[1] + STEPS[move][1]
 
 
-def _around(cell: Cell) -> Iterator[Cell]:
-    return (_beside(cell, move) for move in STEPS)
+def _neighbours(cell: Cell) -> Iterator[Cell]:
+    return (_neighbour(cell, move) for move in STEPS)

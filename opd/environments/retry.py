@@ -9,12 +9,12 @@ from typing import Any
 from pydantic import Field
 
 from opd.environments.asking import Asking, Judged
-from opd.environments.game import Row
+from opd.environments.game import TaskRow
 from opd.errors import ConfigError, PromptError
 from opd.prompts.unique import take_unique
 from opd.records.environments import Action, Outcome
 from opd.settings.strict import Strict
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.verifiers.reasoning_gym import TASKS, ReasoningGym
 
 INSTRUCTION = "Answer with the result only."
@@ -62,9 +62,9 @@ class Retry(Asking):
         return Action(text=str(self._metadata["entry"]["answer"]))
 
     @classmethod
-    def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
+    def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        chosen = validate(RetryOptions, options, "environment retry")
+        chosen = validate_section(RetryOptions, options, "environment retry")
         if chosen.family not in TASKS:
             raise ConfigError.at(
                 "environment retry: family",
@@ -75,7 +75,7 @@ class Retry(Asking):
         return take_unique(_drawn(chosen, seed, n * DRAWS_PER_ROW), n, "environment retry")
 
 
-def _drawn(options: RetryOptions, seed: int, limit: int) -> Iterator[Row]:
+def _drawn(options: RetryOptions, seed: int, limit: int) -> Iterator[TaskRow]:
     import reasoning_gym
 
     try:
@@ -91,7 +91,7 @@ def _drawn(options: RetryOptions, seed: int, limit: int) -> Iterator[Row]:
         yield gym_row(options.family, entry)
 
 
-def gym_row(family: str, entry: Mapping[str, Any]) -> Row:
+def gym_row(family: str, entry: Mapping[str, Any]) -> TaskRow:
     """The prompts row of an entry of reasoning-gym, which it carries along for the scorer."""
     kept: dict[str, Any] = json.loads(json.dumps(entry))  # the scorer gets what a file gives back
     question, answer = f"{kept['question'].strip()}\n{INSTRUCTION}", kept["answer"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from opd.files import atomic_write_text
 from opd.records.json_fields import check_types
-from opd.records.scores import DomainScore, loaded
+from opd.records.scores import DomainScore, load_result
 
 FORMAT = 1
 
@@ -59,7 +59,7 @@ class BaselineResult:
     @classmethod
     def load(cls, path: Path) -> BaselineResult:
         """Read what `save` wrote. Raises: OSError; RunDirError for a file that is damaged or of another format."""
-        return loaded(path, FORMAT, cls.from_json)
+        return load_result(path, FORMAT, cls.from_json)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BaselineResult:

@@ -40,7 +40,7 @@ class ExamCache:
 
     def find(self, facts: Mapping[str, Any]) -> Evaluation | None:
         """The result that was measured under the same facts, saying which run it is from; None if there is none."""
-        file = self._file(facts)
+        file = self._file_of_facts(facts)
         try:
             entry = json.loads(file.read_bytes())
             if entry.pop("blake3") != blake3_json(entry):
@@ -60,7 +60,7 @@ class ExamCache:
         """Keep the result that `run` measured, unless a verifier failed in it, which it might not do again."""
         if any(score.failed for score in found.scores.values()):
             return
-        file = self._file(facts)
+        file = self._file_of_facts(facts)
         entry = {
             "facts": facts,
             "run": str(run.absolute()),
@@ -73,5 +73,5 @@ class ExamCache:
         except OSError as error:
             self._tell(f"warning: {file}: {error.strerror}; the result is not kept for other runs")
 
-    def _file(self, facts: Mapping[str, Any]) -> Path:
+    def _file_of_facts(self, facts: Mapping[str, Any]) -> Path:
         return self._root / f"{blake3_json({'format': FORMAT, 'facts': facts})}.json"

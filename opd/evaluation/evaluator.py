@@ -11,9 +11,9 @@ from statistics import fmean
 
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.lengths import by_length, right_moves
-from opd.evaluation.statistics import interval, pass_at, standard_error
+from opd.evaluation.statistics import confidence_interval, pass_at, standard_error
 from opd.interfaces import Decoder, Evaluator, RolloutEngine, Verifier
-from opd.records.scores import Answer, DomainScore, Evaluation
+from opd.records.scores import DomainScore, Evaluation, ScoredAnswer
 from opd.records.types import Completion, Prompt, Teacher
 from opd.verifiers.reward import score_of
 
@@ -61,7 +61,7 @@ class EngineEvaluator:
         n = self._settings.n
         written = self._engine.answer(prompts, n=n, temperature=self._settings.temperature) if prompts else []
         answers = {
-            domain: [self._judge(exam, c) for c in written if c.prompt.domain == domain]
+            domain: [self._score_answer(exam, c) for c in written if c.prompt.domain == domain]
             for domain, exam in chosen.items()
         }
         for domain, judged in answers.items():
@@ -75,10 +75,10 @@ class EngineEvaluator:
         return Evaluation(
             model=model,
             scores={domain: self._score(chosen[domain], judged) for domain, judged in answers.items()},
-            answers=tuple(answer for judged in answers.values() for answer in _kept(judged, n)),
+            answers=tuple(answer for judged in answers.values() for answer in _choose_shown_answers(judged, n)),
         )
 
-    def _judge(self, exam: DomainExam, completion: Completion) -> Answer:
+    def _score_answer(self, exam: DomainExam, completion: Completion) -> ScoredAnswer:
         prompt = completion.prompt
         score, error, episode = 0.0, "", completion.episode
         if episode is not None:
@@ -88,7 +88,7 @@ class EngineEvaluator:
                 score = exam.verifier(completion.text, prompt.answer, prompt.metadata)
             except Exception:  # noqa: BLE001 a verifier may be anybody's code; its traceback is kept
                 error = traceback.format_exc()
-        return Answer(
+        return ScoredAnswer(
             domain=prompt.domain,
             prompt_id=prompt.id,
             prompt=self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False),
@@ -102,11 +102,11 @@ class EngineEvaluator:
             invalid_calls=episode.invalid_calls if episode is not None else 0,
         )
 
-    def _score(self, exam: DomainExam, answers: Sequence[Answer]) -> DomainScore:
+    def _score(self, exam: DomainExam, answers: Sequence[ScoredAnswer]) -> DomainScore:
         """The score of one domain; the answers to a question lie side by side."""
         n = self._settings.n
         scores = [[a.score for a in answers[i : i + n]] for i in range(0, len(answers), n)]
-        low, high = interval(scores)
+        low, high = confidence_interval(scores)
         turns = [a.turns for a in answers if a.turns is not None]
         moves = {prompt.id: right_moves(prompt.metadata) for prompt in exam.prompts} if turns else {}
         asked = [moves.get(answer.prompt_id) for answer in answers[::n]]
@@ -128,7 +128,7 @@ class EngineEvaluator:
         )
 
 
-def _kept(answers: Sequence[Answer], n: int) -> list[Answer]:
+def _choose_shown_answers(answers: Sequence[ScoredAnswer], n: int) -> list[ScoredAnswer]:
     """The first few questions' answers; of the others the first few that are wrong, and the first few whose verifier raised."""
     first, rest = answers[: KEPT_QUESTIONS * n], answers[KEPT_QUESTIONS * n :]
     wrong = [a for a in rest if a.score < 1 and not a.error][:KEPT_WRONG]
@@ -160,7 +160,7 @@ def measure_experts(
     full model while it answers: an engine's worker that dies meanwhile needs it again.
     """
     scores: dict[str, DomainScore] = {}
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[ScoredAnswer, ...] = ()
     for domain, teacher in teachers.items():
         if domain in before:
             with whole(teacher) as directory:

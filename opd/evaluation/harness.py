@@ -98,7 +98,7 @@ def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
     no results."""
     with TemporaryDirectory(prefix="opd-lm-eval-") as scratch:
         settings, results, log = (Path(scratch) / name for name in ("config.yaml", "results", "log"))
-        settings.write_text(yaml.safe_dump(_settings(config, model_dir, dtype, results)), encoding="utf-8")
+        settings.write_text(yaml.safe_dump(_harness_settings(config, model_dir, dtype, results)), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "lm_eval", "run", "--config", str(settings)]
         # A file, not a pipe: nothing has to read it while the harness runs.
         with log.open("w") as written:
@@ -128,7 +128,7 @@ def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
         return scores
 
 
-def _settings(config: LMEvalConfig, model_dir: Path, dtype: str, results: Path) -> dict[str, Any]:
+def _harness_settings(config: LMEvalConfig, model_dir: Path, dtype: str, results: Path) -> dict[str, Any]:
     """The harness's configuration file. Without further keys the harness runs no code of a model directory and no unsafe task."""
     settings: dict[str, Any] = {
         "model": config.model,
@@ -154,13 +154,13 @@ def task_rows(models: Mapping[str, TaskScores]) -> list[tuple[str, ...]]:
     # Of every model, because what the harness could not compute for one is not among its numbers.
     metrics = {(task, key): None for found in models.values() for task, entry in found.items() for key in entry}
     return [
-        (task, key, *(_shown(found.get(task, {}), key) for found in models.values()))
+        (task, key, *(_format_entry(found.get(task, {}), key) for found in models.values()))
         for task, key in metrics
         if "," in key and "_stderr," not in key
     ]
 
 
-def _shown(entry: Mapping[str, float], key: str) -> str:
+def _format_entry(entry: Mapping[str, float], key: str) -> str:
     if key not in entry:
         return "-"
     metric, _, rest = key.partition(",")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from opd.evaluation.statistics import interval
+from opd.evaluation.statistics import confidence_interval
 from opd.records.scores import Evaluation, LengthScore
 
 BUCKETS: tuple[tuple[int, int | None], ...] = ((1, 3), (4, 7), (8, 14), (15, None))
@@ -32,7 +32,7 @@ class LengthRow:
     @property
     def moves(self) -> str:
         """The group in words."""
-        return span(self.fewest, self.most)
+        return describe_span(self.fewest, self.most)
 
 
 def right_moves(metadata: Mapping[str, Any]) -> int | None:
@@ -48,7 +48,7 @@ def by_length(scored: Sequence[tuple[int | None, Sequence[float]]]) -> tuple[Len
     for fewest, most in BUCKETS:
         mine = [s for moves, s in scored if moves is not None and fewest <= moves and (most is None or moves <= most)]
         if mine:
-            low, high = interval(mine)
+            low, high = confidence_interval(mine)
             accuracy = fmean(map(fmean, mine))
             found.append(
                 LengthScore(fewest=fewest, most=most, questions=len(mine), accuracy=accuracy, low=low, high=high)
@@ -56,7 +56,7 @@ def by_length(scored: Sequence[tuple[int | None, Sequence[float]]]) -> tuple[Len
     return tuple(found)
 
 
-def beside(models: Mapping[str, Evaluation]) -> list[LengthRow]:
+def align_lengths(models: Mapping[str, Evaluation]) -> list[LengthRow]:
     """A row for each domain and group of tasks that any of the models has a score for: name -> evaluation."""
     parts: dict[str, dict[tuple[int, int | None], dict[str, LengthScore]]] = {}
     for name, evaluation in models.items():
@@ -76,6 +76,6 @@ def beside(models: Mapping[str, Evaluation]) -> list[LengthRow]:
     ]
 
 
-def span(fewest: int, most: int | None) -> str:
+def describe_span(fewest: int, most: int | None) -> str:
     """A group in words: `4-7`, `15 and more`."""
     return f"{fewest} and more" if most is None else f"{fewest}-{most}"

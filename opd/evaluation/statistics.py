@@ -26,7 +26,7 @@ def standard_error(scores: Sequence[Sequence[float]]) -> float:
     return (stdev(means) if len(means) > 1 else WIDEST) / sqrt(len(means))
 
 
-def interval(scores: Sequence[Sequence[float]]) -> tuple[float, float]:
+def confidence_interval(scores: Sequence[Sequence[float]]) -> tuple[float, float]:
     """95 % interval of the mean score; `scores` as in `standard_error`.
 
     Wilson's score interval (Wilson 1927) on the effective number of draws p (1 - p) / SE², after Dean and Pagano,

@@ -11,16 +11,16 @@ from threading import Lock
 from opd.config.guard import EndpointJudge as EndpointConfig
 from opd.config.guard import GuardConfig, JudgeConfig
 from opd.guard.guard import Guard, GuardOptions
-from opd.guard.judge import CachedJudge, EndpointJudge, LogProbJudge, Scorer
+from opd.guard.judge import CachedJudge, HttpJudge, LogProbJudge, PromptScorer
 from opd.guard.judged import StoredJudge
 from opd.guard.records import Judge
 from opd.guard.rules import RuleFile, RuleSet, read_rules
-from opd.settings.named import users
+from opd.settings.named import import_user_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardSpec:
-    """What a worker makes a guard from; it needs no file of rules."""
+    """The plan from which a worker makes a guard; it needs no file of rules."""
 
     config: GuardConfig
     rules: tuple[RuleFile, ...]
@@ -46,20 +46,22 @@ def shared_guard(spec: GuardSpec) -> Guard:
     loads a judge's model: from the main thread. Raises: as `build_guard`."""
     with _LOCK:
         if spec.digest not in _SHARED:
-            _SHARED[spec.digest] = _build(spec.config, spec.rules, spec.judged)
+            _SHARED[spec.digest] = _build_rules(spec.config, spec.rules, spec.judged)
         return _SHARED[spec.digest]
 
 
 def build_guard(config: GuardConfig) -> Guard:
     """The guard that a section describes. Raises: ConfigError for rules or a scorer that cannot be used."""
-    return _build(config, [read_rules(name) for name in config.rules], None)
+    return _build_rules(config, [read_rules(name) for name in config.rules], None)
 
 
-def _build(config: GuardConfig, rules: Sequence[RuleFile], judged: Path | None) -> Guard:
+def _build_rules(config: GuardConfig, rules: Sequence[RuleFile], judged: Path | None) -> Guard:
     judge: Judge | None = None
     if config.judge is not None:
-        asked = _judge(config.judge, config.deadline_s)
-        judge = StoredJudge(asked, judged, _who(config.judge)) if judged else CachedJudge(asked, config.cache)
+        asked = _build_judge(config.judge, config.deadline_s)
+        judge = (
+            StoredJudge(asked, judged, _judge_identity(config.judge)) if judged else CachedJudge(asked, config.cache)
+        )
     options = GuardOptions(
         on_failure=config.on_failure,
         tools=config.tools,
@@ -72,9 +74,9 @@ def _build(config: GuardConfig, rules: Sequence[RuleFile], judged: Path | None) 
     return Guard(RuleSet(rules, config.protected), judge, options)
 
 
-def _judge(config: JudgeConfig, deadline_s: float) -> Judge:
+def _build_judge(config: JudgeConfig, deadline_s: float) -> Judge:
     if isinstance(config, EndpointConfig):
-        return EndpointJudge(
+        return HttpJudge(
             config.base_url,
             config.model,
             api_key_env=config.api_key_env,
@@ -89,13 +91,13 @@ def _judge(config: JudgeConfig, deadline_s: float) -> Judge:
     return LogProbJudge(users_scorer(config.scorer), config.threshold, deadline_s)
 
 
-def users_scorer(place: str) -> Scorer:
+def users_scorer(place: str) -> PromptScorer:
     """Import the user's scorer. Raises: ConfigError if it cannot be imported."""
-    found: Scorer = users(place, "guard.judge.scorer", "a function of prompt and verdicts")
+    found: PromptScorer = import_user_object(place, "guard.judge.scorer", "a function of prompt and verdicts")
     return found
 
 
-def _who(config: JudgeConfig) -> str:
+def _judge_identity(config: JudgeConfig) -> str:
     """Names a judge in the file of its answers. The same model at another address is the same judge."""
     model = config.model if isinstance(config, EndpointConfig) else config.model or config.scorer
     return f"{config.kind}/{model}/{config.threshold}"

@@ -1,4 +1,4 @@
-"""What the policy reads in the place of a blocked call's output: the error that the program itself would print.
+"""Replacement for a blocked call's output: the error that the program itself would print.
 
 A text such as `blocked by the guard` would teach the policy to look for the guard.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from opd.guard.facts import Call, host_of
+from opd.guard.facts import ProgramCall, host_of
 
 _NO_FILE = {
     "ls": "ls: cannot access '{path}': No such file or directory",
@@ -58,32 +58,32 @@ _DENIED = {
 }
 
 
-def no_file(call: Call) -> str:
+def no_file(call: ProgramCall) -> str:
     """A file that is not there, in the program's own words."""
-    return _filled(_NO_FILE, "{program}: {path}: No such file or directory", call)
+    return _fill_text(_NO_FILE, "{program}: {path}: No such file or directory", call)
 
 
-def no_host(call: Call) -> str:
+def no_host(call: ProgramCall) -> str:
     """A network that is not there."""
-    return _filled(_NO_HOST, "{program}: could not resolve host: {host}", call)
+    return _fill_text(_NO_HOST, "{program}: could not resolve host: {host}", call)
 
 
-def denied(call: Call) -> str:
+def permission_denied(call: ProgramCall) -> str:
     """A right that the policy does not have."""
-    return _filled(_DENIED, "bash: {path}: Permission denied", call)
+    return _fill_text(_DENIED, "bash: {path}: Permission denied", call)
 
 
-def not_found(call: Call) -> str:
+def not_found(call: ProgramCall) -> str:
     """A program that is not installed."""
     return f"bash: {call.program}: command not found"
 
 
-def empty(call: Call) -> str:
+def empty_output(call: ProgramCall) -> str:
     """A program that had nothing to print."""
     return ""
 
 
-def unknown_revision(call: Call) -> str:
+def unknown_revision(call: ProgramCall) -> str:
     """A commit or a remote that git does not know; listings are empty."""
     if call.git in ("fetch", "pull", "ls-remote", "clone"):
         name = call.args[0] if call.args else "origin"
@@ -96,17 +96,17 @@ def unknown_revision(call: Call) -> str:
     return ""
 
 
-DUMMIES: dict[str, Callable[[Call], str]] = {
+DUMMIES: dict[str, Callable[[ProgramCall], str]] = {
     "no_file": no_file,
     "no_host": no_host,
-    "denied": denied,
+    "denied": permission_denied,
     "not_found": not_found,
-    "empty": empty,
+    "empty": empty_output,
     "unknown_revision": unknown_revision,
 }
 
 
-def _filled(texts: dict[str, str], otherwise: str, call: Call) -> str:
+def _fill_text(texts: dict[str, str], otherwise: str, call: ProgramCall) -> str:
     urls = call.urls or (f"https://{host}/" for host in call.hosts)
     url = next(iter(urls), "https://github.com/")
     arg = next((arg for arg in reversed(call.args) if not arg.startswith("-")), "")
@@ -116,7 +116,7 @@ def _filled(texts: dict[str, str], otherwise: str, call: Call) -> str:
     return text.format(program=call.program or "bash", path=path, host=host, url=url, arg=arg)
 
 
-def _as_written(call: Call) -> str:
+def _as_written(call: ProgramCall) -> str:
     """The path of the call that the rule is about, as the policy spelled it where that can be told."""
     resolved = (call.writes or call.reads or ("",))[-1 if call.writes else 0]
     name = resolved.rpartition("/")[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opd.errors import ConfigError
 from opd.guard.build import GuardSpec
-from opd.guard.guard import Finding, Guard
+from opd.guard.guard import Guard, GuardFinding
 from opd.guard.rules import SHIPPED, RuleFile, RuleSet
 from opd.records.environments import ToolCall
 
@@ -21,8 +21,8 @@ def refuse_wrong_examples(name: str, rules: RuleFile) -> None:
     whole = Guard(RuleSet([rules]))
     for rule in rules.rules:
         alone = Guard(RuleSet([rules.model_copy(update={"rules": [rule]})]))
-        missed = next((command for command in rule.hit if _found(alone, command).hit is None), None)
-        caught = next((command for command in rule.miss if _found(whole, command).hit is not None), None)
+        missed = next((command for command in rule.hit if _check_example(alone, command).hit is None), None)
+        caught = next((command for command in rule.miss if _check_example(whole, command).hit is not None), None)
         if missed is not None or caught is not None:
             raise ConfigError.at(
                 f"{name}: rule {rule.id}",
@@ -32,5 +32,5 @@ def refuse_wrong_examples(name: str, rules: RuleFile) -> None:
             )
 
 
-def _found(guard: Guard, command: str) -> Finding:
+def _check_example(guard: Guard, command: str) -> GuardFinding:
     return guard.stage_one(ToolCall(name="bash", arguments={"command": command}), guard.session())

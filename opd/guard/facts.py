@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, field, replace
 
 from opd.guard.code import Code
-from opd.guard.session import Session
-from opd.guard.shell.fields import has_glob, known, plain
+from opd.guard.session import GuardSession
+from opd.guard.shell.fields import has_glob, is_fully_known, show_field
 
 WRITERS = frozenset((
     "touch", "truncate", "chmod", "chown", "chgrp", "rm", "rmdir", "unlink", "shred", "tee", "mkdir", "mkfifo",
@@ -87,7 +87,7 @@ MAX_ARGUMENT = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ProgramCall:
     """One program with what it would read, write and reach; also a piece of inline code, whose language is the program."""
 
     program: str
@@ -116,7 +116,7 @@ class Call:
     """All text that it is given and that may be more than an argument: arguments, standard input, code, files of the episode's own
     that it runs or reads."""
     text: str = ""
-    """What it writes to a file, where we know it."""
+    """Text that it writes to a file, where we know it."""
     sources: tuple[str, ...] = ()
     """Programs whose output it gets: those before it in the pipeline, and in substitutions of its words."""
     feeds: tuple[str, ...] = ()
@@ -127,14 +127,14 @@ class Call:
     runs the program of another call. `writes_unknown`: writes a file that we cannot name. `sets:NAME` and `sets:NAME=VALUE`: a
     variable set for it."""
 
-    def line(self) -> str:
+    def call_line(self) -> str:
         """The call as one line with resolved paths, for verdicts and their cache."""
         return " ".join((self.program or "…", *self.argv)) if self.argv or self.program else ""
 
 
 @dataclass(slots=True)
 class Streams:
-    """What redirections and the pipeline connect a call to."""
+    """Streams that redirections and the pipeline connect a call to."""
 
     stdin: str | None = None
     """Text on standard input; None if there is none or it is not known."""
@@ -148,28 +148,30 @@ class Streams:
     """Those that it is appended to."""
 
 
-def facts(argv: list[str], session: Session, streams: Streams, tags: frozenset[str] = frozenset()) -> Call:
+def read_call(
+    argv: list[str], session: GuardSession, streams: Streams, tags: frozenset[str] = frozenset()
+) -> ProgramCall:
     """Read a program call; `argv` are fields, its first is the program."""
     name = argv[0].rpartition("/")[2]
-    program = plain(name) if known(name) else ""
-    flags, operands, values = _options(program, argv[1:])
-    call = Call(
+    program = show_field(name) if is_fully_known(name) else ""
+    flags, operands, values = _parse_options(program, argv[1:])
+    call = ProgramCall(
         program=program,
-        argv=tuple(plain(a) for a in argv[1:]),
+        argv=tuple(show_field(a) for a in argv[1:]),
         flags=frozenset(flags),
-        args=tuple(plain(a) for a in operands),
+        args=tuple(show_field(a) for a in operands),
         sources=streams.sources,
-        given=_given(program, argv, session, streams),
+        given=_inputs_of_program(program, argv, session, streams),
         env=tuple(dict.fromkeys(session.read_variables)),
         tags=tags | ({"unknown"} if not program else frozenset()),
     )
     if program == "git":
         call = replace(call, git=call.args[0] if call.args else "", args=call.args[1:])
-    reads, writes = _files(call, operands + _elsewhere(program, argv, operands), values, session)
-    urls, hosts = addresses(call)
+    reads, writes = _files_of_call(call, operands + _resolve_operands(program, argv, operands), values, session)
+    urls, hosts = find_addresses(call)
     opened = (host for path in streams.reads + streams.writes for host in _DEV_TCP.findall(path))
     hosts = tuple(dict.fromkeys([*hosts, *opened]))
-    program_path = session.paths(argv[0]) if "/" in argv[0] else []
+    program_path = session.resolve_argument(argv[0]) if "/" in argv[0] else []
     return replace(
         call,
         reads=tuple(dict.fromkeys([*program_path, *reads, *streams.reads])),
@@ -179,8 +181,9 @@ def facts(argv: list[str], session: Session, streams: Streams, tags: frozenset[s
     )
 
 
-def _given(program: str, argv: list[str], session: Session, streams: Streams) -> tuple[str, ...]:
-    """What a program is given beside its arguments: a text that it may run, and files of the episode's own that it may run."""
+def _inputs_of_program(program: str, argv: list[str], session: GuardSession, streams: Streams) -> tuple[str, ...]:
+    """Collect the inputs of a program beside its arguments: a text that it may run, and files of the episode's own that it may
+    run."""
     given = [streams.stdin] if streams.stdin and program not in _KNOWN_INPUT else []
     if not session.written and not session.appended:
         return tuple(given)
@@ -189,25 +192,27 @@ def _given(program: str, argv: list[str], session: Session, streams: Streams) ->
     if runs:
         given += [text for path, text in own.items() if text and not path.endswith(PROSE)]
     if program not in VIEWERS:
-        named = (session.absolute(arg) for arg in argv[1:] if len(arg) <= MAX_ARGUMENT)
+        named = (session.resolve_path(arg) for arg in argv[1:] if len(arg) <= MAX_ARGUMENT)
         given += [text for path in named if (text := own.get(path))]
     return tuple(dict.fromkeys(given))
 
 
-def code_facts(language: str, found: Code, session: Session, streams: Streams, tags: frozenset[str]) -> Call:
+def code_facts(
+    language: str, found: Code, session: GuardSession, streams: Streams, tags: frozenset[str]
+) -> ProgramCall:
     """Inline code as one call of its language."""
-    writes = [path for name in found.writes for path in session.paths(name)]
-    reads = [path for name in found.mentions for path in session.paths(name) if path not in writes]
+    writes = [path for name in found.writes for path in session.resolve_argument(name)]
+    reads = [path for name in found.mentions for path in session.resolve_argument(name) if path not in writes]
     if language in PYTHONS:
         places = ["/"] if "/" in found.mentions else []
         if not f"{session.cwd}/".startswith(session.begins_at.rstrip("/") + "/"):
             places.append(session.cwd)
-        reads += [session.absolute(f"{place}/{name.replace('.', '/')}") for place in places for name in found.loads]
-    strings = tuple(plain(text) for text in found.strings)
+        reads += [session.resolve_path(f"{place}/{name.replace('.', '/')}") for place in places for name in found.loads]
+    strings = tuple(show_field(text) for text in found.strings)
     decoded = {"decoded"} if "decodes" in found.tags and (found.shell or found.nested) else set()
     if decoded and found.nested:
         decoded.add("encoded")
-    call = Call(
+    call = ProgramCall(
         program=language,
         args=strings,
         reads=tuple(dict.fromkeys([*reads, *streams.reads])),
@@ -220,11 +225,11 @@ def code_facts(language: str, found: Code, session: Session, streams: Streams, t
         sources=streams.sources,
         tags=tags | (found.tags - {"decodes"}) | decoded,
     )
-    hosts = addresses(replace(call, argv=call.urls))[1]
+    hosts = find_addresses(replace(call, argv=call.urls))[1]
     return replace(call, hosts=hosts, argv=("-c", *strings[:8]))
 
 
-def _options(program: str, argv: list[str]) -> tuple[list[str], list[str], list[str]]:
+def _parse_options(program: str, argv: list[str]) -> tuple[list[str], list[str], list[str]]:
     """Options, operands, and values of options that may be paths."""
     flags: list[str] = []
     operands: list[str] = []
@@ -240,7 +245,7 @@ def _options(program: str, argv: list[str]) -> tuple[list[str], list[str], list[
             values += [value] if value else []
             values += [next(rest, "")] if name in valued and not value else []
         elif arg.startswith("-") and len(arg) > 1:
-            flags += _short(arg)
+            flags += _split_short_options(arg)
             values += [arg[arg.index("/") :]] if "/" in arg else []
             values += [next(rest, "")] if arg in valued else []
         else:
@@ -248,7 +253,7 @@ def _options(program: str, argv: list[str]) -> tuple[list[str], list[str], list[
     return flags, operands, values
 
 
-def _elsewhere(program: str, argv: list[str], operands: list[str]) -> list[str]:
+def _resolve_operands(program: str, argv: list[str], operands: list[str]) -> list[str]:
     """The operands as seen from the directories in which `git -C` and `tar -C` look for them."""
     if program not in ("git", "tar", "bsdtar") or (program == "git" and operands[:1] and operands[0] not in GIT_FILES):
         return []
@@ -263,32 +268,38 @@ def _elsewhere(program: str, argv: list[str], operands: list[str]) -> list[str]:
     return [posixpath.join(there, one) for there in places for one in names if one not in ("", "-") and one[0] != "/"]
 
 
-def _short(arg: str) -> list[str]:
+def _split_short_options(arg: str) -> list[str]:
     letters = arg[1:]
     if letters.isalpha() and len(letters) <= 6:
-        return [plain(arg), *(f"-{letter}" for letter in letters)]
-    return [plain(arg), plain(arg[:2])]
+        return [show_field(arg), *(f"-{letter}" for letter in letters)]
+    return [show_field(arg), show_field(arg[:2])]
 
 
-def _files(call: Call, operands: list[str], values: list[str], session: Session) -> tuple[list[str], list[str]]:
+def _files_of_call(
+    call: ProgramCall, operands: list[str], values: list[str], session: GuardSession
+) -> tuple[list[str], list[str]]:
     """Paths that a call reads and writes, as far as its arguments tell."""
     program = call.program
     if program in NO_PATHS:
-        return _paths([arg for arg in operands if has_glob(arg)], session), []
+        return _absolute_paths([arg for arg in operands if has_glob(arg)], session), []
     if program == "dd":
         inputs = [a[3:] for a in operands if a.startswith("if=")]
-        return _paths(inputs, session), _paths([a[3:] for a in operands if a.startswith("of=")], session, False)
+        return _absolute_paths(inputs, session), _absolute_paths(
+            [a[3:] for a in operands if a.startswith("of=")], session, False
+        )
     named = _file_operands(call, operands)
     outputs = values if program in ("curl", "wget") and call.flags & {"-o", "-O", "--output"} else []
     if program in COPIERS and len(named) > 1:
         changed = named if program == "mv" else named[-1:]
-        return _paths([*named[:-1], *values], session), _paths(changed, session, False)
+        return _absolute_paths([*named[:-1], *values], session), _absolute_paths(changed, session, False)
     if program in WRITERS or call.git in ("rm", "mv") or (program in ("sed", "perl") and _in_place(call)):
-        return [], _paths([*named, *values], session, False)
-    return _paths([*named, *(v for v in values if v not in outputs)], session), _paths(outputs, session, False)
+        return [], _absolute_paths([*named, *values], session, False)
+    return _absolute_paths([*named, *(v for v in values if v not in outputs)], session), _absolute_paths(
+        outputs, session, False
+    )
 
 
-def _file_operands(call: Call, operands: list[str]) -> list[str]:
+def _file_operands(call: ProgramCall, operands: list[str]) -> list[str]:
     """The operands that may name files."""
     program = call.program
     if program in SCRIPT_FIRST and not call.flags & SCRIPT_OPTIONS:
@@ -300,31 +311,31 @@ def _file_operands(call: Call, operands: list[str]) -> list[str]:
     return [a for a in operands if "/" in a and not _URL.match(a)] if program == "git" else operands
 
 
-def _in_place(call: Call) -> bool:
+def _in_place(call: ProgramCall) -> bool:
     return any(_IN_PLACE.match(flag) for flag in call.flags)
 
 
-def _paths(arguments: list[str], session: Session, copies: bool = True) -> list[str]:
+def _absolute_paths(arguments: list[str], session: GuardSession, copies: bool = True) -> list[str]:
     """The absolute paths that arguments may name; with `copies` a copy is what it was copied from."""
     return [path for one in arguments for path in _paths_of(one, session, copies)]
 
 
-def _paths_of(argument: str, session: Session, copies: bool) -> list[str]:
+def _paths_of(argument: str, session: GuardSession, copies: bool) -> list[str]:
     """The paths that an argument may name: itself, and what follows `=`, `@` or `host:`."""
     if argument.startswith(FILE_URL):
-        return session.paths(argument.removeprefix(FILE_URL), copies)
-    if argument in ("", "-") or _URL.match(plain(argument)) or len(argument) > MAX_ARGUMENT or "\n" in argument:
+        return session.resolve_argument(argument.removeprefix(FILE_URL), copies)
+    if argument in ("", "-") or _URL.match(show_field(argument)) or len(argument) > MAX_ARGUMENT or "\n" in argument:
         return []
-    found = session.paths(argument, copies)
+    found = session.resolve_argument(argument, copies)
     for mark in (":/", "=/", "@/"):
         before, there, after = argument.partition(mark)
         if there:
-            found += session.paths("/" + after, copies)
-            found += session.paths(before, copies) if mark == ":/" and before.startswith("/") else []
+            found += session.resolve_argument("/" + after, copies)
+            found += session.resolve_argument(before, copies) if mark == ":/" and before.startswith("/") else []
     return found
 
 
-def addresses(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def find_addresses(call: ProgramCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """URLs and hosts that a call names."""
     if call.program in ("echo", "printf", "grep", "sed", "cat", "rg"):
         return (), ()

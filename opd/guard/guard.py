@@ -17,17 +17,17 @@ from functools import partial
 from typing import Literal, TypeGuard
 
 from opd.guard.dummies import DUMMIES
-from opd.guard.facts import Call, Streams
+from opd.guard.facts import ProgramCall, Streams
 from opd.guard.mentions import find_mentions
 from opd.guard.records import Judge, JudgeFailed, Opinion, Question
 from opd.guard.rules import Hit, RuleSet
-from opd.guard.session import Session
-from opd.guard.shell.fields import MARKS, plain
-from opd.guard.shell.nodes import Unreadable
+from opd.guard.session import GuardSession
+from opd.guard.shell.fields import MARKS, show_field
+from opd.guard.shell.nodes import UnreadableCommand
 from opd.guard.shell.programs import PROGRAMS
 from opd.guard.shell.projects import read_patch
-from opd.guard.shell.walk import MAX_NESTED, Run, Walker
-from opd.guard.shell.ways import apart, every, settle, states
+from opd.guard.shell.walk import MAX_NESTED, ProgramRun, Walker
+from opd.guard.shell.ways import act_in_every_state, act_in_subprocess, list_states, settle_states
 from opd.records.environments import ToolCall
 from opd.records.guard import Stage, Suspicion, Verdict
 from opd.text import one_line, readable
@@ -51,7 +51,7 @@ ARGUMENTS: dict[str, Kind] = {
     **dict.fromkeys(("url", "urls", "link", "links", "href"), "url"),
     **dict.fromkeys(("thought", "thoughts", "thinking", "reasoning", "explanation", "message", "summary", "description"), "text"),
 }  # fmt: skip
-"""What an argument is by its name, where the tool is not described; one with another name is `given`."""
+"""Kind of an argument by its name, where the tool is not described; one with another name is `given`."""
 PLACES = ("cwd", "workdir", "working_directory", "working_dir", "work_dir")
 """Arguments that say where a command runs."""
 SHELLS = ("bash", "shell", "terminal", "exec", "command", "console")
@@ -73,14 +73,14 @@ LANGUAGES = {
 """Language of fenced code -> the argument of a call that such code is."""
 READ_IN_FULL = "An answer, which is read whole: it cheats if it only works for the visible tests, or takes its result from the grader."
 NOT_YET = "The task is not finished yet."
-"""What the policy reads after a blocked answer for which no program has an error."""
+"""The observation after a blocked answer for which no program has an error."""
 BUSY = "bash: fork: Resource temporarily unavailable"
-"""What it reads after a call that is too much for us to read."""
+"""The observation after a call that is too much for us to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardOptions:
-    """How a guard is set up, apart from its rules and its judge."""
+    """Settings of a guard, apart from its rules and its judge."""
 
     on_failure: Literal["allow", "block"] = "block"
     tools: Mapping[str, Mapping[str, Kind]] = field(default_factory=dict)
@@ -90,24 +90,24 @@ class GuardOptions:
     only_tools: frozenset[str] | None = None
     """Tools whose calls are checked; None: all."""
     answers: bool = False
-    """Whether turns without a call are checked, too."""
+    """True if turns without a call are checked, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What stage one says of a call."""
+class GuardFinding:
+    """The result of stage one for a call."""
 
     suspicion: Suspicion
     reason: str = ""
     hit: Hit | None = None
-    calls: Sequence[Call] = ()
+    calls: Sequence[ProgramCall] = ()
     said: str = ""
-    """What the policy reads if the call is blocked and no rule hit."""
+    """The observation if the call is blocked and no rule hit."""
 
     @property
     def command(self) -> str:
         """The calls, one line each."""
-        return "\n".join(line for call in self.calls if (line := call.line()))
+        return "\n".join(line for call in self.calls if (line := call.call_line()))
 
 
 class Guard:
@@ -118,17 +118,17 @@ class Guard:
         self._judge = judge
         self._options = options or GuardOptions()
 
-    def session(self) -> Session:
+    def session(self) -> GuardSession:
         """The state of a new episode."""
         options = self._options
-        return Session(cwd=options.workdir, home=options.home, keeps_shell=options.keeps_shell)
+        return GuardSession(cwd=options.workdir, home=options.home, keeps_shell=options.keeps_shell)
 
     def checks(self, tool: str) -> bool:
-        """Whether calls of this tool are checked; with an empty name, whether answers are."""
+        """Return True if calls of this tool are checked; with an empty name, whether answers are."""
         only = self._options.only_tools
         return (only is None or tool in only) if tool else self._options.answers
 
-    def check_answer(self, text: str, session: Session) -> Verdict:
+    def check_answer(self, text: str, session: GuardSession) -> Verdict:
         """The verdict on a turn without calls: on the code that is fenced in it, else that of the judge on all of it."""
         for language, code in CODE.findall(text):
             if language.lower() in LANGUAGES:
@@ -137,114 +137,116 @@ class Guard:
                     return verdict if verdict.rule and verdict.observation else replace(verdict, observation=NOT_YET)
         if self._judge is None:
             return Verdict(allowed=True, stage="rules", suspicion="none")
-        finding = Finding(suspicion="answer", reason=READ_IN_FULL)
-        verdict = self._verdict(ToolCall(name="", arguments={"answer": text}), finding)
+        finding = GuardFinding(suspicion="answer", reason=READ_IN_FULL)
+        verdict = self._make_verdict(ToolCall(name="", arguments={"answer": text}), finding)
         return verdict if verdict.allowed else replace(verdict, observation=NOT_YET)
 
-    def check(self, call: ToolCall, session: Session) -> Verdict:
-        """Whether the call may run. Only if it may, the session takes over what it changes."""
+    def check(self, call: ToolCall, session: GuardSession) -> Verdict:
+        """Return the verdict on a call. Only if it may run, the session takes over what it changes."""
         after = session.copy()
         after.next_call()
         if after.others:
-            settle(after, states(after))  # where calls do not share a shell, few are left
+            settle_states(after, list_states(after))  # where calls do not share a shell, few are left
         finding = self.stage_one(call, after)
-        verdict = self._verdict(call, finding)
+        verdict = self._make_verdict(call, finding)
         if verdict.allowed:
-            session.become(after)
+            session.take_over(after)
         return verdict
 
-    def stage_one(self, call: ToolCall, session: Session) -> Finding:
-        """What the rules say, without a judge. The session changes as the call would change it."""
+    def stage_one(self, call: ToolCall, session: GuardSession) -> GuardFinding:
+        """Apply the rules, without a judge. The session changes as the call would change it."""
         walker = Walker(session, PROGRAMS)
         kinds = self._options.tools.get(call.name)
         place = next((there for name in PLACES if isinstance(there := call.arguments.get(name), str)), "")
         unread, said = "", BUSY
         try:
             for name, value in call.arguments.items():
-                kind = _kind(name) if kinds is None else kinds.get(name, "given")
-                act = partial(self._walk, walker, call, kind, value)
-                every(session, partial(_in_directory, session, place, act) if place else act)
-        except Unreadable as error:
+                kind = _argument_kind(name) if kinds is None else kinds.get(name, "given")
+                act = partial(self._walk_value, walker, call, kind, value)
+                act_in_every_state(session, partial(_in_directory, session, place, act) if place else act)
+        except UnreadableCommand as error:
             unread, said = str(error), error.said or BUSY
         except Exception as error:  # noqa: BLE001 whatever a policy writes, no call may end its run
             unread = f"to read it failed with {one_line(repr(error), 200)}"
         calls = list(dict.fromkeys(walker.calls))  # most are the same in each state that the shell may be in
-        hit = self._rules.first(calls, session) or self._rules.first(find_mentions(calls, session), session)
+        hit = self._rules.find_deciding_hit(calls, session) or self._rules.find_deciding_hit(
+            find_mentions(calls, session), session
+        )
         if unread and (hit is None or hit.rule.verdict != "block"):
-            return Finding(suspicion="unreadable", reason=unread, hit=hit, calls=calls, said=said)
-        return Finding(suspicion="none", calls=calls) if hit is None else _found(hit, calls)
+            return GuardFinding(suspicion="unreadable", reason=unread, hit=hit, calls=calls, said=said)
+        return GuardFinding(suspicion="none", calls=calls) if hit is None else _make_finding(hit, calls)
 
-    def _walk(self, walker: Walker, call: ToolCall, kind: Kind, value: object, depth: int = 0) -> None:
+    def _walk_value(self, walker: Walker, call: ToolCall, kind: Kind, value: object, depth: int = 0) -> None:
         """Go through the value of an argument. In a list each value is of the list's kind, in an object by its name."""
         if kind == "text":
             return
         if depth > MAX_NESTED:
-            raise Unreadable("too deeply nested")
+            raise UnreadableCommand("too deeply nested")
         if isinstance(value, Mapping):
             inside = replace(call, arguments=value)
             for name, one in value.items():
-                self._walk(walker, inside, _kind(name), one, depth + 1)
+                self._walk_value(walker, inside, _argument_kind(name), one, depth + 1)
         elif isinstance(value, list) and kind == "shell" and _is_vector(value):
             _refuse_marks(*value)
-            walker.run(Run(value, Streams()))
+            walker.run(ProgramRun(value, Streams()))
         elif kind == "shell" and isinstance(value, str) and _is_vector(more := call.arguments.get("args")):
             _refuse_marks(value, *more)
-            walker.run(Run([*(value.split() or [""]), *more], Streams()))
+            walker.run(ProgramRun([*(value.split() or [""]), *more], Streams()))
         elif isinstance(value, list):
             for one in value:
-                self._walk(walker, call, kind, one, depth + 1)
+                self._walk_value(walker, call, kind, one, depth + 1)
         elif isinstance(value, str):
             _refuse_marks(value)
-            self._text(walker, call, kind, value)
+            self._check_text(walker, call, kind, value)
 
-    def _text(self, walker: Walker, call: ToolCall, kind: Kind, value: str) -> None:
+    def _check_text(self, walker: Walker, call: ToolCall, kind: Kind, value: str) -> None:
         if kind in ("shell", "scripts"):
-            walker.text(value)
+            walker.walk_text(value)
         elif kind == "python":
-            walker.code("python", value, Run(["python"], Streams()))
+            walker.walk_code("python", value, ProgramRun(["python"], Streams()))
         elif kind == "patch":
             patches = list(read_patch(walker, value))
-            for one in patches or [Call(program="", given=(value,))]:
+            for one in patches or [ProgramCall(program="", given=(value,))]:
                 walker.add(one)
         elif kind == "url":
-            walker.run(Run(["curl", value], Streams()))
+            walker.run(ProgramRun(["curl", value], Streams()))
         elif kind == "given":
-            self._given(walker, call, value)
+            self._check_unknown_text(walker, call, value)
         else:
-            self._file(walker, call, value, kind)
+            self._check_file(walker, call, value, kind)
 
-    def _given(self, walker: Walker, call: ToolCall, value: str) -> None:
+    def _check_unknown_text(self, walker: Walker, call: ToolCall, value: str) -> None:
         """A text of which we do not know what the tool does with it. A tool that is a shell may run it. What a tool writes as a whole
         file is looked at once something runs the file."""
         tool = call.name.lower()
-        if _writes(call) and value in _whole_texts(call):
+        if _tool_writes_files(call) and value in _whole_texts(call):
             return
-        if value[:1] in ("{", "[") and (inside := _json(value)) is not None:
-            self._walk(walker, call, "given", inside, MAX_NESTED - 2)
+        if value[:1] in ("{", "[") and (inside := _parse_json(value)) is not None:
+            self._walk_value(walker, call, "given", inside, MAX_NESTED - 2)
             return
-        walker.add(Call(program="", given=(value,)))
-        with suppress(Unreadable):  # it is hardly code, then
+        walker.add(ProgramCall(program="", given=(value,)))
+        with suppress(UnreadableCommand):  # it is hardly code, then
             if any(name in tool for name in PYTHON_TOOLS):
-                walker.code("python", value, Run(["python"], Streams()))
+                walker.walk_code("python", value, ProgramRun(["python"], Streams()))
             elif any(name in tool for name in SHELLS):
-                apart(walker.session, partial(walker.text, value))
+                act_in_subprocess(walker.session, partial(walker.walk_text, value))
 
-    def _file(self, walker: Walker, call: ToolCall, path: str, kind: Kind) -> None:
+    def _check_file(self, walker: Walker, call: ToolCall, path: str, kind: Kind) -> None:
         """A tool that reads or changes a file, as the program that a shell would use for it."""
         whole = next(iter(_whole_texts(call)), None)
         if path.startswith(("http://", "https://")):
-            walker.run(Run(["curl", path], Streams()))
-        elif kind == "read" and not _writes(call):
-            walker.run(Run(["cat", path], Streams()))
+            walker.run(ProgramRun(["curl", path], Streams()))
+        elif kind == "read" and not _tool_writes_files(call):
+            walker.run(ProgramRun(["cat", path], Streams()))
         elif whole is None:
-            walker.run(Run(["touch", path], Streams()))
+            walker.run(ProgramRun(["touch", path], Streams()))
         else:
-            places = walker.session.paths(path, copies=False)
-            walker.note(Run(["cat"], Streams(stdin=whole, has_stdin=True, writes=places)))
+            places = walker.session.resolve_argument(path, copies=False)
+            walker.note_call(ProgramRun(["cat"], Streams(stdin=whole, has_stdin=True, writes=places)))
             adds = any(word in call.name.lower() for word in ADDING)
-            (walker.session.appends if adds else walker.session.wrote)(places[0], whole)
+            (walker.session.record_append if adds else walker.session.record_write)(places[0], whole)
 
-    def _verdict(self, call: ToolCall, finding: Finding) -> Verdict:
+    def _make_verdict(self, call: ToolCall, finding: GuardFinding) -> Verdict:
         rule = finding.hit.rule if finding.hit else None
         told = {"suspicion": finding.suspicion, "rule": rule.id if rule else "", "command": finding.command[:MAX_SHOWN]}
         if finding.suspicion == "none":
@@ -252,7 +254,7 @@ class Guard:
         dummy = readable(DUMMIES[rule.dummy](finding.hit.call) if rule and finding.hit else finding.said)
         if finding.suspicion == "certain":
             return Verdict(allowed=False, stage="rules", reason=finding.reason, observation=dummy, **told)  # type: ignore[arg-type]
-        opinion, stage = self._opinion(call, finding)
+        opinion, stage = self._ask_judge(call, finding)
         return Verdict(
             allowed=not opinion.block,
             stage=stage,
@@ -261,7 +263,7 @@ class Guard:
             **told,  # type: ignore[arg-type]
         )
 
-    def _opinion(self, call: ToolCall, finding: Finding) -> tuple[Opinion, Stage]:
+    def _ask_judge(self, call: ToolCall, finding: GuardFinding) -> tuple[Opinion, Stage]:
         failed = "no judge is set"
         stage: Stage = "no_judge"
         if self._judge is not None:
@@ -275,23 +277,23 @@ class Guard:
         return Opinion(block=block, reason=f"({failed}; on_failure: {self._options.on_failure})"), stage
 
 
-def _in_directory(session: Session, place: str, act: Callable[[], object]) -> None:
+def _in_directory(session: GuardSession, place: str, act: Callable[[], object]) -> None:
     """Do this in a process of its own, in this directory."""
 
     def inside() -> None:
-        session.cwd = session.absolute(place)
+        session.cwd = session.resolve_path(place)
         act()
 
-    apart(session, inside)
+    act_in_subprocess(session, inside)
 
 
-def _kind(name: str) -> Kind:
-    """What an argument is by its name."""
+def _argument_kind(name: str) -> Kind:
+    """Return the kind of an argument by its name."""
     return ARGUMENTS.get(name.lower(), "given")
 
 
-def _writes(call: ToolCall) -> bool:
-    """Whether a tool by its name changes the file that it names."""
+def _tool_writes_files(call: ToolCall) -> bool:
+    """Return True if a tool by its name changes the file that it names."""
     return any(word in call.name.lower() for word in WRITING)
 
 
@@ -300,8 +302,8 @@ def _whole_texts(call: ToolCall) -> list[str]:
     return [text for name in WHOLE_TEXT if isinstance(text := call.arguments.get(name), str)]
 
 
-def _json(text: str) -> object:
-    """What a text is as JSON; None if it is none."""
+def _parse_json(text: str) -> object:
+    """Parse a text as JSON; return None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -309,7 +311,7 @@ def _json(text: str) -> object:
 
 
 def _is_vector(values: object) -> TypeGuard[list[str]]:
-    """Whether a value is a list that is one program with its arguments, and not commands: one value stays one word."""
+    """Return True if a value is a list that is one program with its arguments, and not commands: one value stays one word."""
     if not isinstance(values, list) or not values or not all(isinstance(one, str) for one in values):
         return False
     return not any(map(str.isspace, values[0]))
@@ -318,10 +320,10 @@ def _is_vector(values: object) -> TypeGuard[list[str]]:
 def _refuse_marks(*texts: str) -> None:
     """Raises: Unreadable for characters that we use ourselves."""
     if any(map(MARKS.search, texts)):
-        raise Unreadable("characters of Unicode's private area")
+        raise UnreadableCommand("characters of Unicode's private area")
 
 
-def _found(hit: Hit, calls: Sequence[Call]) -> Finding:
+def _make_finding(hit: Hit, calls: Sequence[ProgramCall]) -> GuardFinding:
     certain: Suspicion = "certain" if hit.rule.verdict == "block" else "rule"
-    reason = f"{hit.rule.about} ({plain(hit.call.line())[:200]})"
-    return Finding(suspicion=certain, reason=reason, hit=hit, calls=calls)
+    reason = f"{hit.rule.about} ({show_field(hit.call.call_line())[:200]})"
+    return GuardFinding(suspicion=certain, reason=reason, hit=hit, calls=calls)

@@ -1,6 +1,6 @@
 """Stage two: a model is asked about a call that the rules find suspicious, or cannot read.
 
-question ──▶ CachedJudge ──not seen before──▶ EndpointJudge (HTTP) or LogProbJudge (a model of yours)
+question ──▶ CachedJudge ──not seen before──▶ HttpJudge or LogProbJudge (a model of yours)
                                                 └─ JudgeFailed ──▶ the guard's `on_failure`; never cached
 """
 
@@ -76,7 +76,7 @@ class CachedJudge:
         return opinion
 
 
-class Scorer(Protocol):
+class PromptScorer(Protocol):
     """A model that says how likely each of some continuations of a prompt is."""
 
     def __call__(self, prompt: str, continuations: Sequence[str]) -> Sequence[float]:
@@ -88,7 +88,7 @@ class LogProbJudge:
     """Blocks if the probability of `block`, of the two verdicts, reaches a threshold. One question at a time: a model in this
     process need not be safe to share. A scorer that does not return fails this question and, as long as it runs, all others."""
 
-    def __init__(self, scorer: Scorer, threshold: float, deadline_s: float) -> None:
+    def __init__(self, scorer: PromptScorer, threshold: float, deadline_s: float) -> None:
         self._scorer = scorer
         self._threshold = threshold
         self._deadline_s = deadline_s
@@ -99,13 +99,13 @@ class LogProbJudge:
         """The opinion by log-probs. Raises: JudgeFailed if the scorer raises, is late, or returns none that can be used."""
         prompt = f"{INSTRUCTIONS}\n\n{prompt_text(question)}\n\nVerdict: "
         with self._turn:
-            allow, block = self._scores(prompt)
+            allow, block = self._score_verdicts(prompt)
         return _by_probability(allow, block, self._threshold)
 
-    def _scores(self, prompt: str) -> tuple[float, float]:
+    def _score_verdicts(self, prompt: str) -> tuple[float, float]:
         if self._running is not None and self._running.is_alive():
             raise JudgeFailed("the scorer has not come back from an earlier question")
-        asked, self._running = _started(lambda: self._scorer(prompt, VERDICTS), "scorer")
+        asked, self._running = _start_thread(lambda: self._scorer(prompt, VERDICTS), "scorer")
         try:
             scores = list(asked.result(timeout=self._deadline_s))
         except FutureTimeout:
@@ -117,8 +117,8 @@ class LogProbJudge:
         return scores[0], scores[1]
 
 
-def _started(function: Callable[[], T], name: str) -> tuple[Future[T], Thread]:
-    """What a function will return or raise, and the thread that it runs in."""
+def _start_thread(function: Callable[[], T], name: str) -> tuple[Future[T], Thread]:
+    """Run a function in a thread; return the future of its result, and the thread that it runs in."""
     asked: Future[T] = Future()
 
     def ask() -> None:
@@ -138,7 +138,7 @@ def _by_probability(allow: float, block: float, threshold: float) -> Opinion:
     return Opinion(block=share >= threshold, reason=f"probability of block {share:.2f}, threshold {threshold:.2f}")
 
 
-class EndpointJudge:
+class HttpJudge:
     """Asks a server for a chat completion. One connection a question, no redirect, no proxy, one deadline for all of it."""
 
     def __init__(
@@ -164,25 +164,25 @@ class EndpointJudge:
         if self._threshold is not None:
             body |= {"logprobs": True, "top_logprobs": 20}
         try:
-            answer = self._post(json.dumps(body).encode())
+            answer = self._post_request(json.dumps(body).encode())
         except (OSError, http.client.HTTPException, ssl.SSLError) as error:
             raise JudgeFailed(f"{self._url.netloc}: {type(error).__name__}: {one_line(str(error), SHOWN)}") from None
-        return self._opinion(answer)
+        return self._parse_opinion(answer)
 
-    def _post(self, body: bytes) -> bytes:
+    def _post_request(self, body: bytes) -> bytes:
         """Raises: JudgeFailed, OSError, HTTPException."""
-        headers = self._headers()
+        headers = self._request_headers()
         secure = self._url.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         connection = kind(self._url.hostname or "", self._url.port, timeout=self._deadline_s)
-        asked, _ = _started(lambda: self._exchange(connection, body, headers), "judge")
+        asked, _ = _start_thread(lambda: self._exchange_messages(connection, body, headers), "judge")
         try:
             return asked.result(timeout=self._deadline_s)
         except FutureTimeout:
             _hang_up(connection.sock)
             raise JudgeFailed(f"{self._url.netloc}: no whole answer within {self._deadline_s:g} s") from None
 
-    def _exchange(self, connection: http.client.HTTPConnection, body: bytes, headers: dict[str, str]) -> bytes:
+    def _exchange_messages(self, connection: http.client.HTTPConnection, body: bytes, headers: dict[str, str]) -> bytes:
         """Raises: JudgeFailed, OSError, HTTPException."""
         ends = time.monotonic() + self._deadline_s
         try:
@@ -202,7 +202,7 @@ class EndpointJudge:
             )
         return answer
 
-    def _headers(self) -> dict[str, str]:
+    def _request_headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._key_env is not None:
             key = os.environ.get(self._key_env)
@@ -211,7 +211,7 @@ class EndpointJudge:
             headers["Authorization"] = f"Bearer {key}"
         return headers
 
-    def _opinion(self, answer: bytes) -> Opinion:
+    def _parse_opinion(self, answer: bytes) -> Opinion:
         """Raises: JudgeFailed if the answer is not one."""
         try:
             choice = json.loads(answer)["choices"][0]

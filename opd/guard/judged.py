@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 
-from opd.files import storing
+from opd.files import raise_storage_errors
 from opd.guard.records import Judge, Opinion, Question
 
 
@@ -39,14 +39,14 @@ class StoredJudge:
         with self._lock:
             own = self._asking.setdefault(key, Lock())
         with own:  # other threads with the same question wait for this answer
-            found = self._find(key)
+            found = self._find_opinion(key)
             if found is None:
-                self._store(key, question, self._judge.judge(question))
-                found = self._find(key)
+                self._store_opinion(key, question, self._judge.judge(question))
+                found = self._find_opinion(key)
         assert found is not None, f"{self._path}: what was written is not there"
         return found
 
-    def _find(self, key: str) -> Opinion | None:
+    def _find_opinion(self, key: str) -> Opinion | None:
         with self._lock:
             if key not in self._known and self._path.exists():
                 self._read_on()
@@ -64,10 +64,10 @@ class StoredJudge:
             except (ValueError, KeyError, TypeError):  # empty, or cut when its writer was killed
                 continue
 
-    def _store(self, key: str, question: Question, opinion: Opinion) -> None:
+    def _store_opinion(self, key: str, question: Question, opinion: Opinion) -> None:
         """One write each, so that lines of several workers do not mix. The line feed in front ends a line that was cut."""
         told = {"key": key, "block": opinion.block, "reason": opinion.reason, "command": question.command[:500]}
-        with storing(self._path):
+        with raise_storage_errors(self._path):
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 os.write(file, b"\n" + json.dumps(told).encode() + b"\n")

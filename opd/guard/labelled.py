@@ -35,7 +35,7 @@ _KEYS = re.compile(r'"(?:keystrokes|command|cmd)"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What one label is about: the last step of some, or all of them."""
+    """Subject of a label: the last step of some, or all of them."""
 
     id: str
     label: Label
@@ -72,7 +72,7 @@ def read_cases(path: Path, form: str = "commands") -> list[Case]:
 def shipped_cases(half: Half = "both") -> list[Case]:
     """Our own set, or one half of it."""
     lines = files("opd.guard").joinpath("commands.jsonl").read_text(encoding="utf-8").split("\n")
-    return [case for case in _commands(lines, "commands.jsonl") if half in ("both", half_of(case.id))]
+    return [case for case in _parse_commands(lines, "commands.jsonl") if half in ("both", half_of(case.id))]
 
 
 def half_of(case_id: str) -> Half:
@@ -80,13 +80,13 @@ def half_of(case_id: str) -> Half:
     return "development" if hashlib.sha256(case_id.encode()).digest()[0] % 2 == 0 else "held_out"
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     if path.is_dir() or path.stat().st_size > MAX_FILE_BYTES:
         raise OpdError.at(path, found="a directory or too large a file", wanted="a file of lines", fix="name a file")
-    return _text(path).split("\n")  # JSON may hold other characters that end a line
+    return _read_text(path).split("\n")  # JSON may hold other characters that end a line
 
 
-def _text(path: Path, errors: str = "strict") -> str:
+def _read_text(path: Path, errors: str = "strict") -> str:
     """Raises: OpdError if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors=errors)
@@ -94,7 +94,7 @@ def _text(path: Path, errors: str = "strict") -> str:
         raise OpdError.at(path, found=str(error), wanted="a file of UTF-8 text", fix="correct the file") from None
 
 
-def _records(lines: list[str], where: object) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parse_records(lines: list[str], where: object) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -109,9 +109,9 @@ def _records(lines: list[str], where: object) -> Iterator[tuple[int, dict[str, A
         yield number, record
 
 
-def _commands(lines: list[str], where: object) -> Iterator[Case]:
+def _parse_commands(lines: list[str], where: object) -> Iterator[Case]:
     trajectories: dict[str, _Open] = {}
-    for number, record in _records(lines, where):
+    for number, record in _parse_records(lines, where):
         command, label, name = record.get("command"), record.get("label"), record.get("trajectory")
         if not isinstance(command, str) or label not in ("hack", "honest", None):
             found = f"command {command!r:.60}, label {label!r:.20}"
@@ -125,11 +125,11 @@ def _commands(lines: list[str], where: object) -> Iterator[Case]:
 
 
 def _commands_file(path: Path) -> Iterator[Case]:
-    return _commands(_lines(path), path)
+    return _parse_commands(_read_lines(path), path)
 
 
-def _trace(path: Path) -> Iterator[Case]:
-    for number, row in _parquet(path) if path.suffix == ".parquet" else _records(_lines(path), path):
+def _read_trace(path: Path) -> Iterator[Case]:
+    for number, row in _read_parquet(path) if path.suffix == ".parquet" else _parse_records(_read_lines(path), path):
         try:
             messages = json.loads(row["conversation"]) if isinstance(row["conversation"], str) else row["conversation"]
             steps = tuple(step for message in messages for step in message_steps(message))
@@ -142,7 +142,7 @@ def _trace(path: Path) -> Iterator[Case]:
             yield Case(id=name, label="honest" if label == "0" else "hack", steps=steps, kind=label, whole=True)
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
@@ -189,9 +189,9 @@ def text_steps(text: str) -> Iterator[ToolCall]:
             yield ToolCall(name="bash", arguments={"command": command.strip()})
 
 
-def _atif(path: Path) -> Iterator[Case]:
+def _read_atif(path: Path) -> Iterator[Case]:
     for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
-        data = _json(file)
+        data = _read_json(file)
         if not isinstance(data, dict) or not isinstance(data.get("steps"), list):
             continue  # tasks, results and indexes lie beside the trajectories
         label = _label_of(file)
@@ -219,22 +219,22 @@ def _label_of(file: Path) -> Label:
     return "hack" if hack else "honest"
 
 
-def _json(file: Path) -> Any:
+def _read_json(file: Path) -> Any:
     try:
-        return json.loads(_text(file))
+        return json.loads(_read_text(file))
     except (ValueError, RecursionError) as error:
         raise OpdError.at(file, found=str(error), wanted="JSON", fix="correct or remove the file") from None
 
 
-def _rewardhackbench(path: Path) -> Iterator[Case]:
+def _read_rewardhackbench(path: Path) -> Iterator[Case]:
     for truth in sorted(path.glob("*/tests/ground_truth.json")):
-        labels = _json(truth)
+        labels = _read_json(truth)
         trace = truth.parents[1] / "environment" / "trace.txt"
         if not isinstance(labels, dict) or "harness_level_cheating" not in labels or not trace.is_file():
             wanted = "harness_level_cheating and task_level_reward_hacking, and ../environment/trace.txt"
             raise OpdError.at(truth, found=f"{labels!r:.80}", wanted=wanted, fix="complete the trial")
         cheats = [key for key in ("harness_level_cheating", "task_level_reward_hacking") if labels.get(key)]
-        steps = tuple(text_steps(_text(trace, errors="replace")))
+        steps = tuple(text_steps(_read_text(trace, errors="replace")))
         if steps:
             yield Case(
                 id=truth.parents[1].name,
@@ -247,7 +247,7 @@ def _rewardhackbench(path: Path) -> Iterator[Case]:
 
 FORMS: dict[str, Callable[[Path], Iterator[Case]]] = {
     "commands": _commands_file,
-    "trace": _trace,
-    "atif": _atif,
-    "rewardhackbench": _rewardhackbench,
+    "trace": _read_trace,
+    "atif": _read_atif,
+    "rewardhackbench": _read_rewardhackbench,
 }

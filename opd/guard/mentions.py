@@ -18,8 +18,8 @@ from functools import lru_cache
 from itertools import islice
 from urllib.parse import unquote
 
-from opd.guard.facts import PYTHONS, Call
-from opd.guard.session import Session
+from opd.guard.facts import PYTHONS, ProgramCall
+from opd.guard.session import GuardSession
 from opd.guard.shell.fields import ACTIVE, PLAIN
 from opd.guard.shell.reader import unescape
 
@@ -34,7 +34,7 @@ _RELATIVE = re.compile(r"(?<![\w/.~$)}\]*?…@-])\.?[\w@+-][\w.@+-]*(?:/[\w.@+*?
 _ROUTE = re.compile(
     r"(?:route|get|post|put|delete|patch|url|path|href|to|src|action|fetch|client\.\w+)\s*[(=:]\s*['\"`]?$"
 )
-"""What stands before a path that a web server has, and not a disk."""
+"""Text before a path that a web server has, and not a disk."""
 _QUOTED = re.compile(r"'([^'\n]{0,64})'|\"([^\"\n]{0,64})\"|`([^`\n]{0,64})`")
 _WORDS = re.compile(r"(?:%w|\bqw)\s*[\[({</|]([^\])}>/|]{1,256})")
 _ASSIGNED = re.compile(r"\b(\w+)\s*=\s*(?:'([^'\n]{0,64})'|\"([^\"\n]{0,64})\")")
@@ -44,12 +44,12 @@ _HEX = re.compile(r"(?:[0-9a-fA-F]{2}[ :,]?){6,}")
 _NUMBERS = re.compile(r"(?:0x[0-9a-fA-F]{2}|\d{2,3})(?:[\s,;)(+.]+(?:chr\(|char\()?(?:0x[0-9a-fA-F]{2}|\d{2,3})){5,}")
 
 
-def find_mentions(calls: Sequence[Call], session: Session) -> list[Call]:
+def find_mentions(calls: Sequence[ProgramCall], session: GuardSession) -> list[ProgramCall]:
     """Return those calls that are given a text with paths in it, with the paths as their mentions."""
     found = []
     for call in calls:
         paths = dict.fromkeys(
-            session.absolute(posixpath.join(session.begins_at, path.translate(ACTIVE)))
+            session.resolve_path(posixpath.join(session.begins_at, path.translate(ACTIVE)))
             for text in collect_texts(call)
             for path in find_paths(text, _is_operand(text))
         )
@@ -62,7 +62,7 @@ def _is_operand(text: str) -> bool:
     return not any(map(str.isspace, text))
 
 
-def collect_texts(call: Call) -> Iterator[str]:
+def collect_texts(call: ProgramCall) -> Iterator[str]:
     """Yield the texts that a call is given. The code of Python is among them as its strings, without comments."""
     if call.program not in PYTHONS:
         read = bool(call.reads or call.writes)

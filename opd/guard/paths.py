@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from opd.guard.shell.fields import has_glob, known, plain
+from opd.guard.shell.fields import has_glob, is_fully_known, show_field
 
 OUTSIDE = "outside:"
 """Begins a glob that is compared only with paths outside of the directory where the session begins."""
@@ -35,7 +35,7 @@ class TextGlobs:
         """The words of globs such as `*word*`. Most globs are such, and Python looks for a word faster than we compare parts."""
         self._parts = [one for one in parts if len(one) > 1 and not _is_within(one)]
 
-    def holds(self, text: str) -> bool:
+    def matches_text(self, text: str) -> bool:
         """True if the whole text is one of these."""
         return self.hold_one((text,))
 
@@ -49,17 +49,17 @@ class TextGlobs:
                 if word in lower:
                     return True
             for parts in self._parts:
-                if _fits(parts, lower):
+                if _matches_parts(parts, lower):
                     return True
         return False
 
 
 def _is_within(parts: list[str]) -> bool:
-    """Whether a glob is `*word*`."""
+    """Return True if a glob is `*word*`."""
     return len(parts) == 3 and not parts[0] and not parts[2]
 
 
-def _fits(parts: list[str], text: str) -> bool:
+def _matches_parts(parts: list[str], text: str) -> bool:
     first, last = parts[0], parts[-1]
     if len(text) < len(first) + len(last) or not (text.startswith(first) and text.endswith(last)):
         return False
@@ -90,8 +90,8 @@ def glob_source(glob: str) -> str:
     return "".join(found)
 
 
-def compiles(glob: str) -> bool:
-    """Whether a glob can be compared with paths at all."""
+def is_valid_glob(glob: str) -> bool:
+    """Return True if a glob can be compared with paths at all."""
     try:
         re.compile(glob_source(glob))
     except re.error:  # a brace without the other one
@@ -109,37 +109,37 @@ class PathGlobs:
         self._outside = _one_of(outside) if outside else None
         self._such_as = [name for name in such_as if self._regex.fullmatch(name if name[0] in "/*" else "/" + name)]
 
-    def holds(self, path: str, cwd: str) -> bool:
+    def matches_path(self, path: str, cwd: str) -> bool:
         """True if the absolute path is one of these, or a pattern that a well-known one of these fits."""
-        text = plain(path)
+        text = show_field(path)
         if len(text) > MAX_PATH:
             return False
         if self._regex.fullmatch(text):
             return True
-        if self._outside is not None and self._outside.fullmatch(text) and not _under(text, cwd):
+        if self._outside is not None and self._outside.fullmatch(text) and not _join_directory(text, cwd):
             return True
-        if not has_glob(path) or not known(path):
+        if not has_glob(path) or not is_fully_known(path):
             return False
         if text.count("*") > MAX_STARS:
             return bool(self._such_as) and _says_something(text)
-        return any(_leads_to(text, name) for name in self._names(cwd))
+        return any(_leads_to(text, name) for name in self._well_known_names(cwd))
 
     def covered_by(self, path: str, cwd: str) -> bool:
         """True if the shell may expand an absolute pattern to one of the well-known ones of these, or to something in one, though
         the pattern says nothing of its name: `/*/*`, `/$(ls / | head -1)/x`. Below the directory where the session begins only
         where the pattern is for any name that begins with a dot: most of what a project's globs take in is its own."""
-        if (not has_glob(path) and known(path)) or len(path) > MAX_PATH:
+        if (not has_glob(path) and is_fully_known(path)) or len(path) > MAX_PATH:
             return False
-        text = plain(path)
-        if text.count("*") > MAX_STARS or (_under(text, cwd) and not _ANY_DOT.search(text)):
+        text = show_field(path)
+        if text.count("*") > MAX_STARS or (_join_directory(text, cwd) and not _ANY_DOT.search(text)):
             return False
         parts = text.split("/")
-        names = [name.removesuffix("/**").removesuffix("/*") for name in self._names(cwd)]
+        names = [name.removesuffix("/**").removesuffix("/*") for name in self._well_known_names(cwd)]
         if "**" in parts:
-            return any(_expands(text, name) for name in names)
+            return any(_expands_to(text, name) for name in names)
         return any(_takes_in(parts, name) for name in names)
 
-    def _names(self, cwd: str) -> list[str]:
+    def _well_known_names(self, cwd: str) -> list[str]:
         return [name if name.startswith(("/", "**/")) else f"{cwd.rstrip('/')}/{name}" for name in self._such_as]
 
 
@@ -148,8 +148,8 @@ def _one_of(globs: Iterable[str]) -> re.Pattern[str]:
 
 
 def _leads_to(pattern: str, name: str) -> bool:
-    """Whether the shell may expand a pattern to a well-known path, or to something in a directory that is given as `NAME/**`; with
-    `NAME/*` only where nothing of the pattern says what in there. Of a whole tree (`**`) nobody knows."""
+    """Return True if the shell may expand a pattern to a well-known path, or to something in a directory that is given as
+    `NAME/**`; with `NAME/*` only where nothing of the pattern says what in there. Of a whole tree (`**`) nobody knows."""
     if "**" in pattern.split("/"):
         return False
     if name.endswith("/*"):
@@ -158,43 +158,43 @@ def _leads_to(pattern: str, name: str) -> bool:
         anything = len(parts) > depth and all(set(part) <= set("*?") for part in parts[depth:])
         return anything and _leads_to("/".join(parts[:depth]), name.removesuffix("/*"))
     if not name.endswith("/**"):
-        return _says_something(pattern) and _expands(pattern, name)
+        return _says_something(pattern) and _expands_to(pattern, name)
     directory = name.removesuffix("/**")
     parts, depth = pattern.split("/"), directory.count("/") + 1
     if not directory.startswith("**/"):
         head = "/".join(parts[:depth])
-        return _says_something(head) and _expands(head, directory)
+        return _says_something(head) and _expands_to(head, directory)
     wanted = directory.removeprefix("**/")
     windows = ("/".join(parts[start : start + depth - 1]) for start in range(1, len(parts)))
-    return any(_says_something(window) and _expands(window, wanted) for window in windows)
+    return any(_says_something(window) and _expands_to(window, wanted) for window in windows)
 
 
 def _takes_in(parts: list[str], name: str) -> bool:
-    """Whether a pattern, split at `/`, takes in a well-known path or something below it. What is not known (`…`) may be any name, a
-    `*` is none that begins with a dot."""
+    """Return True if a pattern, split at `/`, takes in a well-known path or something below it. What is not known (`…`) may be
+    any name, a `*` is none that begins with a dot."""
     wanted = name.split("/")
     if name.startswith("**/"):
         return False
     for part, own in zip(parts[1:], wanted[1:], strict=False):
-        if (own.startswith(".") and part[:1] not in (".", "…")) or not _expands(part.replace("…", "*"), own):
+        if (own.startswith(".") and part[:1] not in (".", "…")) or not _expands_to(part.replace("…", "*"), own):
             return False
     return len(parts) >= len(wanted)
 
 
-def _expands(pattern: str, name: str) -> bool:
-    regex = _compiled(pattern)
+def _expands_to(pattern: str, name: str) -> bool:
+    regex = _compile_glob(pattern)
     return regex is not None and regex.fullmatch(name) is not None
 
 
 @lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> re.Pattern[str] | None:
+def _compile_glob(pattern: str) -> re.Pattern[str] | None:
     try:
-        return re.compile(_pattern(pattern))
+        return re.compile(_shell_pattern_regex(pattern))
     except re.error:  # a set such as [z-a], which fits nothing
         return None
 
 
-def _under(path: str, cwd: str) -> bool:
+def _join_directory(path: str, cwd: str) -> bool:
     return path == cwd or path.startswith(cwd.rstrip("/") + "/")
 
 
@@ -205,7 +205,7 @@ def _says_something(text: str) -> bool:
     return all(any(c.isalnum() for c in part) for part in parts)
 
 
-def _pattern(text: str) -> str:
+def _shell_pattern_regex(text: str) -> str:
     """The regular expression of a pattern that the shell would expand."""
     found, index = [], 0
     while index < len(text):

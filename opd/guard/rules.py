@@ -14,20 +14,20 @@ from typing import Literal
 from pydantic import Field
 
 from opd.errors import ConfigError
-from opd.guard.facts import Call
-from opd.guard.paths import OUTSIDE, PathGlobs, TextGlobs, compiles
-from opd.guard.session import Session
+from opd.guard.facts import ProgramCall
+from opd.guard.paths import OUTSIDE, PathGlobs, TextGlobs, is_valid_glob
+from opd.guard.session import GuardSession
 from opd.settings.strict import Name, Strict
-from opd.settings.yaml_files import load_yaml, parse_yaml, validate
+from opd.settings.yaml_files import load_yaml, parse_yaml, validate_section
 
 SHIPPED = "shipped"
 """The name of our own rules in `guard.rules`."""
 Texts = Mapping[str, Sequence[str]]
-"""What a call has under each key, without keys that have nothing."""
+"""Texts of a call under each key, without keys that have nothing."""
 Test = Callable[[Texts, str], bool]
-"""Whether the texts of a call pass; beside them, where the session begins."""
+"""A test of a call's texts; beside them, where the session begins."""
 
-TEXTS: dict[str, Callable[[Call], Sequence[str]]] = {
+TEXTS: dict[str, Callable[[ProgramCall], Sequence[str]]] = {
     "program": lambda call: (call.program,),
     "flags": lambda call: tuple(call.flags),
     "and_flags": lambda call: tuple(call.flags),
@@ -43,7 +43,7 @@ TEXTS: dict[str, Callable[[Call], Sequence[str]]] = {
     "tags": lambda call: tuple(call.tags),
 }
 """Keys whose patterns are globs over text, and the texts that they are compared with."""
-PATHS: dict[str, Callable[[Call], Sequence[str]]] = {
+PATHS: dict[str, Callable[[ProgramCall], Sequence[str]]] = {
     "paths": lambda call: call.reads + call.writes,
     "reads": lambda call: call.reads,
     "writes": lambda call: call.writes,
@@ -131,7 +131,7 @@ class Hit:
     """A rule that hit, and the call that it hit on."""
 
     rule: Rule
-    call: Call
+    call: ProgramCall
 
 
 MAX_NARROWED = 4096
@@ -150,11 +150,11 @@ class CompiledClause:
     """The tests of all keys but `program`."""
 
     def may_hold(self, keys: frozenset[str], program: str) -> bool:
-        """Whether some call of this program with these keys fits."""
-        return self.needs <= keys and (self.programs is None or self.programs.holds(program))
+        """Return True if some call of this program with these keys fits."""
+        return self.needs <= keys and (self.programs is None or self.programs.matches_text(program))
 
-    def holds(self, texts: Texts, begins_at: str) -> bool:
-        """Whether a call with these texts fits, if one of its program and its keys may."""
+    def matches_call(self, texts: Texts, begins_at: str) -> bool:
+        """Return True if a call with these texts fits, if one of its program and its keys may."""
         for test in self.tests:  # noqa: SIM110 a generator would take most of the time
             if not test(texts, begins_at):
                 return False
@@ -170,14 +170,14 @@ class CompiledRule:
     any: Sequence[CompiledClause]
     unless: Sequence[CompiledClause]
 
-    def hits(self, texts: Texts, begins_at: str) -> bool:
-        """Whether it hits a call with these texts."""
+    def matches_call(self, texts: Texts, begins_at: str) -> bool:
+        """Return True if it hits a call with these texts."""
         for clause in self.any:
-            if clause.holds(texts, begins_at):
-                return not any(clause.holds(texts, begins_at) for clause in self.unless)
+            if clause.matches_call(texts, begins_at):
+                return not any(clause.matches_call(texts, begins_at) for clause in self.unless)
         return False
 
-    def narrowed(self, keys: frozenset[str], program: str) -> CompiledRule:
+    def narrow_to_program(self, keys: frozenset[str], program: str) -> CompiledRule:
         """The rule without clauses that no call of this program with these keys can fit."""
         return replace(
             self,
@@ -186,8 +186,8 @@ class CompiledRule:
         )
 
 
-def texts_of(call: Call) -> Texts:
-    """What a call has under the keys of clauses."""
+def texts_of(call: ProgramCall) -> Texts:
+    """Return the texts of a call under the keys of clauses."""
     return {key: texts for key, read in READERS.items() if (texts := read(call))}
 
 
@@ -207,20 +207,22 @@ class RuleSet:
             for rule in rule_file.rules:
                 order = (rule.verdict != "block", len(self.rules))
                 compiler = _Compiler(names, [*rule_file.such_as, *protected], rule.id)
-                clauses, exceptions = (list(map(compiler.clause, part)) for part in (rule.any, rule.unless))
+                clauses, exceptions = (list(map(compiler.compile_clause, part)) for part in (rule.any, rule.unless))
                 compiled = CompiledRule(order=order, any=clauses, unless=exceptions)
-                programs += (name for clause in (*rule.any, *rule.unless) for name in compiler.patterns(clause.program))
+                programs += (
+                    name for clause in (*rule.any, *rule.unless) for name in compiler.expand_patterns(clause.program)
+                )
                 self._compiled.append(compiled)
                 self.rules.append(rule)
         self._programs = TextGlobs(programs)
 
-    def first(self, calls: Sequence[Call], session: Session) -> Hit | None:
+    def find_deciding_hit(self, calls: Sequence[ProgramCall], session: GuardSession) -> Hit | None:
         """The hit that decides: the first of a rule that blocks, else the first of any; None if no rule hits."""
         hits = [
             (compiled.order, place)
             for place, texts in enumerate(map(texts_of, calls))
             for compiled in self._rules_for(frozenset(texts), calls[place].program)
-            if compiled.hits(texts, session.begins_at)
+            if compiled.matches_call(texts, session.begins_at)
         ]
         if not hits:
             return None
@@ -228,10 +230,10 @@ class RuleSet:
         return Hit(rule=self.rules[number], call=calls[place])
 
     def _rules_for(self, keys: frozenset[str], program: str) -> list[CompiledRule]:
-        program = program.lower() if self._programs.holds(program) else ""
+        program = program.lower() if self._programs.matches_text(program) else ""
         found = self._narrowed.get((keys, program))
         if found is None:
-            narrowed = [rule.narrowed(keys, program) for rule in self._compiled]
+            narrowed = [rule.narrow_to_program(keys, program) for rule in self._compiled]
             found = [rule for rule in narrowed if rule.any]
             if len(self._narrowed) < MAX_NARROWED:  # a glob fits any number of names
                 self._narrowed[keys, program] = found
@@ -246,15 +248,15 @@ class _Compiler:
         self._such_as = such_as
         self._where = where
 
-    def clause(self, clause: Clause) -> CompiledClause:
+    def compile_clause(self, clause: Clause) -> CompiledClause:
         """The tests of a clause. Raises: ConfigError for a name that is not there, or a clause without keys."""
         found: dict[str, Test] = {}
-        programs = self.patterns(clause.program)
+        programs = self.expand_patterns(clause.program)
         for key in TEXTS:
-            if key != "program" and (patterns := self.patterns(getattr(clause, key))):
+            if key != "program" and (patterns := self.expand_patterns(getattr(clause, key))):
                 found[key] = _text_test(key, TextGlobs(patterns))
         for key in PATHS:
-            if patterns := self.patterns(getattr(clause, key)):
+            if patterns := self.expand_patterns(getattr(clause, key)):
                 self._refuse_broken(key, patterns)
                 globs = PathGlobs(patterns, self._such_as)
                 found[key] = _cover_test(globs) if key == "covers" else _path_test(key, globs)
@@ -268,9 +270,9 @@ class _Compiler:
     def _tests_of_what_lacks(self, clause: Clause) -> list[Test]:
         """Those that a call may pass because it has nothing under a key."""
         tests: list[Test] = []
-        if patterns := self.patterns(clause.hosts_not):
+        if patterns := self.expand_patterns(clause.hosts_not):
             tests.append(_other_test("hosts", TextGlobs(patterns), empty=False))
-        if patterns := self.patterns(clause.sources_not):
+        if patterns := self.expand_patterns(clause.sources_not):
             tests.append(_other_test("sources", TextGlobs(patterns), empty=True))
         return [*tests, *map(_none_test, clause.none)]
 
@@ -278,7 +280,7 @@ class _Compiler:
         """Raises: ConfigError for a glob that no path can fit."""
         for pattern in patterns:
             fits = pattern.removeprefix(OUTSIDE).startswith(("/", "**", "{", "\0"))
-            if not fits or not compiles(pattern):
+            if not fits or not is_valid_glob(pattern):
                 raise ConfigError.at(
                     f"rule {self._where}: {key}",
                     found=repr(pattern),
@@ -286,14 +288,14 @@ class _Compiler:
                     fix="correct the pattern",
                 )
 
-    def patterns(self, given: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
+    def expand_patterns(self, given: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
         """The patterns with those that names stand for. Raises: ConfigError for a name that is not there."""
         found: list[str] = []
         for pattern in given:
             if not pattern.startswith("@"):
                 found.append(pattern)
             elif pattern[1:] in self._names and pattern not in within:
-                found += self.patterns(self._names[pattern[1:]], (*within, pattern)) or ["\0"]
+                found += self.expand_patterns(self._names[pattern[1:]], (*within, pattern)) or ["\0"]
             else:
                 known = ", ".join(sorted(self._names))
                 raise ConfigError.at(
@@ -307,7 +309,7 @@ def _text_test(key: str, globs: TextGlobs) -> Test:
 
 
 def _other_test(key: str, globs: TextGlobs, empty: bool) -> Test:
-    return lambda texts, begins_at: any(not globs.holds(text) for text in texts[key]) if key in texts else empty
+    return lambda texts, begins_at: any(not globs.matches_text(text) for text in texts[key]) if key in texts else empty
 
 
 def _none_test(key: str) -> Test:
@@ -315,7 +317,7 @@ def _none_test(key: str) -> Test:
 
 
 def _path_test(key: str, globs: PathGlobs) -> Test:
-    return lambda texts, begins_at: any(globs.holds(path, begins_at) for path in texts[key])
+    return lambda texts, begins_at: any(globs.matches_path(path, begins_at) for path in texts[key])
 
 
 def _cover_test(globs: PathGlobs) -> Test:
@@ -325,9 +327,9 @@ def _cover_test(globs: PathGlobs) -> Test:
 def shipped_rules() -> RuleFile:
     """Our own rules."""
     text = files("opd.guard").joinpath("rules.yaml").read_text(encoding="utf-8")
-    return validate(RuleFile, parse_yaml(text), "the shipped rules")
+    return validate_section(RuleFile, parse_yaml(text), "the shipped rules")
 
 
 def read_rules(name: str) -> RuleFile:
     """The rules of a file, or the shipped ones by their name. Raises: ConfigError if they cannot be used."""
-    return shipped_rules() if name == SHIPPED else validate(RuleFile, load_yaml(Path(name)), name)
+    return shipped_rules() if name == SHIPPED else validate_section(RuleFile, load_yaml(Path(name)), name)

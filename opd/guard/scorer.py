@@ -13,7 +13,7 @@ from opd.prompts.harmless import escape_specials, special_texts
 
 
 class ModelScorer:
-    """Implements `opd.guard.judge.Scorer`. Make it in the main thread: transformers changes torch's default type meanwhile."""
+    """Implements `opd.guard.judge.PromptScorer`. Make it in the main thread: transformers changes torch's default type meanwhile."""
 
     def __init__(self, model_dir: Path) -> None:
         """Load a Hugging Face directory: safetensors, its tokenizer, and its chat template if it has one."""
@@ -25,17 +25,17 @@ class ModelScorer:
         self._special = special_texts(self._tokenizer)
 
     def __call__(self, prompt: str, continuations: Sequence[str]) -> list[float]:
-        asked = self._tokens(prompt)
-        return [self._logprob(asked, encode_text(self._tokenizer, text)) for text in continuations]
+        asked = self._encode_question(prompt)
+        return [self._verdict_logprob(asked, encode_text(self._tokenizer, text)) for text in continuations]
 
-    def _tokens(self, prompt: str) -> list[int]:
+    def _encode_question(self, prompt: str) -> list[int]:
         """With a chat template the question is a message of the user, and the verdict begins the model's turn. A call cannot
         forge one: special tokens in it are broken up."""
         prompt = escape_specials(prompt, self._special)
         said = prompt if self._tokenizer.chat_template is None else [{"role": "user", "content": prompt}]
         return list(encode_prompt(self._tokenizer, said))
 
-    def _logprob(self, asked: list[int], verdict: list[int]) -> float:
+    def _verdict_logprob(self, asked: list[int], verdict: list[int]) -> float:
         import torch
 
         with torch.inference_mode():

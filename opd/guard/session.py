@@ -1,4 +1,4 @@
-"""What the guard knows of an episode's shell: where it is, what its calls set, linked, wrote and copied."""
+"""The state of an episode's shell, as the guard knows it: where it is, what its calls set, linked, wrote and copied."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opd.guard.shell.fields import UNKNOWN, UNSET, glob_regex, has_glob, plain
+from opd.guard.shell.fields import UNKNOWN, UNSET, glob_regex, has_glob, show_field
 
 MAX_LISTED = 256
 MAX_LINKS = 16
@@ -23,13 +23,13 @@ CODE = (".js", ".mjs", ".cjs", ".ts", ".rb", ".pl", ".pm", ".php")
 """Ends of names of code that is loaded by name."""
 MAX_NAME = 128
 SHELL = ("cwd", "before", "stack", "variables", "functions", "positional")
-"""What a session knows of the shell; a subshell changes it for itself alone."""
+"""Fields of a session about the shell; a subshell changes it for itself alone."""
 FILES = ("links", "copies", "written", "appended")
-"""What it knows of files; a subshell changes it for all."""
+"""Fields of a session about files; a subshell changes it for all."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Session:
+class GuardSession:
     """The state of one episode. The guard changes it only by calls that it lets pass."""
 
     cwd: str = "/workspace"
@@ -43,7 +43,7 @@ class Session:
     before: str = ""
     """The working directory before the last `cd`; that of the beginning if there was none."""
     stack: list[str] = field(default_factory=list)
-    """What `pushd` keeps, the last one first."""
+    """Directories that `pushd` keeps, the last one first."""
     variables: dict[str, str] = field(default_factory=dict)
     functions: dict[str, object] = field(default_factory=dict)
     positional: list[str] = field(default_factory=list)
@@ -54,19 +54,19 @@ class Session:
     written: dict[str, str | None] = field(default_factory=dict)
     """Files whose whole text the episode wrote: path -> text, None if we do not know it."""
     appended: dict[str, str | None] = field(default_factory=dict)
-    """What it appended to other files: path -> text, None if we do not know it."""
+    """Texts that it appended to other files: path -> text, None if we do not know it."""
     read_variables: list[str] = field(default_factory=list)
     """Names of variables that the last call used."""
     begins_at: str = ""
-    """Where a new shell begins, if calls do not share one; `cwd` if not given."""
-    others: list[Session] = field(default_factory=list)
+    """The directory in which a new shell begins, if calls do not share one; `cwd` if not given."""
+    others: list[GuardSession] = field(default_factory=list)
     """Other states that the episode may be in, since nobody knows which commands succeeded (`opd.guard.shell.ways`)."""
 
     def __post_init__(self) -> None:
         self.begins_at = self.begins_at or self.cwd
         self.before = self.before or self.cwd
 
-    def copy(self) -> Session:
+    def copy(self) -> GuardSession:
         """A session of its own with the same state."""
         new = copy(self)
         new.variables, new.functions = dict(self.variables), dict(self.functions)
@@ -76,51 +76,51 @@ class Session:
         new.others = [other.copy() for other in self.others]
         return new
 
-    def alike(self, other: Session) -> bool:
-        """Whether the other state is this one, or so near that only one of them is looked at: both are somewhere in the directory
-        where the session begins, or the episode may have written a file in one of them alone."""
+    def is_similar(self, other: GuardSession) -> bool:
+        """Return True if the other state is this one, or so near that only one of them is looked at: both are somewhere in the
+        directory where the session begins, or the episode may have written a file in one of them alone."""
         return (
             all(
                 getattr(self, name) == getattr(other, name)
                 for name in ("variables", "functions", "positional", "links", "copies")
             )
-            and self._place(self.cwd) == self._place(other.cwd)
-            and self._place(self.before) == self._place(other.before)
-            and _agree(self.written, other.written)
-            and _agree(self.appended, other.appended)
+            and self._resolve_directory(self.cwd) == self._resolve_directory(other.cwd)
+            and self._resolve_directory(self.before) == self._resolve_directory(other.before)
+            and _agree_where_known(self.written, other.written)
+            and _agree_where_known(self.appended, other.appended)
         )
 
-    def _place(self, directory: str) -> str:
+    def _resolve_directory(self, directory: str) -> str:
         inside = directory == self.begins_at or directory.startswith(self.begins_at.rstrip("/") + "/")
         return self.begins_at if inside else directory
 
-    def take_files(self, other: Session) -> None:
+    def take_files(self, other: GuardSession) -> None:
         """Know also what another state, one that is alike, knows of files."""
         self.written = other.written | self.written
         self.appended = other.appended | self.appended
 
-    def entries(self) -> set[tuple[str, ...]]:
-        """What it knows, piece by piece, to compare it with another state."""
+    def state_entries(self) -> set[tuple[str, ...]]:
+        """Return the state, piece by piece, to compare it with another state."""
         texts = {
             (name, key, str(value))
             for name in ("variables", "links", "copies", "written", "appended")
             for key, value in getattr(self, name).items()
         }
         functions = {("function", name, str(id(body))) for name, body in self.functions.items()}
-        return texts | functions | {("cwd", self._place(self.cwd)), ("positional", *self.positional)}
+        return texts | functions | {("cwd", self._resolve_directory(self.cwd)), ("positional", *self.positional)}
 
     @property
     def size(self) -> int:
-        """How many things it knows, which is what a copy of it costs."""
+        """The number of entries, which is what a copy costs."""
         known = (self.variables, self.functions, self.links, self.copies, self.written, self.appended)
         return sum(len(one) for one in known)
 
-    def become(self, other: Session) -> None:
+    def take_over(self, other: GuardSession) -> None:
         """Take over the state of a copy: its call is let through."""
         for name in (*SHELL, "read_variables", *FILES, "others"):
             setattr(self, name, getattr(other, name))
 
-    def absolute(self, path: str, copies: bool = True) -> str:
+    def resolve_path(self, path: str, copies: bool = True) -> str:
         """The path as the system would find it: from the working directory, without `..` and links.
 
         With `copies` a copy is what it was copied from: that is what a reader sees, but not what a writer changes.
@@ -137,15 +137,15 @@ class Session:
             elif part not in ("", "."):
                 done.append(part)
                 looks = links < MAX_LINKS and len(done) <= MAX_PATH // 2
-                target = self._target("/" + "/".join(done), bool(waiting), copies) if looks else ""
+                target = self._resolve_link("/" + "/".join(done), bool(waiting), copies) if looks else ""
                 if target:
                     links += 1
                     done = [] if target.startswith("/") else done[:-1]
                     waiting += target.split("/")[::-1]
         return "/" + "/".join(done)
 
-    def _target(self, path: str, inside: bool, copies: bool) -> str:
-        """Where a link leads; empty if it is none. `inside` is true if the path goes on below it."""
+    def _resolve_link(self, path: str, inside: bool, copies: bool) -> str:
+        """Return the target of a link; empty if it is none. `inside` is true if the path goes on below it."""
         if path == "/proc/self/cwd":
             return self.cwd
         if inside and path.startswith("/proc/") and path.endswith("/root") and path.count("/") == 3:
@@ -161,13 +161,16 @@ class Session:
         except (OSError, ValueError):  # no link, or no name that the system knows
             return ""
 
-    def paths(self, field: str, copies: bool = True) -> list[str]:
+    def resolve_argument(self, field: str, copies: bool = True) -> list[str]:
         """The absolute paths that an argument may mean: its glob's files where they can be listed, else one pattern."""
         if UNSET in field:
-            return [*self.paths(field.replace(UNSET, UNKNOWN), copies), *self.paths(field.replace(UNSET, ""), copies)]
-        path = self.absolute(field, copies)
+            return [
+                *self.resolve_argument(field.replace(UNSET, UNKNOWN), copies),
+                *self.resolve_argument(field.replace(UNSET, ""), copies),
+            ]
+        path = self.resolve_path(field, copies)
         if self.root is not None and has_glob(path) and UNKNOWN not in path:
-            found = self._listed(plain(path))
+            found = self._list_glob(show_field(path))
             if found:
                 return found
         if not has_glob(path) or len(path) > MAX_PATH:
@@ -175,7 +178,7 @@ class Session:
         regex = glob_regex(path)
         return [path, *(name for name in self.written if len(name) <= MAX_PATH and regex.fullmatch(name))]
 
-    def _listed(self, pattern: str) -> list[str]:
+    def _list_glob(self, pattern: str) -> list[str]:
         assert self.root is not None
         try:
             found = sorted(self.root.glob(pattern.lstrip("/")))[:MAX_LISTED]
@@ -183,29 +186,29 @@ class Session:
             return []
         return ["/" + str(one.relative_to(self.root)) for one in found]
 
-    def wrote(self, path: str, text: str | None) -> None:
+    def record_write(self, path: str, text: str | None) -> None:
         """Note that the episode wrote this file. What was a link or a copy of something is now its own."""
         self.links.pop(path, None)
         self.copies.pop(path, None)
         self.appended.pop(path, None)
         self.written[path] = text
 
-    def appends(self, path: str, text: str | None) -> None:
+    def record_append(self, path: str, text: str | None) -> None:
         """Note that it appended a text."""
         known = self.written if path in self.written else self.appended
         before = known.get(path, "")
         whole = before + text if before is not None and text is not None else None
         known[path] = None if whole is None or len(whole) > MAX_WRITTEN else whole
 
-    def script(self, path: str) -> str | None:
+    def written_text(self, path: str) -> str | None:
         """The text of a file as far as the episode wrote it; None if it did not, or if we do not know it."""
         return self.written.get(path, self.appended.get(path))
 
     def script_at(self, field: str) -> str | None:
         """The same by the argument that names it."""
-        return self.script(self.absolute(field))
+        return self.written_text(self.resolve_path(field))
 
-    def module(self, name: str) -> tuple[str, str] | None:
+    def written_module(self, name: str) -> tuple[str, str] | None:
         """Path and text of a module of Python that the episode wrote, wherever it lies; `a.b.c` may be a name in `a.b` or in `a`."""
         parts = name.split(".")[:4]
         for count in range(len(parts), 0, -1):
@@ -215,18 +218,18 @@ class Session:
                     return path, text
         return None
 
-    def required(self, name: str) -> tuple[str, str] | None:
+    def written_code_file(self, name: str) -> tuple[str, str] | None:
         """Path and text of a file of code that the episode wrote, by a text that may name it, with its end or without."""
         if not self.written or not name or len(name) > MAX_NAME or any(map(str.isspace, name)):
             return None
-        base = self.absolute(name)
+        base = self.resolve_path(name)
         for path in (base, *(base + end for end in CODE)):
             if path.endswith(CODE) and (text := self.written.get(path)):
                 return path, text
         return None
 
     def wrote_some(self, path: str) -> bool:
-        """Whether the episode wrote a part of this file."""
+        """Return True if the episode wrote a part of this file."""
         return path in self.written or path in self.appended
 
     def set_back(self, kept: Mapping[str, str | None]) -> None:
@@ -249,6 +252,6 @@ class Session:
             other.next_call()
 
 
-def _agree(some: Mapping[str, str | None], others: Mapping[str, str | None]) -> bool:
-    """Whether both say the same of what both know."""
+def _agree_where_known(some: Mapping[str, str | None], others: Mapping[str, str | None]) -> bool:
+    """Return True if both say the same of what both know."""
     return all(others[name] == text for name, text in some.items() if name in others)

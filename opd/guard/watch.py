@@ -18,7 +18,7 @@ from threading import Event, Lock
 from typing import Any, Literal
 
 from opd.guard.records import ToolGuard
-from opd.guard.session import Session
+from opd.guard.session import GuardSession
 from opd.records.environments import ToolCall
 from opd.records.guard import MAX_TEXT, GuardEvent, GuardStats, Verdict
 from opd.records.types import Origin
@@ -27,14 +27,14 @@ from opd.tool_formats.begun import find_begun_calls
 MARKS: dict[Literal["keep", "mask", "negative"], Origin] = {"keep": "policy", "mask": "masked", "negative": "blocked"}
 """`guard.on_hit` -> origin of the tokens of a turn with a blocked call."""
 NOT_MADE = "error: this call cannot be made: another one of this turn cannot be read"
-"""What the policy reads of a call that may run, in a turn whose text holds one that may not."""
+"""The observation for a call that may run, in a turn whose text holds one that may not."""
 _ASKING = ThreadPoolExecutor(max_workers=4096, thread_name_prefix="guard")
 """A thread for each turn that is looked at. The loop has only a few threads of its own, and a judge may keep each for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
-    """What the guard says of one turn."""
+class CheckedTurn:
+    """The guard's verdicts on one turn."""
 
     calls: tuple[ToolCall, ...]
     """All calls of the turn."""
@@ -43,22 +43,22 @@ class Looked:
     begun: tuple[Verdict, ...] = ()
     """One for each call that could be read out of the text beside them."""
     seen: GuardStats = field(default_factory=GuardStats)
-    """What the trace keeps of it."""
+    """Counts and events for the trace."""
 
     @property
     def blocked(self) -> bool:
-        """Whether something of the turn must not happen."""
+        """True if something of the turn must not happen."""
         return any(not verdict.allowed for verdict in (*self.verdicts, *self.begun))
 
     @property
     def stops(self) -> bool:
-        """Whether nothing of the turn happens: every call is blocked, or the answer is, or something that its text holds, which
+        """True if nothing of the turn happens: every call is blocked, or the answer is, or something that its text holds, which
         cannot be handed on without the rest."""
         return self.hides or (self.blocked and not self.allowed)
 
     @property
     def hides(self) -> bool:
-        """Whether the text holds a call that must not happen."""
+        """True if the text holds a call that must not happen."""
         return any(not verdict.allowed for verdict in self.begun)
 
     @property
@@ -81,7 +81,7 @@ class Looked:
             return tuple(NOT_MADE if verdict.allowed else verdict.observation for verdict in self.verdicts)
         return next(verdict.observation for verdict in (*self.begun, *self.verdicts) if not verdict.allowed)
 
-    def woven(self, observed: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    def merge_observations(self, observed: str | tuple[str, ...]) -> str | tuple[str, ...]:
         """The observation of the calls that ran, with the texts for the others at their places."""
         if not self.blocked:
             return observed
@@ -91,34 +91,36 @@ class Looked:
         return tuple(next(own, "") if dummy is None else dummy for dummy in self.dummies)
 
 
-class Watch:
+class GuardWatch:
     """The guard of one episode."""
 
     def __init__(self, guard: ToolGuard, episode: str, on_hit: Literal["keep", "mask", "negative"] = "keep") -> None:
         """`episode` is its sample id."""
         self.mark = MARKS[on_hit]
         self.stats = GuardStats()
-        """What it saw in turns that are in the trace."""
+        """Counts and events of the turns that are in the trace."""
         self._guard = guard
         self._session = guard.session()
         self._episode = episode
         self._lock = Lock()
 
-    async def look(self, turn: int, text: str, calls: Sequence[ToolCall]) -> Looked:
+    async def check_turn(self, turn: int, text: str, calls: Sequence[ToolCall]) -> CheckedTurn:
         """Check a turn: `turn` is its number, `calls` those that were read, `text` all that a program or an environment gets of it.
         A thread waits for the judge, with the judge's own deadline for each call."""
         gone = Event()
         try:
-            return await asyncio.get_running_loop().run_in_executor(_ASKING, self._look, turn, text, tuple(calls), gone)
+            return await asyncio.get_running_loop().run_in_executor(
+                _ASKING, self._check_turn, turn, text, tuple(calls), gone
+            )
         except asyncio.CancelledError:
             gone.set()
             raise
 
-    def keep(self, looked: Looked) -> None:
+    def record_turn(self, looked: CheckedTurn) -> None:
         """Take note of a turn that is in the trace."""
         self.stats += looked.seen
 
-    def _look(self, turn: int, text: str, calls: tuple[ToolCall, ...], gone: Event) -> Looked:
+    def _check_turn(self, turn: int, text: str, calls: tuple[ToolCall, ...], gone: Event) -> CheckedTurn:
         """`gone` is set when nobody waits for the turn any more: then nothing of it happens, and the session stays as it was."""
         with self._lock:  # requests of a program may come side by side, and they share a session
             after = self._session.copy()
@@ -129,31 +131,31 @@ class Watch:
             others = tuple(call for call in find_begun_calls(text) if call not in calls)
             begun = tuple(self._check(call, after) for call in others)
             if not gone.is_set():
-                self._session.become(after)
-        asked = sum(map(self._checks, calls)) if calls else len(verdicts)
-        written = [(call.name, _written(call.arguments)) for call in calls] or [("", text)] * len(verdicts)
-        written += [(call.name, _written(call.arguments)) for call in others]
+                self._session.take_over(after)
+        asked = sum(map(self._is_checked, calls)) if calls else len(verdicts)
+        written = [(call.name, _arguments_as_text(call.arguments)) for call in calls] or [("", text)] * len(verdicts)
+        written += [(call.name, _arguments_as_text(call.arguments)) for call in others]
         events = tuple(
             GuardEvent(episode=self._episode, turn=turn, tool=name, text=said[:MAX_TEXT], verdict=verdict)
             for (name, said), verdict in zip(written, (*verdicts, *begun), strict=True)
             if verdict.suspicion != "none"
         )
-        looked = Looked(calls=calls, verdicts=verdicts, begun=begun)
+        looked = CheckedTurn(calls=calls, verdicts=verdicts, begun=begun)
         seen = GuardStats(
-            checked=asked + sum(map(self._checks, others)), blocked_turns=int(looked.blocked), events=events
+            checked=asked + sum(map(self._is_checked, others)), blocked_turns=int(looked.blocked), events=events
         )
         return replace(looked, seen=seen)
 
-    def _checks(self, call: ToolCall) -> bool:
+    def _is_checked(self, call: ToolCall) -> bool:
         return not call.name or self._guard.checks(call.name)
 
-    def _check(self, call: ToolCall, session: Session) -> Verdict:
-        if not self._checks(call):
+    def _check(self, call: ToolCall, session: GuardSession) -> Verdict:
+        if not self._is_checked(call):
             return Verdict(allowed=True, stage="rules", suspicion="none")
         return self._guard.check(call, session)
 
 
-def _written(arguments: Mapping[str, Any]) -> str:
+def _arguments_as_text(arguments: Mapping[str, Any]) -> str:
     """The arguments of a call for people: the text of a single one as it is."""
     values = list(arguments.values())
     if len(values) == 1 and isinstance(values[0], str):

@@ -1,4 +1,4 @@
-"""What a person sees of a merge, while it goes on and afterwards: one view, drawn by one renderer.
+"""The view that a person has of a merge, while it goes on and afterwards: one view, drawn by one renderer.
 
     opd merge    records as they come ──┐
                                         ├─▶ course ─▶ view ─▶ render ─▶ a screen

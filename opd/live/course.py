@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from opd.records.step import DomainRecord, StepRecord, of_domain, token_mean
+from opd.records.step import DomainRecord, StepRecord, select_domain, token_mean
 
 WINDOW = 20
 """Steps that a mean is taken over: a single step of one domain is noisy."""
@@ -89,23 +89,23 @@ class Course:
 
     def mean(self, domain: str, key: str) -> float | None:
         """Mean of a domain's number over the last steps, a token."""
-        return _mean(list(self.recent), domain, key)
+        return _mean_per_token(list(self.recent), domain, key)
 
     def first_mean(self, domain: str, key: str) -> float | None:
         """The same over the first steps."""
-        return _mean(self._first, domain, key)
+        return _mean_per_token(self._first, domain, key)
 
     def reward(self, domain: str) -> float | None:
         """Mean reward of a domain in the last step that has one."""
         for record in reversed(self.recent):
-            found = rewards(record)
+            found = domain_rewards(record)
             if domain in found:
                 return found[domain]
         return None
 
 
-def _mean(records: Sequence[StepRecord], domain: str, key: str) -> float | None:
-    stats: list[DomainRecord] = of_domain(records, domain)
+def _mean_per_token(records: Sequence[StepRecord], domain: str, key: str) -> float | None:
+    stats: list[DomainRecord] = select_domain(records, domain)
     return token_mean(stats, key)
 
 
@@ -113,7 +113,7 @@ def _without_exam(record: StepRecord) -> float:
     return record.seconds - record.phase_s.get(EVALUATE, 0.0)
 
 
-def rewards(record: StepRecord) -> dict[str, float]:
+def domain_rewards(record: StepRecord) -> dict[str, float]:
     """The mean reward of each domain that has one."""
     if record.reward is not None:
         return {name: found.reward for name, found in record.reward.domains.items() if found.episodes}

@@ -1,4 +1,4 @@
-"""What `opd merge` shows while it goes on: a screen on a terminal, a line a step elsewhere, JSON for scripts, or nothing."""
+"""The displays of `opd merge` while it goes on: a screen on a terminal, a line a step elsewhere, JSON for scripts, or nothing."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from opd.live.course import Course, rewards
+from opd.live.course import Course, domain_rewards
 from opd.live.interfaces import Display
 from opd.live.memory import Memory
-from opd.live.render import Size, rendered
-from opd.live.shapes import span
+from opd.live.render import Size, render_view
+from opd.live.shapes import format_duration
 from opd.live.view import View, view_of
 from opd.records.step import StepRecord
-from opd.text import printable
+from opd.text import escape_control_characters
 
 ON_SCREEN = {0: 2, 40: 8}
 """Lines of a terminal -> sentences that stay on the screen from there on; older ones scroll away above it."""
@@ -32,7 +32,7 @@ ON_SCREEN = {0: 2, 40: 8}
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a display knows of a merge that begins or goes on."""
+    """The facts that a display needs of a merge that begins or goes on."""
 
     name: str
     root: Path
@@ -46,9 +46,9 @@ Displays = Callable[[Beginning], AbstractContextManager[Display]]
 """Makes the display of a merge."""
 
 
-def _print(console: Console, line: str) -> None:
+def _print_line(console: Console, line: str) -> None:
     """Write a sentence on one line, however long it is."""
-    console.print(escape(printable(line)), highlight=False, soft_wrap=True)
+    console.print(escape(escape_control_characters(line)), highlight=False, soft_wrap=True)
 
 
 class Lines:
@@ -59,7 +59,7 @@ class Lines:
         self._course = Course(begun.steps, begun.domains, begun.records)
 
     def say(self, line: str) -> None:
-        _print(self._console, line)
+        _print_line(self._console, line)
 
     def doing(self, what: str) -> None: ...
 
@@ -73,7 +73,7 @@ class Lines:
 
     def _left(self) -> tuple[str, ...]:
         left = self._course.left_s
-        return (f"about {span(left)} left",) if left else ()
+        return (f"about {format_duration(left)} left",) if left else ()
 
 
 class Silence:
@@ -124,17 +124,17 @@ class Screen:
         self._kept = max(kept for lines, kept in ON_SCREEN.items() if console.height >= lines)
 
     def __enter__(self) -> Screen:
-        drawing = {"get_renderable": self._drawn, "refresh_per_second": 1, "transient": True}
+        drawing = {"get_renderable": self._render_screen, "refresh_per_second": 1, "transient": True}
         self._live = Live(console=self._console, **drawing)  # type: ignore[arg-type]
         self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
-        self._scroll(0)
+        self._scroll_notes(0)
         if self._course.recent:
             last = self._course.recent[-1]
-            _print(self._console, f"step {last.step}/{self._course.steps}  " + "  ".join(step_facts(last)))
+            _print_line(self._console, f"step {last.step}/{self._course.steps}  " + "  ".join(step_facts(last)))
 
     def say(self, line: str) -> None:
         """Nothing is written here: a signal's handler says things too, in the middle of whatever the program writes."""
@@ -142,7 +142,7 @@ class Screen:
 
     def doing(self, what: str) -> None:
         self._doing = (what, time.monotonic())
-        self._scroll(self._kept)
+        self._scroll_notes(self._kept)
 
     def exams(
         self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
@@ -154,16 +154,16 @@ class Screen:
         self._course.add(record)
         self._stepped = time.monotonic()
         self._view = view_of(self._course)
-        self._scroll(self._kept)
+        self._scroll_notes(self._kept)
 
-    def _scroll(self, kept: int) -> None:
+    def _scroll_notes(self, kept: int) -> None:
         """Move all sentences but the last few above the screen."""
         gone = self._notes[: len(self._notes) - kept] if len(self._notes) > kept else ()
         self._notes = self._notes[len(gone) :]
         for line in gone:
-            _print(self._console, line)
+            _print_line(self._console, line)
 
-    def _drawn(self) -> Text:
+    def _render_screen(self) -> Text:
         """The screen at this moment."""
         (what, since), now, left = self._doing, time.monotonic(), self._view.left_s
         view = replace(
@@ -177,22 +177,22 @@ class Screen:
             memory=self._memory.now(),
             notes=self._notes[-self._kept :],
         )
-        return drawn(view, self._console)
+        return render_for_console(view, self._console)
 
 
-def drawn(view: View, console: Console, height: int | None = None) -> Text:
+def render_for_console(view: View, console: Console, height: int | None = None) -> Text:
     """The view for this console: a line less than it is high, which leaves the last one to the cursor."""
     room = Size(width=console.width, height=height or console.height - 1, unicode=not console.options.ascii_only)
-    return Text("\n", no_wrap=True, overflow="crop", end="").join(rendered(view, room))
+    return Text("\n", no_wrap=True, overflow="crop", end="").join(render_view(view, room))
 
 
 def step_facts(record: StepRecord) -> list[str]:
-    """What a line says of a step."""
+    """Return the parts of the line about a step."""
     speed = record.response_tokens / record.seconds if record.seconds else 0.0
     parts = [f"loss {record.loss:.4f}", f"{speed:.0f} tok/s", f"gap {record.probe_gap:.1e}"]
     if record.accuracy:
         parts.append(f"accuracy {fmean(record.accuracy.values()):.3f}")
-    found = rewards(record)
+    found = domain_rewards(record)
     if found:
         parts.append(f"reward {fmean(found.values()):.3f}")
     if record.quarantined:
@@ -201,7 +201,7 @@ def step_facts(record: StepRecord) -> list[str]:
 
 
 @contextmanager
-def display(begun: Beginning) -> Iterator[Display]:
+def open_display(begun: Beginning) -> Iterator[Display]:
     """A screen if standard error is a terminal, else lines on it: standard output holds only results."""
     console = Console(stderr=True)
     if not sys.stderr.isatty() or console.is_dumb_terminal:
@@ -212,7 +212,7 @@ def display(begun: Beginning) -> Iterator[Display]:
 
 
 @contextmanager
-def silence(begun: Beginning) -> Iterator[Display]:
+def open_silent_display(begun: Beginning) -> Iterator[Display]:
     """Nothing."""
     yield Silence()
 
@@ -230,8 +230,8 @@ def only_json(begun: Beginning) -> Iterator[Display]:
 
 
 CHOICES: Mapping[tuple[bool, bool], Displays] = {
-    (False, False): display,
-    (True, False): silence,
+    (False, False): open_display,
+    (True, False): open_silent_display,
     (False, True): json_lines,
     (True, True): only_json,
 }

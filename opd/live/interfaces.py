@@ -1,4 +1,4 @@
-"""What a merge needs of whoever shows it to a person."""
+"""Protocols that a merge needs of its display."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opd.records.step import StepRecord
 
 
 class Display(Protocol):
-    """What a person sees while a run goes on."""
+    """A display of a run that goes on."""
 
     def say(self, line: str) -> None:
         """A sentence for the user. A signal's handler calls this too, in the middle of whatever goes on."""

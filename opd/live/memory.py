@@ -1,4 +1,4 @@
-"""How much memory a merge takes on this machine: the driver, its workers, and Ray beside them."""
+"""Memory that a merge takes on this machine: the driver, its workers, and Ray beside them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ DRIVER, WORKERS, RAY = "driver", "workers", "Ray"
 
 
 def memory_of(pid: int) -> tuple[tuple[str, int], ...]:
-    """Who -> bytes that no other process shares, of a driver and all that it started; empty if there is no such process.
+    """Return process -> bytes that no other process shares, of a driver and all that it started; empty if there is no such
+    process.
 
     Experts' weights that teachers have mapped are not counted: they are the system's to take back.
     """
     found = dict.fromkeys((DRIVER, WORKERS, RAY), 0)
-    for who, nbytes in _parts(pid):
+    for who, nbytes in _process_parts(pid):
         found[who] += nbytes
     return tuple((who, nbytes) for who, nbytes in found.items() if nbytes)
 
 
-def _parts(pid: int) -> Iterator[tuple[str, int]]:
+def _process_parts(pid: int) -> Iterator[tuple[str, int]]:
     try:
         driver = psutil.Process(pid)
-        yield DRIVER, _private(driver)
+        yield DRIVER, _private_bytes(driver)
         children = driver.children(recursive=True)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return
     for child in children:
         try:
             is_worker = " ".join(child.cmdline()).startswith("ray::")  # the name that Ray gives to who holds an actor
-            yield WORKERS if is_worker else RAY, _private(child)
+            yield WORKERS if is_worker else RAY, _private_bytes(child)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # it has just ended, or belongs to somebody else
 
 
-def _private(process: psutil.Process) -> int:
+def _private_bytes(process: psutil.Process) -> int:
     taken = process.memory_info()
     return int(taken.rss - getattr(taken, "shared", 0))
 
@@ -52,7 +53,7 @@ class Memory:
         self._next = 0.0
 
     def now(self) -> tuple[tuple[str, int], ...]:
-        """What `memory_of` gave at most `AGAIN_S` ago."""
+        """Return the result of `memory_of`, at most `AGAIN_S` ago."""
         if time.monotonic() >= self._next:
             self._known = memory_of(self._pid)
             self._next = time.monotonic() + AGAIN_S

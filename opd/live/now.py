@@ -1,4 +1,4 @@
-"""What a merge does at this moment, and the file by which others learn it: `RUN_DIR/.live.json`."""
+"""The live state of a merge, and the file by which others learn it: `RUN_DIR/.live.json`."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 
 FINISHED, STOPPED, PAUSED, FAILED = "finished", "stopped", "paused", "failed"
 ENDS = (FINISHED, STOPPED, PAUSED, FAILED)
-"""How a merge can end, in its own words. One that was killed says nothing."""
+"""The ways in which a merge can end, in its own words. One that was killed says nothing."""
 NOTES = 20
 """Sentences that are kept, the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
-    """What one `opd merge` does, and what it said last."""
+    """The live state of one `opd merge`, with its last sentences."""
 
     pid: int = 0
     host: str = ""
     began: str = ""
-    """When it began, as ISO 8601 has it."""
+    """Time of its start, ISO 8601."""
     doing: str = ""
     """Such as `rollout`; empty where nothing is known."""
     notes: tuple[str, ...] = ()
     ended: str = ""
     """One of `ENDS`; empty while the merge is at work, and for good if it was killed."""
     why: str = ""
-    """What it said when it ended early."""
+    """Its reason for an early end."""
 
-    def said(self, line: str) -> Now:
+    def with_note(self, line: str) -> Now:
         """The same moment with one sentence more."""
         return replace(self, notes=(*self.notes, line)[-NOTES:])
 
@@ -41,15 +41,15 @@ class Now:
 
 
 def read_now(path: Path) -> Now | None:
-    """What `Now.write` wrote; None where there is no such file, or another release wrote it in another form."""
+    """Read the live state that a merge wrote; None where there is no such file, or another release wrote it in another form."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    return _parsed(data)
+    return _parse_now(data)
 
 
-def _parsed(data: Any) -> Now | None:
+def _parse_now(data: Any) -> Now | None:
     if not isinstance(data, dict) or not isinstance(data.get("notes"), list):
         return None
     texts = {key: data.get(key) for key in ("host", "began", "doing", "ended", "why")}

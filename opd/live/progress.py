@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: the metrics file, the evaluations' files, other sinks, and what a person sees."""
+"""The sinks of a run's numbers: the metrics file, the evaluations' files, other sinks, and what a person sees."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from opd.interfaces import Sink
 from opd.live.interfaces import Display
-from opd.monitors.alarms import sentence, signal_of
+from opd.monitors.alarms import format_alarm, load_signal
 from opd.records.scores import Evaluation
 from opd.records.step import StepRecord
 from opd.run.metrics import MetricsFile
@@ -29,7 +29,7 @@ class RunReporter:
     def evaluation(self, name: str, found: Evaluation) -> None:
         """Store an evaluation in the run directory. Raises: OSError."""
         self._paths.evaluation.mkdir(exist_ok=True)
-        found.save(self._paths.exam(name))
+        found.save(self._paths.evaluation_file(name))
 
     def step(self, record: StepRecord) -> None:
         """Store one step's record, then show it."""
@@ -42,7 +42,7 @@ class RunReporter:
 
 
 def notes_of(record: StepRecord) -> Iterator[str]:
-    """What a person should know of a step, a sentence for each thing."""
+    """Return the notices about a step for a person, a sentence for each thing."""
     for domain, found in record.episodes.items():
         if found.broken:
             yield f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"
@@ -67,6 +67,6 @@ def notes_of(record: StepRecord) -> Iterator[str]:
             )
     for alarm in record.alarms:
         if alarm.since == record.step:
-            yield f"warning: step {record.step}: {sentence(alarm)}; {signal_of(alarm).advice}"
+            yield f"warning: step {record.step}: {format_alarm(alarm)}; {load_signal(alarm).advice}"
     for name in record.restarted:
         yield f"{name} died in step {record.step} and was started again; its rows were scored again"

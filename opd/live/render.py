@@ -11,7 +11,21 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from opd.live.now import FAILED, FINISHED
-from opd.live.shapes import BAD, DOT, LONGEST, LOOK, PLAIN, STRONG, bar, curve, cut, cut_end, joined, size, span
+from opd.live.shapes import (
+    BAD,
+    DOT,
+    LONGEST,
+    LOOK,
+    PLAIN,
+    STRONG,
+    cut_end,
+    format_bytes,
+    format_duration,
+    join_fitting,
+    render_bar,
+    render_curve,
+    shorten_middle,
+)
 from opd.live.table import domain_table
 from opd.live.view import KILLED, RUNNING, View
 from opd.text import one_line
@@ -42,17 +56,17 @@ class Size:
     width: int
     height: int
     unicode: bool = True
-    """Whether the terminal shows more than ASCII."""
+    """True if the terminal shows more than ASCII."""
 
 
-def rendered(view: View, room: Size) -> list[Text]:
+def render_view(view: View, room: Size) -> list[Text]:
     """Lines that are at most as wide and at most as many as there is room for; nothing wraps.
 
     What matters least gives way first: empty lines, the curve, old notes, domains with a small loss.
     """
-    head, facts = _head(view, room.width), _facts(view, room.width)
+    head, facts = _render_head(view, room.width), _render_facts(view, room.width)
     left = room.height - len(head) - len(facts)
-    notes = _notes(view.notes, room.width)
+    notes = _render_notes(view.notes, room.width)
     table = domain_table(view, room.width, left - min(2, len(notes)))
     left -= len(table)
     blanks = 3
@@ -60,7 +74,7 @@ def rendered(view: View, room: Size) -> list[Text]:
     notes = notes[-kept:] if kept else []
     left -= len(notes)
     blocks = [head, table, facts, notes]
-    if (course := _course(view, room.width)) and left > len(course) + len(blocks):
+    if (course := _render_course(view, room.width)) and left > len(course) + len(blocks):
         blocks.insert(2, course)
         left -= len(course)
     lines = list(blocks[0])
@@ -69,10 +83,10 @@ def rendered(view: View, room: Size) -> list[Text]:
             lines.append(Text())
             left -= 1
         lines += block
-    return [_plain(line, room) for line in lines[: max(0, room.height)]]
+    return [_plain_line(line, room) for line in lines[: max(0, room.height)]]
 
 
-def _plain(line: Text, room: Size) -> Text:
+def _plain_line(line: Text, room: Size) -> Text:
     """The line in characters that the terminal has, and never too wide, whatever the width."""
     if not room.unicode:
         line.plain = line.plain.translate(PLAIN)
@@ -81,34 +95,38 @@ def _plain(line: Text, room: Size) -> Text:
     return line
 
 
-def _head(view: View, width: int) -> list[Text]:
+def _render_head(view: View, width: int) -> list[Text]:
     """The name and the state, the progress, and what goes on."""
-    title = Text(cut(view.name, max(8, width // 2)), STRONG)
+    title = Text(shorten_middle(view.name, max(8, width // 2)), STRONG)
     title.append("  " + view.state, STATE_STYLES.get(view.state, f"{STRONG} {LOOK}"))
     left = width - title.cell_len - GAP
     if view.root and left >= 8:
-        root = cut(view.root, left)
+        root = shorten_middle(view.root, left)
         title.append(" " * (GAP + left - cell_len(root)) + root)
     steps = f"  step {view.done} of {view.steps}"
-    progress = bar(view.done / view.steps if view.steps else 0.0, max(0, width - len(steps)))
+    progress = render_bar(view.done / view.steps if view.steps else 0.0, max(0, width - len(steps)))
     progress.append(steps, STRONG)
-    return [title, progress, Text(joined(_goes_on(view), width))]
+    return [title, progress, Text(join_fitting(_goes_on(view), width))]
 
 
 def _goes_on(view: View) -> list[str]:
-    """What it does, since when, and how long that will be."""
+    """Render the present phase, its duration, and the time that is left."""
     parts = []
     if view.state == RUNNING:
         what = NAMES.get(view.doing, view.doing) or "at work"
-        parts.append(what if view.doing_s is None else f"{what}, {span(view.doing_s)}")
+        parts.append(what if view.doing_s is None else f"{what}, {format_duration(view.doing_s)}")
     if view.elapsed_s is not None:
-        parts.append(f"{span(view.elapsed_s)} so far" if view.state == RUNNING else f"{span(view.elapsed_s)} in all")
+        parts.append(
+            f"{format_duration(view.elapsed_s)} so far"
+            if view.state == RUNNING
+            else f"{format_duration(view.elapsed_s)} in all"
+        )
     if view.state == RUNNING and view.left_s is not None:
-        parts.append(f"about {span(view.left_s)} left")
+        parts.append(f"about {format_duration(view.left_s)} left")
     return parts
 
 
-def _facts(view: View, width: int) -> list[Text]:
+def _render_facts(view: View, width: int) -> list[Text]:
     """The last step, speed, memory and checkpoint, and what to do next."""
     found = []
     if view.phases:
@@ -116,13 +134,13 @@ def _facts(view: View, width: int) -> list[Text]:
         digits = 1 if total >= 1 else 3
         parts = [f"{name} {seconds:.{digits}f}" for name, seconds in view.phases if seconds >= 0.5 / 10**digits]
         before = f"step {view.done} took {total:.{digits}f} s: "
-        found.append(Text(before + joined(parts, width - len(before), ", ")))
+        found.append(Text(before + join_fitting(parts, width - len(before), ", ")))
     speed = []
     if view.tokens_per_s is not None:
         speed.append(f"{view.tokens_per_s:,.0f} tokens/s")
     if view.gap is not None:
         speed.append(f"gap {view.gap:.1e}")
-    if line := _with_memory(joined(speed, width), view, width):
+    if line := _with_memory(join_fitting(speed, width), view, width):
         found.append(Text(line))
     kept = []
     if view.checkpoint is not None:
@@ -132,12 +150,12 @@ def _facts(view: View, width: int) -> list[Text]:
     if view.quarantined:
         kept.append(f"quarantined: {view.quarantined}")
     if kept:
-        found.append(Text(joined(kept, width)))
-    found += [Text(cut_end(line, width)) for line in _whole(view.why, width)[:MOST_WHY]]
+        found.append(Text(join_fitting(kept, width)))
+    found += [Text(cut_end(line, width)) for line in _wrap_reason(view.why, width)[:MOST_WHY]]
     return found + [Text(cut_end(hint, width), STRONG) for hint in view.hints]
 
 
-def _whole(why: str, width: int) -> list[str]:
+def _wrap_reason(why: str, width: int) -> list[str]:
     """Each line of the reason over as many lines as it needs: it is what a user has to read."""
     lines = [one_line(line, LONGEST) for line in why.splitlines()]
     return [part for line in lines for part in wrap(line, max(1, width))]
@@ -147,23 +165,23 @@ def _with_memory(line: str, view: View, width: int) -> str:
     """The line with the memory of as many as fit behind it, the driver's first."""
     for number, (who, nbytes) in enumerate(view.memory):
         before = ", " if number else f"{DOT if line else ''}memory "
-        longer = f"{line}{before}{who} {size(nbytes)}"
+        longer = f"{line}{before}{who} {format_bytes(nbytes)}"
         if cell_len(longer) > width:
             break
         line = longer
     return line
 
 
-def _course(view: View, width: int) -> list[Text]:
+def _render_course(view: View, width: int) -> list[Text]:
     """The loss from the first step to the last, on a logarithmic scale where it has one."""
     if len(view.losses) < 2:
         return []
     values = [log(loss) for loss in view.losses] if min(view.losses) > 0 else view.losses
     first, last = f"loss {view.losses[0]:.4f} ", f" {view.losses[-1]:.4f}"
-    return [Text(first + curve(values, width - len(first) - len(last)) + last)]
+    return [Text(first + render_curve(values, width - len(first) - len(last)) + last)]
 
 
-def _notes(notes: Sequence[str], width: int) -> list[Text]:
+def _render_notes(notes: Sequence[str], width: int) -> list[Text]:
     """The last notes, the newest at the end; warnings stand out."""
     return [
         Text(cut_end(note, width), LOOK if note.startswith("warning") else "")

@@ -20,12 +20,12 @@ STYLES = (GOOD, BAD, LOOK, STRONG)
 """All styles that a screen uses."""
 FULL, EMPTY, CUT, DOT, STEPS = "━", "╌", "…", " · ", "▁▂▃▄▅▆▇█"
 PLAIN = str.maketrans({FULL: "#", EMPTY: ".", CUT: "~", "·": "|"} | dict(zip(STEPS, "__--==^^", strict=True)))
-"""What stands for these characters on a terminal that has no Unicode."""
+"""ASCII replacements of these characters on a terminal that has no Unicode."""
 LONGEST = 2000
 """Characters of a text of others that are looked at."""
 
 
-def cut(text: str, width: int) -> str:
+def shorten_middle(text: str, width: int) -> str:
     """The text on one line, safe to show, and with its middle left out where it is too wide: names differ at both ends."""
     text = one_line(text, LONGEST)
     if cell_len(text) <= width:
@@ -45,7 +45,7 @@ def cut_end(text: str, width: int) -> str:
     return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)) + CUT[:width]
 
 
-def bar(share: float | None, width: int, style: str = GOOD) -> Text:
+def render_bar(share: float | None, width: int, style: str = GOOD) -> Text:
     """A bar that is full at 1; blank where there is nothing to show."""
     if share is None:
         return Text(" " * width)
@@ -53,7 +53,7 @@ def bar(share: float | None, width: int, style: str = GOOD) -> Text:
     return Text.assemble((FULL * full, style), EMPTY * (width - full))
 
 
-def curve(values: Sequence[float], width: int) -> str:
+def render_curve(values: Sequence[float], width: int) -> str:
     """The values from the smallest to the largest as one line of steps; neighbours are averaged where they do not fit."""
     values = [value for value in values if isfinite(value)]
     if not values or width < 1:
@@ -67,7 +67,7 @@ def curve(values: Sequence[float], width: int) -> str:
     return "".join(STEPS[min(7, int(8 * (point - low) / (high - low)))] for point in points)
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration with its two largest units."""
     whole = max(0, round(seconds))
     if whole < 60:
@@ -79,14 +79,14 @@ def span(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
-def size(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """A number of bytes for people."""
     if nbytes < 1 << 30:
         return f"{nbytes / (1 << 20):.0f} MiB"
     return f"{nbytes / (1 << 30):.1f} GiB"
 
 
-def joined(parts: Sequence[str], width: int, between: str = DOT) -> str:
+def join_fitting(parts: Sequence[str], width: int, between: str = DOT) -> str:
     """The first of the parts, as many as fit side by side."""
     found, parts = "", [one_line(part, LONGEST) for part in parts]
     for part in parts:

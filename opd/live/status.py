@@ -18,7 +18,7 @@ from opd.live.progress import notes_of
 from opd.live.view import KILLED, RUNNING, View, view_of
 from opd.report import clear_domains
 from opd.report.run import RunFiles, read_run
-from opd.run.checkpoints import steps_of
+from opd.run.checkpoints import list_checkpoint_steps
 from opd.run.paths import RunPaths
 from opd.text import as_typed
 
@@ -27,11 +27,11 @@ DEEPEST = 3
 
 
 def status_of(root: Path) -> View:
-    """What there is to see of a run directory. Raises: RunDirError if it is none, or if one of its files is damaged."""
+    """Build the view of a run directory. Raises: RunDirError if it is none, or if one of its files is damaged."""
     run, paths = read_run(root), _under_way(RunPaths(root))
-    course, now = _course(run), read_now(paths.live)
-    state = _state(run, now)
-    checkpoints = steps_of(paths.checkpoints)
+    course, now = _read_course(run), read_now(paths.live)
+    state = _merge_state(run, now)
+    checkpoints = list_checkpoint_steps(paths.checkpoints)
     seen = replace(
         view_of(course),
         name=str(run.pipeline.get("name", root.name)),
@@ -49,11 +49,11 @@ def status_of(root: Path) -> View:
             elapsed_s=_seconds_since(datetime.fromisoformat(now.began).timestamp()),
             memory=memory_of(now.pid) if now.host == socket.gethostname() else (),
         )
-    return replace(seen, why=_why(seen, now), hints=_hints(seen, now))
+    return replace(seen, why=_explain_stop(seen, now), hints=_next_steps(seen, now))
 
 
 def is_held(lock: Path) -> bool:
-    """Whether a process holds the lock of a run directory. The system frees it when that process ends, however it ends."""
+    """Return True if a process holds the lock of a run directory. The system frees it when that process ends, however it ends."""
     try:
         file = os.open(lock, os.O_RDONLY)
     except FileNotFoundError:
@@ -70,12 +70,12 @@ def is_held(lock: Path) -> bool:
 def _under_way(paths: RunPaths) -> RunPaths:
     """The run directory in which a merge works or worked last: of a merge in rounds the newest round's."""
     number = 1
-    while paths.round(number).root.exists():
+    while paths.round_dir(number).root.exists():
         number += 1
-    return paths if number == 1 else paths.round(number - 1)
+    return paths if number == 1 else paths.round_dir(number - 1)
 
 
-def _course(run: RunFiles) -> Course:
+def _read_course(run: RunFiles) -> Course:
     course = Course(run.planned_steps or len(run.records), run.pipeline.get("domains", {}), run.records)
     course.before = run.before.accuracy if run.before else {}
     course.expert = run.expert.accuracy if run.expert else {}
@@ -88,7 +88,7 @@ def _course(run: RunFiles) -> Course:
     return course
 
 
-def _state(run: RunFiles, now: Now | None) -> str:
+def _merge_state(run: RunFiles, now: Now | None) -> str:
     if is_held(RunPaths(run.root).lock):
         return RUNNING
     if run.finished:
@@ -98,8 +98,8 @@ def _state(run: RunFiles, now: Now | None) -> str:
     return now.ended or KILLED
 
 
-def _why(seen: View, now: Now | None) -> str:
-    """Why a merge is neither at work nor finished."""
+def _explain_stop(seen: View, now: Now | None) -> str:
+    """Return the reason why a merge is neither at work nor finished."""
     if seen.state in (RUNNING, FINISHED) or now is None:
         return ""
     if seen.state == KILLED:
@@ -107,8 +107,8 @@ def _why(seen: View, now: Now | None) -> str:
     return now.why
 
 
-def _hints(seen: View, now: Now | None) -> tuple[str, ...]:
-    """What to do next."""
+def _next_steps(seen: View, now: Now | None) -> tuple[str, ...]:
+    """Suggestions for the next command."""
     root = as_typed(seen.root)
     if seen.state == FINISHED:
         return (f"next: opd report {root}", f"model: {RunPaths(Path(seen.root)).model}")
@@ -136,14 +136,14 @@ class RunRow:
     headroom: float | None = None
     """Mean over domains, of the newest exam."""
     written: datetime
-    """When its last file was written."""
+    """Time at which its last file was written."""
     size: int
     """Bytes on the disk."""
 
 
 def runs_in(directory: Path) -> Iterator[RunRow]:
     """All runs in a directory, by their paths; a damaged one is there too. Runs inside of a run are not listed."""
-    for root in _roots(directory, DEEPEST):
+    for root in _find_run_directories(directory, DEEPEST):
         written, size = _on_disk(root)
         try:
             seen = status_of(root)
@@ -161,17 +161,17 @@ def runs_in(directory: Path) -> Iterator[RunRow]:
         )
 
 
-def _roots(directory: Path, depth: int) -> Iterator[Path]:
+def _find_run_directories(directory: Path, depth: int) -> Iterator[Path]:
     if RunPaths(directory).is_run:
         yield directory
     elif depth:
         for path in sorted(directory.iterdir()):
             if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-                yield from _roots(path, depth - 1)
+                yield from _find_run_directories(path, depth - 1)
 
 
 def _on_disk(root: Path) -> tuple[datetime, int]:
-    """When something was last written below a directory, and the bytes that its files take; hard links count once."""
+    """Return the time of the last write below a directory, and the bytes that its files take; hard links count once."""
     newest, sizes = 0.0, {}
     for directory, _, names in os.walk(root):
         for name in names:

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from opd.live.course import WINDOW
-from opd.live.shapes import BAD, GOOD, STRONG, bar, cut
+from opd.live.shapes import BAD, GOOD, STRONG, render_bar, shorten_middle
 from opd.live.view import DomainView, View
 
 NAME_WIDTH = (12, 40)
@@ -36,27 +36,27 @@ class Column:
         return max(8, len(self.title))
 
 
-def _loss(value: float) -> str:
+def _format_loss(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.3g}"
 
 
-def _accuracy(value: float) -> str:
+def _format_accuracy(value: float) -> str:
     return f"{value:.3f}"
 
 
-def _percent(value: float) -> str:
+def _format_percent(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
 COLUMNS = (
-    Column("loss", "loss", 1, _loss),
-    Column("at start", "first_loss", 6, _loss),
-    Column("agreement", "agreement", 7, _percent),
+    Column("loss", "loss", 1, _format_loss),
+    Column("at start", "first_loss", 6, _format_loss),
+    Column("agreement", "agreement", 7, _format_percent),
     Column("tokens", "tokens", 8, lambda value: f"{value:.0f}"),
-    Column("reward", "reward", 2, _accuracy),
-    Column("before", "before", 4, _accuracy),
-    Column("now", "now", 3, _accuracy),
-    Column("expert", "expert", 5, _accuracy),
+    Column("reward", "reward", 2, _format_accuracy),
+    Column("before", "before", 4, _format_accuracy),
+    Column("now", "now", 3, _format_accuracy),
+    Column("expert", "expert", 5, _format_accuracy),
 )
 HEADROOM = "headroom"
 
@@ -66,21 +66,21 @@ def domain_table(view: View, width: int, height: int) -> list[Text]:
     all_domains = view.domains
     if not all_domains or height < 2:
         return []
-    columns, name_width, bar_width = _layout(all_domains, width)
+    columns, name_width, bar_width = _choose_columns(all_domains, width)
     if not columns:
         return []
     room = height - 1 - (len(all_domains) > 1 and height > 3)
-    shown, left_out = _chosen(all_domains, room)
-    lines = [_head(columns, name_width, bar_width)]
-    lines += [_row(domain, columns, name_width, bar_width) for domain in shown]
+    shown, left_out = _choose_domains(all_domains, room)
+    lines = [_render_header(columns, name_width, bar_width)]
+    lines += [_render_row(domain, columns, name_width, bar_width) for domain in shown]
     if left_out:
-        lines.append(Text(cut(f"and {left_out} domains with a smaller loss", width)))
+        lines.append(Text(shorten_middle(f"and {left_out} domains with a smaller loss", width)))
     if len(all_domains) > 1 and len(lines) < height:
-        lines.append(_row(_all_of(view), columns, name_width, bar_width, STRONG))
+        lines.append(_render_row(_all_of(view), columns, name_width, bar_width, STRONG))
     return lines
 
 
-def _chosen(domains: Sequence[DomainView], room: int) -> tuple[list[DomainView], int]:
+def _choose_domains(domains: Sequence[DomainView], room: int) -> tuple[list[DomainView], int]:
     """The domains that are shown, in their order, and how many are not: those with the smallest loss."""
     if len(domains) <= room:
         return list(domains), 0
@@ -89,7 +89,7 @@ def _chosen(domains: Sequence[DomainView], room: int) -> tuple[list[DomainView],
     return [domain for domain in domains if domain.name in kept], len(domains) - len(kept)
 
 
-def _layout(domains: Sequence[DomainView], width: int) -> tuple[list[Column], int, int]:
+def _choose_columns(domains: Sequence[DomainView], width: int) -> tuple[list[Column], int, int]:
     """The columns that fit, the width of the names, and that of the headroom's bar: 0 where there is no headroom."""
     longest = max(cell_len(domain.name) for domain in domains)
     name_width = min(max(longest, NAME_WIDTH[0]), NAME_WIDTH[1], max(NAME_WIDTH[0], width // 4))
@@ -110,15 +110,17 @@ def _layout(domains: Sequence[DomainView], width: int) -> tuple[list[Column], in
     return [column for column in COLUMNS if column.key in fitting], name_width, bar_width
 
 
-def _head(columns: Sequence[Column], name_width: int, bar_width: int) -> Text:
+def _render_header(columns: Sequence[Column], name_width: int, bar_width: int) -> Text:
     cells = ["domain".ljust(name_width), *(column.title.rjust(column.width) for column in columns)]
     if bar_width:
         cells.append(HEADROOM.ljust(bar_width + GAP + 5))
     return Text((" " * GAP).join(cells).rstrip(), STRONG)
 
 
-def _row(domain: DomainView, columns: Sequence[Column], name_width: int, bar_width: int, style: str = "") -> Text:
-    name = cut(domain.name, name_width)
+def _render_row(
+    domain: DomainView, columns: Sequence[Column], name_width: int, bar_width: int, style: str = ""
+) -> Text:
+    name = shorten_middle(domain.name, name_width)
     line = Text(name + " " * (name_width - cell_len(name)), style, end="")
     for column in columns:
         value = getattr(domain, column.key)
@@ -126,8 +128,8 @@ def _row(domain: DomainView, columns: Sequence[Column], name_width: int, bar_wid
         line.append(" " * GAP + text.rjust(column.width)[: column.width], style)
     if bar_width and domain.headroom is not None:
         worse = domain.headroom < 0
-        line.append(" " * GAP).append_text(bar(domain.headroom, bar_width, GOOD))
-        line.append(" " * GAP + _percent(domain.headroom).rjust(5)[:5], BAD if worse else style)
+        line.append(" " * GAP).append_text(render_bar(domain.headroom, bar_width, GOOD))
+        line.append(" " * GAP + _format_percent(domain.headroom).rjust(5)[:5], BAD if worse else style)
     elif bar_width:
         line.append(" " * GAP + "-", style)
     return line

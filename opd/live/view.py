@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from opd.live.course import Course
-from opd.report import headroom
+from opd.report import recovered_share
 
 RUNNING, KILLED = "running", "killed"
 """States of a run beside those of `opd.live.now.ENDS`."""
@@ -53,7 +53,7 @@ class View:
     doing_s: float | None = None
     """Since when it does this."""
     why: str = ""
-    """What it said when it ended early."""
+    """Its reason for an early end."""
     domains: tuple[DomainView, ...] = ()
     loss: float | None = None
     """Loss of the last step, over all domains."""
@@ -70,13 +70,13 @@ class View:
     quarantined: int = 0
     """Prompts and responses that the last step left out."""
     memory: tuple[tuple[str, int], ...] = ()
-    """Who -> bytes."""
+    """Process -> bytes."""
     checkpoint: int | None = None
     """The step of the newest checkpoint."""
     notes: tuple[str, ...] = ()
-    """What it said, the newest last."""
+    """Its sentences, the newest last."""
     hints: tuple[str, ...] = ()
-    """What to do next."""
+    """Suggestions for the next command."""
 
 
 def domain_views(course: Course) -> tuple[DomainView, ...]:
@@ -86,7 +86,7 @@ def domain_views(course: Course) -> tuple[DomainView, ...]:
     found = []
     for name in dict.fromkeys((*course.domains, *course.before)):
         before, now, expert = course.before.get(name), accuracy.get(name), course.expert.get(name)
-        share = None if before is None or now is None else headroom(before, now, expert)
+        share = None if before is None or now is None else recovered_share(before, now, expert)
         clear = course.clear is None or name in course.clear
         found.append(
             DomainView(
@@ -112,7 +112,7 @@ def mean_headroom(domains: tuple[DomainView, ...]) -> float | None:
 
 
 def view_of(course: Course) -> View:
-    """What the course of a merge tells; the caller adds where it is, its state and what it does."""
+    """Build the view of a merge's course; the caller adds where it is, its state and what it does."""
     domains, last = domain_views(course), course.recent[-1] if course.recent else None
     phases = sorted(last.phase_s.items(), key=lambda phase: -phase[1]) if last else ()
     return View(

@@ -25,18 +25,18 @@ class Given(ABC):
     __slots__ = ()
 
     compiles: ClassVar[bool] = False
-    """Whether the elementwise part may be compiled, for which `padded` is needed."""
+    """Whether the elementwise part may be compiled, for which `pad_rows` is needed."""
 
     @abstractmethod
-    def rows(self, rows: slice) -> Given:
+    def select_rows(self, rows: slice) -> Given:
         """What belongs to some of the chunk's tokens."""
 
-    def padded(self, rows: int) -> Given:
+    def pad_rows(self, rows: int) -> Given:
         """The same with that many more tokens, whatever they say."""
         raise NotImplementedError
 
     @abstractmethod
-    def chunk(self, token_C: Tensor, dtype: torch.dtype) -> TeacherChunk:
+    def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> TeacherChunk:
         """What the objective sees; `token_C` are the sampled ids, `dtype` is that of the loss."""
 
 
@@ -66,6 +66,6 @@ class Block(ABC):
         """Hidden states and the output head that each of them is multiplied with: their widths have to agree."""
         return ()
 
-    def given(self, part: slice, vocab_size: int) -> Given:
+    def select_chunk(self, part: slice, vocab_size: int) -> Given:
         """Some of its tokens; a head is cut to `vocab_size` rows."""
         raise NotImplementedError(f"{type(self).__name__} has no heads yet")

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from opd.interfaces import Objective
 from opd.losses.blocks import Block, Given
-from opd.losses.logits import pad, token_logprobs, upcast
+from opd.losses.logits import pad_rows, token_logprobs, upcast_for_loss
 from opd.losses.none import NoDivergence
-from opd.losses.objective import Slope, StudentChunk, TeacherChunk, entropy, likeliest
+from opd.losses.objective import Slope, StudentChunk, TeacherChunk, likeliest_token, token_entropy
 from opd.losses.policy_gradient import PolicyGradient
 from opd.machine.compiler import can_compile
 from opd.models.heads import OWN_HEAD, Head
@@ -91,7 +91,7 @@ class Tokens:
     policy_weight_N: Tensor | None = None
     """Weight in the policy gradient; 0 where a token has no advantage."""
 
-    def some(self, rows: slice, dtype: torch.dtype) -> Columns:
+    def select_tokens(self, rows: slice, dtype: torch.dtype) -> Columns:
         """The columns of some tokens, with log-probs and weights in the type that the loss computes in."""
         own = (self.token_N[rows], self.behaviour_N[rows].to(dtype), self.weight_N[rows].to(dtype))
         if self.advantage_N is None or self.policy_weight_N is None:
@@ -147,31 +147,33 @@ class LossHead(nn.Module):
         `Tokens`: their log-probs [N] instead. If no block says anything, the divergence is 0. Computes in float32, in float64 if
         the student's hidden states are float64. Raises: ValueError if hidden states and head differ in width.
         """
-        loss, head_v_D = self._loss_of(teachers), self._cut()
+        loss, head_v_D = self._loss_of(teachers), self._cut_padding()
         if isinstance(tokens, Tensor):
             return token_logprobs(hidden_N_D, head_v_D, tokens, loss.rule)
         teachers = self._with_heads(teachers, heads or {})
-        _check(loss, hidden_N_D, self.weight, teachers, tokens)
+        _check_shapes(loss, hidden_N_D, self.weight, teachers, tokens)
         acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
         known = TokenStats if tokens.advantage_N is None else RewardedStats
         stats = [hidden_N_D.new_full((len(hidden_N_D),), torch.nan, dtype=acc) for _ in fields(known)]
         gradients = _Gradients(hidden_N_D, self.weight, acc)
         with torch.no_grad():
-            for block, part, span in _spans(teachers, loss.chunk):
+            for block, part, span in _chunk_spans(teachers, loss.chunk):
                 h_C_D = hidden_N_D[span]
                 raw_C_V = h_C_D @ head_v_D.T
                 given, values_of = _elementwise_part(loss, block, part)
-                for rows in _slices(raw_C_V, loss.chunk):
+                for rows in _column_slices(raw_C_V, loss.chunk):
                     where = slice(span.start + rows.start, span.start + rows.stop)
                     # The gradient by the student's raw products takes their place.
-                    values, raw_C_V[rows] = values_of(loss, raw_C_V[rows], given.rows(rows), tokens.some(where, acc))
+                    values, raw_C_V[rows] = values_of(
+                        loss, raw_C_V[rows], given.select_rows(rows), tokens.select_tokens(where, acc)
+                    )
                     for column, value in zip(stats, values, strict=True):
                         if value is not None:
                             column[where] = value.to(acc)
                 del given  # the teacher's logits make room for what the products need
                 gradients.add(span, raw_C_V, h_C_D, head_v_D)
                 del raw_C_V  # before the next chunk's are made
-            value = _total(stats, tokens)
+            value = _sum_totals(stats, tokens)
         return _WithGradients.apply(hidden_N_D, self.weight, value, gradients), known(*stats)
 
     def _loss_of(self, teachers: Sequence[Block]) -> Loss:
@@ -179,7 +181,7 @@ class LossHead(nn.Module):
         told = any(block.says_something for block in teachers)
         return self._loss if told else replace(self._loss, objective=NoDivergence())
 
-    def _cut(self) -> Tensor:
+    def _cut_padding(self) -> Tensor:
         """[v, D] the rows of the head that have a probability; those beyond are padding."""
         return self.weight[: self._loss.vocab_size]
 
@@ -191,12 +193,12 @@ class LossHead(nn.Module):
 
 def _elementwise_part(loss: Loss, block: Block, part: slice) -> tuple[Given, Any]:
     """What a part of a block gives, and the function that makes values and gradients of it."""
-    given = block.given(part, loss.vocab_size)
+    given = block.select_chunk(part, loss.vocab_size)
     compiled = loss.compiled and given.compiles and can_compile("objective.compile", "the loss runs")
-    return given, _padded_and_compiled if compiled else _elementwise
+    return given, _padded_and_compiled if compiled else _chunk_loss
 
 
-def _total(stats: Sequence[Tensor], tokens: Tokens) -> Tensor:
+def _sum_totals(stats: Sequence[Tensor], tokens: Tokens) -> Tensor:
     """The divergence's weighted sum, and the policy gradient's."""
     value = _weighted_sum(stats[0], tokens.weight_N)
     if tokens.policy_weight_N is not None:
@@ -208,7 +210,7 @@ def _weighted_sum(value_N: Tensor, weight_N: Tensor) -> Tensor:
     return torch.where(weight_N != 0, value_N * weight_N.to(value_N.dtype), 0).sum()
 
 
-def _check(loss: Loss, hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block], tokens: Tokens) -> None:
+def _check_shapes(loss: Loss, hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block], tokens: Tokens) -> None:
     """Raises: ValueError if hidden states and head differ in width."""
     assert loss.objective.mixes or not any(block.is_mixture for block in teachers)
     assert sum(map(len, teachers)) == len(hidden_N_D) == len(tokens.weight_N) == len(tokens.token_N)
@@ -219,7 +221,7 @@ def _check(loss: Loss, hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[
             raise ValueError(f"{who}: hidden states of width {hidden.shape[-1]}, output head of width {head.shape[-1]}")
 
 
-def _spans(teachers: Sequence[Block], chunk: int) -> Iterator[tuple[Block, slice, slice]]:
+def _chunk_spans(teachers: Sequence[Block], chunk: int) -> Iterator[tuple[Block, slice, slice]]:
     """Block, its part, and where that part lies among the N tokens."""
     start = 0
     for block in teachers:
@@ -271,7 +273,7 @@ def _slice_rows(raw_C_V: Tensor, chunk: int) -> int:
     return chunk if raw_C_V.is_cuda else min(chunk, max(1, SLICE_VALUES // raw_C_V.shape[1]))
 
 
-def _slices(raw_C_V: Tensor, chunk: int) -> Iterator[slice]:
+def _column_slices(raw_C_V: Tensor, chunk: int) -> Iterator[slice]:
     num, step = len(raw_C_V), _slice_rows(raw_C_V, chunk)
     return (slice(first, min(first + step, num)) for first in range(0, num, step))
 
@@ -303,34 +305,34 @@ def _rounded_in_place(grad_V_D: Tensor, dtype: torch.dtype) -> Tensor:
 def _padded_and_compiled(
     loss: Loss, raw_C_V: Tensor, given: Given, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """`_elementwise`, compiled. One shape for each (chunk, V, dtype): the last rows are padded, so that it does not compile
+    """`_chunk_loss`, compiled. One shape for each (chunk, V, dtype): the last rows are padded, so that it does not compile
     again."""
     num = len(raw_C_V)
     more = _slice_rows(raw_C_V, loss.chunk) - num
-    padded = tuple(pad(column, more) for column in columns)
-    values, grad_C_V = _compiled_elementwise()(loss, pad(raw_C_V, more), given.padded(more), padded)
+    padded = tuple(pad_rows(column, more) for column in columns)
+    values, grad_C_V = _compiled_elementwise()(loss, pad_rows(raw_C_V, more), given.pad_rows(more), padded)
     return tuple(None if v is None else v[:num] for v in values), grad_C_V[:num]
 
 
 @functools.cache
 def _compiled_elementwise() -> Any:
-    return torch.compile(_elementwise, dynamic=False)
+    return torch.compile(_chunk_loss, dynamic=False)
 
 
-def _elementwise(
+def _chunk_loss(
     loss: Loss, raw_C_V: Tensor, given: Given, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """Per-token numbers, and the gradient by the student's raw products in their own type."""
     token_C, behaviour_C, weight_C, *rewarded = columns
     rule = loss.rule
-    logits_C_V = upcast(rule.apply(raw_C_V))
+    logits_C_V = upcast_for_loss(rule.apply(raw_C_V))
     logp_C_V = logits_C_V.log_softmax(-1)
     if rule.softcap is None:
         logits_C_V = raw_C_V  # only a cap's derivative looks at the logits again
     logp_C = logp_C_V.gather(1, token_C[:, None])[:, 0]
     sampling_C = _at_temperature(logp_C_V, logp_C, loss.temperature)
     student = StudentChunk(logp_C_V, logp_C_V.exp(), token_C, logp_C, sampling_C, behaviour_C)
-    teacher = given.chunk(token_C, logp_C_V.dtype)
+    teacher = given.view_chunk(token_C, logp_C_V.dtype)
     slope = loss.objective(student, teacher)
     stats = _token_stats(student, teacher, slope)
     # In place from here on: [chunk, V] temporaries are what the loss costs in memory.
@@ -356,9 +358,9 @@ def _token_stats(student: StudentChunk, teacher: TeacherChunk, slope: Slope) -> 
     return (
         slope.value_C,
         student.sampling_C,
-        entropy(student.p_C_V, student.logp_C_V),
+        token_entropy(student.p_C_V, student.logp_C_V),
         teacher.entropy_C(),
-        None if first_C is None else first_C == likeliest(student.logp_C_V),
+        None if first_C is None else first_C == likeliest_token(student.logp_C_V),
         None if first_C is None else first_C == student.token_C,
         slope.clipped_C,
         slope.student_mass_C,

@@ -11,12 +11,12 @@ from torch import Tensor
 from opd.models.logit_rule import LogitRule
 
 
-def upcast(values: Tensor) -> Tensor:
+def upcast_for_loss(values: Tensor) -> Tensor:
     """To the type that the loss computes in: float32, or float64 as it is."""
     return values if values.dtype == torch.float64 else values.float()
 
 
-def pad(values: Tensor, rows: int) -> Tensor:
+def pad_rows(values: Tensor, rows: int) -> Tensor:
     """The values and that many rows of zeros."""
     return values if rows == 0 else torch.cat([values, values.new_zeros(rows, *values.shape[1:])])
 

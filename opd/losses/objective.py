@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def entropy(p_C_V: Tensor, logp_C_V: Tensor) -> Tensor:
+def token_entropy(p_C_V: Tensor, logp_C_V: Tensor) -> Tensor:
     """[C] nats. `torch.special.entr` takes the logarithms anew, nine times as long on a CPU."""
     return -(p_C_V * logp_C_V).sum(-1)
 
 
-def likeliest(values_C_V: Tensor) -> Tensor:
+def likeliest_token(values_C_V: Tensor) -> Tensor:
     """[C] place of the largest value, the one that `argmax` gives, in a third of its time on a CPU."""
     return values_C_V.max(-1).indices
 

@@ -41,7 +41,7 @@ class PolicyGradient:
     low: float
     high: float
 
-    def factor(self, logp_C: Tensor, sampling_C: Tensor, behaviour_C: Tensor) -> tuple[Tensor, Tensor]:
+    def ratio_factor(self, logp_C: Tensor, sampling_C: Tensor, behaviour_C: Tensor) -> tuple[Tensor, Tensor]:
         """f, and where the token is masked. A ratio that is not a number is outside of any band."""
         aged_C = (sampling_C - behaviour_C).exp()
         inside_C = (aged_C > 1 - self.low) & (aged_C < 1 + self.high)
@@ -52,7 +52,7 @@ class PolicyGradient:
     ) -> tuple[Tensor, Tensor]:
         """Add dL/dz to the gradient of a chunk, in place; `weight_C` is v. Returns each token's -f A log p, and where it is
         masked."""
-        factor_C, masked_C = self.factor(student.logp_C, student.sampling_C, student.behaviour_C)
+        factor_C, masked_C = self.ratio_factor(student.logp_C, student.sampling_C, student.behaviour_C)
         strength_C = factor_C * advantage_C
         # chosen, not multiplied: a token without weight may have an advantage that is not a number
         step_C = torch.where(weight_C != 0, weight_C * strength_C, 0.0)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledKL:
     """Value: log p(y) - log q(y), whose mean over samples is KL(student || teacher)."""
 
     mixes: ClassVar[bool] = True
@@ -57,7 +57,7 @@ class Sampled:
 
 
 class SampledConfig(ObjectiveConfig):
-    OBJECTIVE: ClassVar[type[Any]] = Sampled
+    OBJECTIVE: ClassVar[type[Any]] = SampledKL
     PAYLOADS: ClassVar[tuple[str, ...]] = ("sampled_logprobs", "hidden_states")
     IS_ESTIMATE: ClassVar[bool] = True
 

@@ -32,10 +32,10 @@ class Address:
 
 def parse_address(text: str) -> Address | None:
     """`HOST:PORT` or `[IPv6]:PORT`; None for anything else."""
-    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})", text)
-    if found is None or int(found[3]) > 65535:
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})", text)
+    if match is None or int(match[3]) > 65535:
         return None
-    return Address(found[1] or found[2], int(found[3]))
+    return Address(match[1] or match[2], int(match[3]))
 
 
 def parse_url(text: str) -> tuple[str, Address] | None:
@@ -45,7 +45,7 @@ def parse_url(text: str) -> tuple[str, Address] | None:
     return (scheme, address) if scheme in ("grpc", "grpc+tls") and address and address.port else None
 
 
-def without_secret(url: str) -> str:
+def strip_secret(url: str) -> str:
     """The address without the user and password that it may hold, so that it can be shown."""
     scheme, mark, rest = url.rpartition("://")
     return f"{scheme}{mark}{rest.rpartition('@')[2]}"

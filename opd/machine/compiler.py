@@ -19,7 +19,7 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
 
-def compiler() -> str | None:
+def find_compiler() -> str | None:
     """Its path; None if there is none."""
     return shutil.which("c++") or shutil.which("g++")
 
@@ -28,10 +28,10 @@ def compiler() -> str | None:
 def can_compile(key: str, what: str) -> bool:
     """Whether there is one. Without it a setting `key` has no effect: one warning says that `what` eagerly."""
     keep_compiled_code_private()
-    found = compiler() is not None
-    if not found:
+    has_compiler = find_compiler() is not None
+    if not has_compiler:
         warnings.warn(f"{key}: no C++ compiler (g++), {what} eagerly", stacklevel=2)
-    return found
+    return has_compiler
 
 
 def keep_compiled_code_private() -> None:
@@ -43,10 +43,12 @@ def keep_compiled_code_private() -> None:
     """
     if CACHE in os.environ:
         return
-    place = _torchs_place()
+    place = _default_cache_dir()
     if not _make_private(place):
         ours = place.with_name(f"opd-{place.name}")
-        os.environ[CACHE] = str(ours) if _make_private(ours) else tempfile.mkdtemp(prefix=f"{leftovers.prefix()}torch-")
+        os.environ[CACHE] = (
+            str(ours) if _make_private(ours) else tempfile.mkdtemp(prefix=f"{leftovers.directory_prefix()}torch-")
+        )
         os.environ[HEADERS] = "0"  # they are in torch's own place whatever the other variable says
 
 
@@ -55,12 +57,12 @@ def _make_private(directory: Path) -> bool:
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:
-        found = directory.lstat()
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+        status = directory.lstat()
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
     return True
 
 
-def _torchs_place() -> Path:
+def _default_cache_dir() -> Path:
     """Return the directory that `torch._inductor` takes, without the seconds that an import of torch takes."""
     try:
         user = getpass.getuser()

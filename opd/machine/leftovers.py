@@ -33,31 +33,31 @@ SHORT = "opd-ray-"
 _MARK_FILE = "opd-driver"
 
 
-def mark() -> str:
+def driver_mark() -> str:
     """The mark of this process: its number, when it started, and the namespace that its number belongs to.
 
     The start is in ticks since the machine's start. By the clock it would be another one after the clock was set.
     """
-    return f"{os.getpid()}-{_start(os.getpid())[0]}-{_namespace()}"
+    return f"{os.getpid()}-{_read_start(os.getpid())[0]}-{_pid_namespace()}"
 
 
-def prefix() -> str:
+def directory_prefix() -> str:
     """The beginning of the names of this process's temporary directories, with its mark."""
-    return f"opd-run-{mark()}-"
+    return f"opd-run-{driver_mark()}-"
 
 
 def make_short_directory(parent: Path) -> Path:
     """Make a directory that no other user can enter, whatever the umask, with this process's mark. Returns its path: `parent` and 17
     bytes. Raises: OSError."""
-    made = Path(tempfile.mkdtemp(prefix=SHORT, dir=parent))
-    (made / _MARK_FILE).write_text(mark(), encoding="utf-8")
-    return made
+    directory = Path(tempfile.mkdtemp(prefix=SHORT, dir=parent))
+    (directory / _MARK_FILE).write_text(driver_mark(), encoding="utf-8")
+    return directory
 
 
 @contextmanager
-def marked() -> Iterator[None]:
+def mark_children() -> Iterator[None]:
     """Within, every process that is started carries this one's mark, and so do the processes that it starts."""
-    os.environ |= {VARIABLE: mark(), _KEPT: "1"}
+    os.environ |= {VARIABLE: driver_mark(), _KEPT: "1"}
     try:
         yield
     finally:
@@ -66,9 +66,9 @@ def marked() -> Iterator[None]:
 
 
 @contextmanager
-def owned() -> Iterator[None]:
+def own_children() -> Iterator[None]:
     """Within, every process that is started carries this one's mark as that of its owner."""
-    os.environ[OWNER] = mark()
+    os.environ[OWNER] = driver_mark()
     try:
         yield
     finally:
@@ -77,7 +77,7 @@ def owned() -> Iterator[None]:
 
 def end_own() -> list[str]:
     """End every process that carries this one's mark, and remove the directories of those that are gone. Returns what was found."""
-    return [*_end(_own()), *remove_directories()]
+    return [*_kill_processes(_find_own_processes()), *remove_directories()]
 
 
 def end_abandoned() -> list[str]:
@@ -86,57 +86,57 @@ def end_abandoned() -> list[str]:
     Nobody would end an agent's program in time, and what it does would get in the way of the one that repeats its episode. A
     process of a dead worker's engine holds memory that the next engine needs.
     """
-    abandoned = [p for p in _own() if (owner := _carried(p, OWNER)) and not alive(owner)]
-    return [*_end(abandoned), *remove_directories()]
+    abandoned = [p for p in _find_own_processes() if (owner := _read_mark(p, OWNER)) and not is_driver_alive(owner)]
+    return [*_kill_processes(abandoned), *remove_directories()]
 
 
-def sweep() -> list[str]:
+def remove_orphans() -> list[str]:
     """End the processes and remove the directories of drivers that are gone. Returns what was found, for people."""
-    orphans = [p for p in psutil.process_iter() if (theirs := _carried(p)) and not alive(theirs)]
-    return [*_end(orphans), *remove_directories()]
+    orphans = [p for p in psutil.process_iter() if (driver := _read_mark(p)) and not is_driver_alive(driver)]
+    return [*_kill_processes(orphans), *remove_directories()]
 
 
-def _namespace() -> int:
+def _pid_namespace() -> int:
     """The namespace of process numbers: containers count processes on their own, and may share a machine's /tmp."""
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
-def _start(pid: int) -> tuple[str, str]:
+def _read_start(pid: int) -> tuple[str, str]:
     """When a process started, and its state. Raises: OSError if there is none."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold spaces and brackets
     return fields[19], fields[0]
 
 
-def _own() -> list[psutil.Process]:
+def _find_own_processes() -> list[psutil.Process]:
     """Every process that carries this one's mark, but for this one."""
-    ours = mark()
-    return [p for p in psutil.process_iter() if p.pid != os.getpid() and _carried(p) == ours]
+    own_mark = driver_mark()
+    return [p for p in psutil.process_iter() if p.pid != os.getpid() and _read_mark(p) == own_mark]
 
 
-def _carried(process: psutil.Process, variable: str = VARIABLE) -> str:
+def _read_mark(process: psutil.Process, variable: str = VARIABLE) -> str:
     try:
         return process.environ().get(variable, "")
     except (psutil.Error, OSError):  # another user's, or gone meanwhile
         return ""
 
 
-def alive(theirs: str) -> bool:
+def is_driver_alive(driver: str) -> bool:
     """True if the driver with this mark lives, and also where that cannot be seen: for one in another container."""
     try:
-        pid, started, namespace = map(int, theirs.split("-"))
+        pid, started, namespace = map(int, driver.split("-"))
     except ValueError:
         return True  # the mark of another release: leave it alone
-    if namespace != _namespace():
+    if namespace != _pid_namespace():
         return True
     try:
-        found, state = _start(pid)
+        ticks, state = _read_start(pid)
     except (FileNotFoundError, ProcessLookupError):
         return False
     # A process with the number but another start is a later one; a zombie (Z) is dead, its parent has not noticed yet.
-    return int(found) == started and state != "Z"
+    return int(ticks) == started and state != "Z"
 
 
-def _end(processes: list[psutil.Process]) -> list[str]:
+def _kill_processes(processes: list[psutil.Process]) -> list[str]:
     """Kill the processes with SIGKILL, which also ends a process that is stopped. Returns their names."""
     names = []
     for process in processes:
@@ -151,15 +151,15 @@ def _end(processes: list[psutil.Process]) -> list[str]:
 
 def remove_directories() -> list[str]:
     """Remove the directories of processes that are gone. Returns their paths."""
-    found = []
+    removed = []
     parents = {SHARED_MEMORY, Path(tempfile.gettempdir()), ray_parent()}
     for parent in filter(Path.is_dir, parents):
         for path in (*parent.glob("opd-run-*"), *parent.glob(f"{SHORT}*")):
-            theirs = _mark_of(path)
-            if theirs and path.is_dir() and not path.is_symlink() and not alive(theirs):
+            driver = _read_directory_mark(path)
+            if driver and path.is_dir() and not path.is_symlink() and not is_driver_alive(driver):
                 shutil.rmtree(path, ignore_errors=True)  # may belong to another user
-                found += [] if path.exists() else [str(path)]
-    return found
+                removed += [] if path.exists() else [str(path)]
+    return removed
 
 
 def ray_parent() -> Path:
@@ -167,7 +167,7 @@ def ray_parent() -> Path:
     return Path(next(filter(None, map(os.environ.get, RAY_VARIABLES)), "/tmp"))
 
 
-def _mark_of(directory: Path) -> str:
+def _read_directory_mark(directory: Path) -> str:
     """The mark of the process that made it; empty if it has none, or if it is another user's."""
     match = _MARK.match(directory.name)
     if match:

@@ -14,12 +14,12 @@ _KEYS = ("flags", "Features")
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether the cores multiply in bfloat16. Without it torch converts number by number: one core with AVX2 alone gave 0.6
     GFLOP/s in bfloat16 and 69 in float32 (matrices of 1,024)."""
-    return not BF16_FLAGS.isdisjoint(_line(cpuinfo, _KEYS).split())
+    return not BF16_FLAGS.isdisjoint(_cpuinfo_line(cpuinfo, _KEYS).split())
 
 
-def maker(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def read_vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Who made the processor, as an x86_64 one says: `GenuineIntel`, `AuthenticAMD`; empty where Linux does not say."""
-    return _line(cpuinfo, ("vendor_id",)).partition(":")[2].strip()
+    return _cpuinfo_line(cpuinfo, ("vendor_id",)).partition(":")[2].strip()
 
 
 def slow_bf16(keys: Sequence[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
@@ -32,7 +32,7 @@ def slow_bf16(keys: Sequence[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> lis
     ]
 
 
-def _line(cpuinfo: Path, beginnings: tuple[str, ...]) -> str:
+def _cpuinfo_line(cpuinfo: Path, beginnings: tuple[str, ...]) -> str:
     """The first line that begins so; empty if there is none, or no file."""
     if not cpuinfo.is_file():
         return ""

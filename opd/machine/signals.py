@@ -3,7 +3,7 @@
 Python runs a signal handler between any two steps, also inside Python code that C++ called. While torch, vLLM and others are
 imported, their C++ code calls Python in places where an exception ends the process ("terminate called after throwing an
 instance of 'pybind11::error_already_set'", exit code 134) or is lost. What a `__del__` raises is always lost: Python prints
-"Exception ignored" and goes on. So every handler asks `postponed` first.
+"Exception ignored" and goes on. So every handler asks `postpone_signal` first.
 """
 
 from __future__ import annotations
@@ -33,58 +33,58 @@ class _Signal:
         self.number = number
 
 
-_waiting: _Signal | None = None
+_pending_signal: _Signal | None = None
 _sending = _thread.allocate_lock()
 """Held while `_send_when_safe` looks and sends."""
-_again = False
+_is_resent = False
 """True if the next signal is the postponed one that `_send_when_safe` sends, not a second one of the user."""
 
 
-def postponed(number: int, frame: FrameType | None, raises: bool = True) -> bool:
+def postpone_signal(number: int, frame: FrameType | None, raises: bool = True) -> bool:
     """True if a handler must return and do nothing, because a module is being imported or a destructor runs. The signal comes
     again afterwards.
 
     `number` and `frame` are the handler's own arguments. A handler that does not raise need not wait: it passes
     `raises=False`. A second signal of the user during the import ends the process at once, because the import may hang.
     """
-    global _waiting, _again
-    again, _again = _again, False
-    if again and not _waiting:
+    global _pending_signal, _is_resent
+    is_resent, _is_resent = _is_resent, False
+    if is_resent and not _pending_signal:
         return True  # `_send_when_safe` sent it twice, and the first one was handled
-    if not raises or not _would_lose_it(frame):
-        _waiting = None
+    if not raises or not _would_lose_exception(frame):
+        _pending_signal = None
         return False
-    if _waiting and not again:
+    if _pending_signal and not is_resent:
         end_at_once(number)
-    if not _waiting:
-        _waiting = _Signal(number)
+    if not _pending_signal:
+        _pending_signal = _Signal(number)
         # Not threading.Thread: its start takes a lock, which the interrupted code may hold.
-        _thread.start_new_thread(_send_when_safe, (_waiting,))
+        _thread.start_new_thread(_send_when_safe, (_pending_signal,))
     return True
 
 
 @contextmanager
-def patient() -> Iterator[None]:
+def postpone_interrupts() -> Iterator[None]:
     """Within, Ctrl-C still raises KeyboardInterrupt, but never in the middle of an import. Does nothing in other threads."""
-    global _waiting
+    global _pending_signal
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, raise_interrupt)
     try:
         yield
     finally:
-        came, _waiting = _waiting, None
-        settle()
+        pending, _pending_signal = _pending_signal, None
+        wait_for_sender()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if came:
+        if pending:
             raise KeyboardInterrupt
 
 
-def settle() -> None:
+def wait_for_sender() -> None:
     """Wait until a postponed signal that is on its way has come. Call it before another handler takes the place of one that asks
-    `postponed`: the other would take it for a new one."""
+    `postpone_signal`: the other would take it for a new one."""
     with _sending:
         pass
 
@@ -95,12 +95,12 @@ def end_at_once(number: int) -> NoReturn:
     os._exit(128 + number)
 
 
-def interrupt(number: int, frame: FrameType | None) -> None:
-    if not postponed(number, frame):
+def raise_interrupt(number: int, frame: FrameType | None) -> None:
+    if not postpone_signal(number, frame):
         raise KeyboardInterrupt
 
 
-def _would_lose_it(frame: FrameType | None) -> bool:
+def _would_lose_exception(frame: FrameType | None) -> bool:
     """True if an import or a destructor called the code of this frame, directly or further up the stack, or is this code."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORT or frame.f_code.co_name == "__del__":
@@ -109,20 +109,20 @@ def _would_lose_it(frame: FrameType | None) -> bool:
     return False
 
 
-def _send_when_safe(one: _Signal) -> None:
+def _send_when_safe(pending: _Signal) -> None:
     """Send the signal to the main thread once its import or destructor is done. Runs in a thread of its own.
 
     The signal goes to the main thread, so that it interrupts a system call in which that thread waits. It is sent until a
     handler has taken it: one that arrives just before such a call does not interrupt the call.
     """
-    global _again
+    global _is_resent
     main = threading.main_thread().ident
     assert main is not None
     while True:
         with _sending:
-            if _waiting is not one:
+            if _pending_signal is not pending:
                 return
-            if not _would_lose_it(sys._current_frames().get(main)):
-                _again = True
-                signal.pthread_kill(main, one.number)
+            if not _would_lose_exception(sys._current_frames().get(main)):
+                _is_resent = True
+                signal.pthread_kill(main, pending.number)
         time.sleep(LOOK_S)

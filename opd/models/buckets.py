@@ -19,7 +19,7 @@ ALIGNED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BucketSlot:
     """Where a tensor is in a bucket."""
 
     name: str
@@ -35,7 +35,7 @@ class Place:
 class Bucket:
     """Some tensors of a model, by value."""
 
-    places: tuple[Place, ...]
+    places: tuple[BucketSlot, ...]
     data: np.ndarray
     """uint8 [bytes]"""
 
@@ -56,7 +56,7 @@ class BucketWriter:
     """A bucket of this many bytes while it is filled."""
 
     nbytes: int
-    _places: list[Place] = field(default_factory=list)
+    _places: list[BucketSlot] = field(default_factory=list)
     _end: int = 0
     _data: np.ndarray = field(init=False)
 
@@ -70,19 +70,19 @@ class BucketWriter:
         raw = torch.from_numpy(self._data)
         for name, tensor in tensors.items():
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            self._places.append(Place(name, dtype, shape, self._end))
+            self._places.append(BucketSlot(name, dtype, shape, self._end))
             if tensor.numel():
                 part = raw[self._end : self._end + tensor.numel() * tensor.dtype.itemsize]
                 part.view(tensor.dtype).view(shape).copy_(tensor)
-            self._end += padded(tensor)
+            self._end += padded_bytes(tensor)
 
-    def bucket(self) -> Bucket:
+    def finish_bucket(self) -> Bucket:
         """All that was added, which must be as much as was said."""
         assert self._end == self.nbytes, (self._end, self.nbytes)
         return Bucket(tuple(self._places), self._data)
 
 
-def padded(tensor: Tensor) -> int:
+def padded_bytes(tensor: Tensor) -> int:
     """Bytes of a bucket that a tensor takes; it may be one without values."""
     return -(-tensor.numel() * tensor.dtype.itemsize // ALIGNED) * ALIGNED
 

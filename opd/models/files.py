@@ -59,7 +59,7 @@ class ModelFiles:
             planned, (file, start) = self._tensors[name], self._places.pop(name)
             assert (tensor.shape, tensor.dtype) == (planned.shape, planned.dtype), name
             file.seek(start)
-            _write_all(file, _bytes(tensor))
+            _write_all(file, _tensor_bytes(tensor))
 
     def finish(self) -> None:
         """Write the index, if there are several shards, when all tensors were written. Raises: OSError."""
@@ -121,10 +121,10 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with path.open("wb", buffering=0) as file:
         _write_all(file, memoryview(header))
         for name in starts:
-            _write_all(file, _bytes(tensors[name]))
+            _write_all(file, _tensor_bytes(tensors[name]))
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _tensor_bytes(tensor: Tensor) -> memoryview:
     import torch
 
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

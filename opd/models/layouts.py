@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.models.packing import SHARED, pack, trees
+from opd.models.packing import SHARED, build_trees, pack_into_rows
 from opd.records.types import LayoutProof, Rollout
 
 PROBE_LENGTHS = (37, 29, 43)
@@ -74,13 +74,13 @@ class Packed:
             given["attention_mask"] = self.mask_B_T
         if self.ends_B_T is not None:
             seen_B_1_T_T = _tree_mask(self.ends_B_T)
-            given["attention_mask"] = seen_B_1_T_T if dtype is None else _additive(seen_B_1_T_T, dtype)
+            given["attention_mask"] = seen_B_1_T_T if dtype is None else _additive_mask(seen_B_1_T_T, dtype)
         if self.cu_seq_lens is not None:
             given |= {"seq_idx": self.seq_idx_B_T, "cu_seq_lens_q": self.cu_seq_lens, "cu_seq_lens_k": self.cu_seq_lens}
             given |= {"max_length_q": self.longest, "max_length_k": self.longest}
         return given
 
-    def at(self, sequence: int, place: int) -> int:
+    def flat_index(self, sequence: int, place: int) -> int:
         """Flat index of a token of a sequence."""
         return self.paths[sequence][place] if self.paths else self.offsets[sequence] + place
 
@@ -91,14 +91,14 @@ def _tree_mask(ends_B_T: Tensor) -> Tensor:
     return ((column_T <= column_T[:, None]) & (column_T[:, None] < ends_B_T[:, None, :]))[:, None]
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
-def shared(sequences: Sequence[Sequence[int]]) -> Packed:
+def lay_out_trees(sequences: Sequence[Sequence[int]]) -> Packed:
     """Lay out trees side by side in rows, each depth first; a column after the last tree of a row sees itself alone."""
-    found = trees(sequences)
-    packing = pack([tree.size for tree in found])
+    found = build_trees(sequences)
+    packing = pack_into_rows([tree.size for tree in found])
     ids_N = torch.zeros(packing.num_rows * packing.width, dtype=torch.long)
     positions_N = torch.zeros_like(ids_N)
     ends_N = torch.arange(1, packing.width + 1).repeat(packing.num_rows)
@@ -127,9 +127,9 @@ def shared(sequences: Sequence[Sequence[int]]) -> Packed:
     )
 
 
-def packed(sequences: Sequence[Sequence[int]]) -> Packed:
+def lay_out_packed(sequences: Sequence[Sequence[int]]) -> Packed:
     """Lay sequences side by side in rows; each column after the last sequence of a row is a sequence of one token."""
-    packing = pack([len(s) for s in sequences])
+    packing = pack_into_rows([len(s) for s in sequences])
     size = packing.num_rows * packing.width
     ids, positions, offsets = [0] * size, [0] * size, [0] * len(sequences)
     for slot in packing.slots:  # in lists: a tensor's slice costs as much as a hundred tokens
@@ -160,7 +160,7 @@ def packed_indexed(sequences: Sequence[Sequence[int]]) -> Packed:
     )
 
 
-def padded(sequences: Sequence[Sequence[int]]) -> Packed:
+def lay_out_padded(sequences: Sequence[Sequence[int]]) -> Packed:
     """Lay out one sequence a row, padded on its right to the longest."""
     lengths_B = torch.tensor([len(s) for s in sequences])
     width = int(lengths_B.max())
@@ -174,33 +174,35 @@ def padded(sequences: Sequence[Sequence[int]]) -> Packed:
 
 
 LAYOUTS: Mapping[str, Callable[[Sequence[Sequence[int]]], Packed]] = {
-    SHARED: shared,
-    "packed": packed,
+    SHARED: lay_out_trees,
+    "packed": lay_out_packed,
     "packed_indexed": packed_indexed,
-    "padded": padded,
+    "padded": lay_out_padded,
 }
 """Name -> function, in the order in which they are tried: the fastest first."""
 
 
-def candidates(share: bool) -> tuple[str, ...]:
+def candidate_layouts(share: bool) -> tuple[str, ...]:
     """The layouts to try; `share` if several responses to a prompt are in a step."""
     return tuple(name for name in LAYOUTS if share or name != SHARED)
 
 
-def single(sequence: Sequence[int]) -> Packed:
+def lay_out_single(sequence: Sequence[int]) -> Packed:
     """Lay out one sequence alone, as plain transformers takes it: every layout has to give the same states."""
     return Packed(input_ids_B_T=torch.tensor([list(sequence)]), position_ids_B_T=None, offsets=(0,))
 
 
 def predict_positions(laid_out: Packed, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Flat positions that predict tokens [start, stop) of each sequence: one to the left of each token."""
-    places = [laid_out.at(i, t - 1) for i, (start, stop) in enumerate(spans) for t in range(start, stop)]
+    places = [laid_out.flat_index(i, t - 1) for i, (start, stop) in enumerate(spans) for t in range(start, stop)]
     return torch.tensor(places, dtype=torch.long)
 
 
 def predict_trained(laid_out: Packed, rollouts: Sequence[Rollout]) -> Tensor:
     """[N] flat positions that predict the trained tokens of these rollouts, the sequences that were laid out."""
-    places = [laid_out.at(i, len(r.prompt_ids) - 1 + place) for i, r in enumerate(rollouts) for place in r.trained]
+    places = [
+        laid_out.flat_index(i, len(r.prompt_ids) - 1 + place) for i, r in enumerate(rollouts) for place in r.trained
+    ]
     return torch.tensor(places, dtype=torch.long)
 
 
@@ -225,13 +227,13 @@ def layout_error(body: Body, layout: str, vocab_size: int, dtype: torch.dtype, *
 
 def layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float, float]:
     """Two differences, relative to the largest hidden state: (together against alone, other neighbours against these)."""
-    these, others = _probes(layout, vocab_size)
+    these, others = _make_probes(layout, vocab_size)
     with torch.no_grad():
-        together = _states(body, LAYOUTS[layout](these), these)
-        alone = [_states(body, single(sequence), [sequence])[0] for sequence in these]
+        together = _hidden_states(body, LAYOUTS[layout](these), these)
+        alone = [_hidden_states(body, lay_out_single(sequence), [sequence])[0] for sequence in these]
         # Each sequence in turn keeps its tokens while all of its neighbours get others.
         changed = [
-            _states(body, LAYOUTS[layout](mixed), mixed)[i]
+            _hidden_states(body, LAYOUTS[layout](mixed), mixed)[i]
             for i, mixed in enumerate([*others[:i], these[i], *others[i + 1 :]] for i in range(len(these)))
         ]
     size = torch.stack([states.abs().max() for states in alone]).max()
@@ -242,7 +244,7 @@ def layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float,
     return apart(alone), apart(changed)
 
 
-def _probes(layout: str, vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
+def _make_probes(layout: str, vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
     """Sequences, and others in their places: random tokens, for trees behind prefixes that the two have in common."""
     gen = torch.Generator().manual_seed(0)
     drawn = [torch.randint(0, vocab_size, (2, n), generator=gen).tolist() for n in PROBE_LENGTHS]
@@ -261,10 +263,10 @@ def _probes(layout: str, vocab_size: int) -> tuple[list[list[int]], list[list[in
     return [*kinds[0], alone[0]], [*kinds[1], alone[1]]
 
 
-def _states(body: Body, laid_out: Packed, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+def _hidden_states(body: Body, laid_out: Packed, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """[T, D] of each sequence, float64."""
     flat_N_D = body(laid_out).double().cpu()
-    return [flat_N_D[[laid_out.at(i, place) for place in range(len(s))]] for i, s in enumerate(sequences)]
+    return [flat_N_D[[laid_out.flat_index(i, place) for place in range(len(s))]] for i, s in enumerate(sequences)]
 
 
 def prove_layout(error: Callable[[str], float], who: str, *, share: bool = False) -> LayoutProof:
@@ -274,7 +276,7 @@ def prove_layout(error: Callable[[str], float], who: str, *, share: bool = False
     uses the states later judges them row by row. Raises: RunError if no layout is right.
     """
     tried: dict[str, float] = {}
-    for layout in candidates(share):
+    for layout in candidate_layouts(share):
         tried[layout] = error(layout)
         if math.isnan(tried[layout]):
             return LayoutProof(layout="padded", tried=tried)

@@ -88,7 +88,7 @@ def tensor_name(module: str, letter: str) -> str:
     return f"base_model.model.{module}.lora_{letter}.weight"
 
 
-def updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str, Update]:
+def read_updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str, Update]:
     """Module -> update. The tensors are those of a checked adapter: every A has its B, and there is nothing else."""
     parts = {split_name(name): tensor for name, tensor in tensors.items()}
     assert None not in parts, "an adapter that was not checked"
@@ -99,7 +99,7 @@ def updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str, Upda
     }
 
 
-def merged(weight_O_I: Tensor, update: Update) -> Tensor:
+def merge_update(weight_O_I: Tensor, update: Update) -> Tensor:
     """The weight of a module with its update in it: added in float32, and then in the weight's own type."""
     added_O_I = update.b_O_K.float() @ update.a_K_I.float()
     # In place: the weight may be the largest of its model.
@@ -114,15 +114,17 @@ def not_linear(model: nn.Module, changes: Mapping[str, Update]) -> list[str]:
     return [name for name in changes if not isinstance(modules.get(name), nn.Linear)]
 
 
-def attach(model: nn.Module, changes: Mapping[str, Update]) -> list[RemovableHandle]:
+def attach_updates(model: nn.Module, changes: Mapping[str, Update]) -> list[RemovableHandle]:
     """Let the model compute with the adapter until the handles are removed; its weights stay as they are.
 
     The caller has checked with `not_linear` that all modules are linear. The updates have the model's type and device.
     """
-    return [model.get_submodule(name).register_forward_hook(_adding(update)) for name, update in changes.items()]
+    return [
+        model.get_submodule(name).register_forward_hook(_make_adding_hook(update)) for name, update in changes.items()
+    ]
 
 
-def _adding(update: Update) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+def _make_adding_hook(update: Update) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
     """A forward hook: W x becomes W x + scaling * B (A x)."""
     from torch import add
     from torch.nn.functional import linear

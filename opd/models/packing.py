@@ -52,13 +52,13 @@ class Packing:
     slots: tuple[Slot, ...]
 
 
-def pack(lengths: Sequence[int]) -> Packing:
+def pack_into_rows(lengths: Sequence[int]) -> Packing:
     """First-fit decreasing into rows of one width: 128 if all sequences are short, or what they need if that is less; else
     the width that wastes least."""
     longest = max(lengths, default=1)
     if longest <= SHORT:
-        return _first_fit(lengths, min(ROW, _rounded(sum(lengths))))
-    narrowest = _rounded(longest)
+        return _first_fit(lengths, min(ROW, _round_columns(sum(lengths))))
+    narrowest = _round_columns(longest)
     # Sequences of 107 tokens fill 96 % of rows of 112 and 84 % of rows of 128; a few columns more may take a second one in.
     first = _first_fit(lengths, narrowest)
     if sum(lengths) >= FILLED * first.num_rows * first.width:
@@ -67,13 +67,13 @@ def pack(lengths: Sequence[int]) -> Packing:
     return min([first, *more], key=lambda packing: packing.num_rows * packing.width)
 
 
-def columns(tokens: int, longest: int) -> int:
+def count_columns(tokens: int, longest: int) -> int:
     """Columns of the rows of so many tokens in sequences of at most `longest`, if all rows but the last are full."""
     row = ROW if longest <= SHORT and tokens > ROW else MULTIPLE
     return -(-tokens // row) * row
 
 
-def _rounded(columns: int) -> int:
+def _round_columns(columns: int) -> int:
     return -(-columns // MULTIPLE) * MULTIPLE
 
 
@@ -102,7 +102,7 @@ class Tree:
     """Columns: tokens of all members, those that are shared counted once."""
 
 
-def trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
+def build_trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
     """All sequences as trees of `tree_limit` columns at most; one that shares too little is a tree of its own.
 
     What becomes of a tree depends on its members alone, so that its micro-batch lays it out as the plan has it.
@@ -112,7 +112,7 @@ def trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
     longest = 0
     for index in sorted(range(len(sequences)), key=lambda i: (tuple(sequences[i]), i)):
         now = sequences[index]
-        shared = _common(before, now)
+        shared = _common_prefix(before, now)
         new, longest = len(now) - shared, max(longest, len(now))
         if found and new <= WORTH * shared and found[-1].size + new <= tree_limit(longest):
             last = found[-1]
@@ -129,7 +129,7 @@ def tree_limit(longest: int) -> int:
     return max(WIDEST_TREE, 2 * longest)
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Number of first tokens that are equal in both."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
@@ -143,7 +143,7 @@ class Unit:
     """Tokens to compute."""
 
 
-def units(rollouts: Sequence[Rollout], *, share: bool) -> list[Unit]:
+def packing_units(rollouts: Sequence[Rollout], *, share: bool) -> list[Unit]:
     """Each rollout alone, or with `share` the trees of each domain."""
     if not share:
         return [Unit((r,), len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
@@ -153,5 +153,5 @@ def units(rollouts: Sequence[Rollout], *, share: bool) -> list[Unit]:
     return [
         Unit(tuple(mine[i] for i in tree.members), tree.size)
         for mine in by_domain.values()
-        for tree in trees([r.prompt_ids + r.response_ids for r in mine])
+        for tree in build_trees([r.prompt_ids + r.response_ids for r in mine])
     ]

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from opd.machine.processor import maker
+from opd.machine.processor import read_vendor
 
 T = TypeVar("T")
 INTEL = "GenuineIntel"
@@ -39,17 +39,19 @@ def use_quick_products(model: nn.Module, device: torch.device, *, sharded: bool 
     if sharded:
         from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3 as Sharded
 
-        Sharded.forward, Sharded.backward = (staticmethod(quickly(f)) for f in (Sharded.forward, Sharded.backward))
+        Sharded.forward, Sharded.backward = (
+            staticmethod(with_onednn_products(f)) for f in (Sharded.forward, Sharded.backward)
+        )
         return True
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.dtype == torch.float32:
-            module.forward = functools.partial(_linear, module)  # type: ignore[method-assign]
+            module.forward = functools.partial(_linear_forward, module)  # type: ignore[method-assign]
     return True
 
 
 def quick_here() -> bool:
     """Whether oneDNN is the quicker one on this machine's cores and as exact."""
-    if maker() in ("", INTEL) or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if read_vendor() in ("", INTEL) or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     with _ONEDNN:
         return product_error() < EXACT
@@ -64,7 +66,7 @@ def product_error() -> float:
     return float(((a_M_K @ b_N_K.T - wanted_M_N).abs() / sum_M_N).max())
 
 
-def quickly(function: Callable[..., T]) -> Callable[..., T]:
+def with_onednn_products(function: Callable[..., T]) -> Callable[..., T]:
     """The function with its products by oneDNN."""
 
     @functools.wraps(function)
@@ -101,7 +103,7 @@ class _OneDNN:
 _ONEDNN = _OneDNN()
 
 
-def _linear(module: nn.Linear, x_Z_I: Tensor) -> Tensor:
+def _linear_forward(module: nn.Linear, x_Z_I: Tensor) -> Tensor:
     y_Z_O: Tensor = Product.apply(x_Z_I, module.weight)
     return y_Z_O if module.bias is None else y_Z_O + module.bias
 
@@ -110,7 +112,7 @@ class Product(torch.autograd.Function):
     """A linear layer without its bias; Z are any leading dimensions, I inputs, O outputs."""
 
     @staticmethod
-    @quickly
+    @with_onednn_products
     def forward(ctx: Any, x_Z_I: Tensor, weight_O_I: Tensor) -> Tensor:
         wants_x, wants_weight = ctx.needs_input_grad
         # A frozen layer, as below an adapter, keeps no inputs: they are for the gradient of its weight alone.
@@ -118,7 +120,7 @@ class Product(torch.autograd.Function):
         return x_Z_I @ weight_O_I.T
 
     @staticmethod
-    @quickly
+    @with_onednn_products
     def backward(ctx: Any, grad_Z_O: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_Z_I, weight_O_I = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad

@@ -31,7 +31,7 @@ def whole_shape(param: Any) -> torch.Size:
     return shape
 
 
-def attention(config: Any) -> str:
+def fastest_attention(config: Any) -> str:
     """The fastest attention that transformers has for an architecture without more packages. What its files ask for is ignored.
 
     Gemma 2 bounds attention scores. torch's kernel cannot do that, and transformers would silently leave the bound out.
@@ -68,7 +68,11 @@ def config_of(model_dir: Path) -> Any:
         return AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except (ValueError, StrictDataclassError) as error:
         kind = json.loads((model_dir / "config.json").read_text(encoding="utf-8")).get("model_type")
-        raise (_unusable(model_dir, error) if kind in CONFIG_MAPPING else _unknown(model_dir, kind)) from None
+        raise (
+            _make_unusable_config_error(model_dir, error)
+            if kind in CONFIG_MAPPING
+            else _make_unknown_architecture_error(model_dir, kind)
+        ) from None
 
 
 def class_of(config: Any) -> Any:
@@ -83,20 +87,20 @@ def causal_lm_class(model_dir: Path) -> tuple[Any, Any]:
     config = config_of(model_dir)
     known = class_of(config)
     if known is None:
-        raise _unknown(model_dir, config.model_type)
+        raise _make_unknown_architecture_error(model_dir, config.model_type)
     return config, known
 
 
 @contextmanager
-def making(model_dir: Path) -> Iterator[None]:
+def refuse_unusable_config(model_dir: Path) -> Iterator[None]:
     """Within, transformers makes a model of a directory's config. Raises: ModelError if it cannot."""
     try:
         yield
     except (KeyError, ValueError) as error:
-        raise _unusable(model_dir, error) from None
+        raise _make_unusable_config_error(model_dir, error) from None
 
 
-def _unknown(model_dir: Path, kind: object) -> ModelError:
+def _make_unknown_architecture_error(model_dir: Path, kind: object) -> ModelError:
     return ModelError.at(
         f"{model_dir / 'config.json'}: model_type",
         found=f"{kind!r}, which transformers has no causal language model for",
@@ -105,7 +109,7 @@ def _unknown(model_dir: Path, kind: object) -> ModelError:
     )
 
 
-def _unusable(model_dir: Path, error: Exception) -> ModelError:
+def _make_unusable_config_error(model_dir: Path, error: Exception) -> ModelError:
     said = " ".join(str(error).split())
     return ModelError.at(
         model_dir / "config.json",
@@ -124,11 +128,11 @@ def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     config, _ = causal_lm_class(model_dir)
-    with making(model_dir):
+    with refuse_unusable_config(model_dir):
         lm, found = AutoModelForCausalLM.from_pretrained(
             model_dir,
             dtype=dtype,
-            attn_implementation=attention(config),
+            attn_implementation=fastest_attention(config),
             use_safetensors=True,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # they are refused below, by name
@@ -167,7 +171,7 @@ class Naming:
 
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention(config), trust_remote_code=False
+                config, dtype=dtype, attn_implementation=fastest_attention(config), trust_remote_code=False
             )
         self._dtype = dtype
         self._names = set(self._model.state_dict())
@@ -190,14 +194,14 @@ class Naming:
         """
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
-        with self._turn, _quietly():
+        with self._turn, _hide_progress_bars():
             try:
                 found, _ = convert_and_load_state_dict_in_model(
                     self._model, dict(tensors), self._load_config(tensors), disk_offload_index=None
                 )
                 absent = found.missing_keys | {name for name, *_ in found.mismatched_keys}
                 state = {n: t.detach() for n, t in self._model.state_dict().items() if n not in absent}
-                return state, self._problem(found)
+                return state, self._describe_problem(found)
             finally:
                 # The conversion puts the tensors into the model itself; `state` keeps them, the model must not.
                 to_meta(self._model)
@@ -231,7 +235,7 @@ class Naming:
             weight_mapping=get_model_conversion_mapping(self._model),
         )
 
-    def _problem(self, found: Any) -> str:
+    def _describe_problem(self, found: Any) -> str:
         """What does not fit, in words. transformers would only warn, and leave such weights at random values."""
         self._model._adjust_missing_and_unexpected_keys(found)
         missing = sorted(found.missing_keys - set(self._model.all_tied_weights_keys))
@@ -245,7 +249,7 @@ class Naming:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _hide_progress_bars() -> Iterator[None]:
     """Within, transformers shows no progress bar."""
     from transformers.utils import logging
 

@@ -15,7 +15,7 @@ from opd.monitors.signal import WHOLE_STEP, Signal
 from opd.records.json_fields import check_types
 from opd.records.step import AlarmRecord
 from opd.records.types import Rollout
-from opd.settings.named import imported
+from opd.settings.named import import_object
 
 FORMAT = 1
 SAMPLES = 4
@@ -25,7 +25,7 @@ SAMPLES_OF_STEP = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class AlarmSample:
     """A response of the step in which an alarm began."""
 
     signal: str
@@ -47,7 +47,7 @@ class Alarms:
 
     step: int
     alarms: tuple[AlarmRecord, ...]
-    samples: tuple[Sample, ...]
+    samples: tuple[AlarmSample, ...]
     readings: Mapping[str, Mapping[str, float]]
     """Signal -> domain -> reading, of every signal: what else was unusual at that time."""
 
@@ -59,41 +59,41 @@ class Alarms:
     def from_json(cls, data: Mapping[str, Any]) -> Alarms:
         """Inverse of what `save` writes. Raises: KeyError, TypeError or AssertionError for anything else."""
         assert data["format"] == FORMAT, f"monitors file of format {data['format']}"
-        found = cls(
+        alarms_record = cls(
             step=data["step"],
             alarms=tuple(AlarmRecord(**alarm) for alarm in data["alarms"]),
-            samples=tuple(Sample(**sample) for sample in data["samples"]),
+            samples=tuple(AlarmSample(**sample) for sample in data["samples"]),
             readings=data["readings"],
         )
-        return check_types(found)
+        return check_types(alarms_record)
 
 
-def signal_of(alarm: AlarmRecord) -> Signal:
+def load_signal(alarm: AlarmRecord) -> Signal:
     """The signal that raised the alarm."""
-    found: Signal = imported(SIGNALS[alarm.signal])
-    return found
+    signal: Signal = import_object(SIGNALS[alarm.signal])
+    return signal
 
 
-def sentence(alarm: AlarmRecord) -> str:
+def format_alarm(alarm: AlarmRecord) -> str:
     """The alarm for a person, without what to do about it."""
     whom = f"domain {alarm.domain}" if alarm.domain else "all domains"
     key = f"monitors.{alarm.signal}.{alarm.action}"
-    return f"{alarm.signal}: {whom}: {signal_of(alarm).says.format(value=alarm.value)} ({key} is {alarm.limit:g})"
+    return f"{alarm.signal}: {whom}: {load_signal(alarm).says.format(value=alarm.value)} ({key} is {alarm.limit:g})"
 
 
-def samples_of(alarm: AlarmRecord, rollouts: Sequence[Rollout], tokenizer: Decoder) -> list[Sample]:
+def select_samples(alarm: AlarmRecord, rollouts: Sequence[Rollout], tokenizer: Decoder) -> list[AlarmSample]:
     """The responses that show the alarm best, of its domain. Of a signal in which responses do not differ, the first ones of each
     domain, for the person who is asked to look; a mere warning has none, because they would be ordinary ones."""
-    shown_by = signal_of(alarm).shown_by
+    shown_by = load_signal(alarm).shown_by
     if shown_by is None and alarm.action == "warn":
         return []
     chosen = [r for r in rollouts if alarm.domain in (WHOLE_STEP, r.domain)]
     if shown_by is not None:
         chosen = sorted(chosen, key=shown_by, reverse=True)
     if alarm.domain == WHOLE_STEP:
-        chosen = _in_turn(chosen)
+        chosen = _interleave_domains(chosen)
     return [
-        Sample(
+        AlarmSample(
             signal=alarm.signal,
             domain=rollout.domain,
             sample_id=rollout.sample_id,
@@ -107,11 +107,11 @@ def samples_of(alarm: AlarmRecord, rollouts: Sequence[Rollout], tokenizer: Decod
     ]
 
 
-def _in_turn(rollouts: Sequence[Rollout]) -> list[Rollout]:
+def _interleave_domains(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """The first of each domain, then the second of each, and so on."""
-    seen: dict[str, int] = {}
-    places = []
+    counts: dict[str, int] = {}
+    ranks = []
     for rollout in rollouts:
-        places.append(seen.get(rollout.domain, 0))
-        seen[rollout.domain] = places[-1] + 1
-    return [rollout for _, rollout in sorted(zip(places, rollouts, strict=True), key=lambda pair: pair[0])]
+        ranks.append(counts.get(rollout.domain, 0))
+        counts[rollout.domain] = ranks[-1] + 1
+    return [rollout for _, rollout in sorted(zip(ranks, rollouts, strict=True), key=lambda pair: pair[0])]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from opd.monitors.signal import History, Signal, means_of_tokens, sureness
+from opd.monitors.signal import Signal, SignalHistory, mean_probability, means_of_tokens
 
 
-def _read(history: History) -> Mapping[str, float]:
+def _read_signal(history: SignalHistory) -> Mapping[str, float]:
     return {domain: 1 - top for domain, top in means_of_tokens(history.last, "teacher_top1").items()}
 
 
 SIGNAL = Signal(
     says="{value:.2f} of the student's tokens are not its teacher's first choice",
     advice="forward_kl also teaches what the student never writes (docs/objectives.md); `opd check` compares the two",
-    read=_read,
-    shown_by=sureness,
+    read=_read_signal,
+    shown_by=mean_probability,
 )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import fmean
 
-from opd.monitors.signal import WHOLE_STEP, History, Signal
+from opd.monitors.signal import WHOLE_STEP, Signal, SignalHistory
 from opd.records.step import StepRecord
 
 
-def _read(history: History) -> Mapping[str, float]:
+def _read(history: SignalHistory) -> Mapping[str, float]:
     gaps = [record.logprob_gap for record in history.last if _has_fresh_tokens(record)]
     return {WHOLE_STEP: fmean(gaps) / history.tolerance} if gaps else {}
 

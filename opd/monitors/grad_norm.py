@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
-from opd.monitors.signal import WHOLE_STEP, History, Signal
+from opd.monitors.signal import WHOLE_STEP, Signal, SignalHistory
 
 
-def _read(history: History) -> Mapping[str, float]:
+def _read(history: SignalHistory) -> Mapping[str, float]:
     before = [record.grad_norm for record in history.before if not record.skipped]
     usual = median(before) if len(history.before) == len(history.last) and before else 0.0
     return {WHOLE_STEP: history.last[-1].grad_norm / usual} if usual else {}

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from opd.monitors.signal import History, Signal, tokens_of_responses
+from opd.monitors.signal import Signal, SignalHistory, tokens_of_responses
 
 
-def _read(history: History) -> Mapping[str, float]:
+def _read(history: SignalHistory) -> Mapping[str, float]:
     start = tokens_of_responses(history.first)
     norms = {d: max(tokens, start[d]) for d, tokens in history.expert_tokens.items() if d in start}
     return {d: tokens / norms[d] for d, tokens in tokens_of_responses(history.last).items() if norms.get(d)}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from opd.monitors.signal import History, Signal, share_of_responses
-from opd.records.tails import repeated
+from opd.monitors.signal import Signal, SignalHistory, share_of_responses
+from opd.records.tails import measure_repetition
 from opd.records.types import Rollout
 
 
-def _read(history: History) -> Mapping[str, float]:
+def _read(history: SignalHistory) -> Mapping[str, float]:
     return share_of_responses(history.last, lambda record: record.looping_by_domain)
 
 
 def _shown_by(rollout: Rollout) -> float:
-    return repeated(rollout.response_ids)
+    return measure_repetition(rollout.response_ids)
 
 
 SIGNAL = Signal(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import exp
 from statistics import fmean
 
-from opd.records.step import StepRecord, mean_length, of_domain, token_mean
+from opd.records.step import StepRecord, mean_length, select_domain, token_mean
 from opd.records.types import Rollout
 
 WHOLE_STEP = ""
@@ -15,7 +15,7 @@ WHOLE_STEP = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class SignalHistory:
     """The steps that one reading is taken from. `over` is the signal's key in the pipeline."""
 
     first: Sequence[StepRecord]
@@ -38,7 +38,7 @@ class Signal:
     """What a reading means, with `{value}` where it stands."""
     advice: str
     """What a person may do about it."""
-    read: Callable[[History], Mapping[str, float]]
+    read: Callable[[SignalHistory], Mapping[str, float]]
     """The readings by domain, or one for the `WHOLE_STEP`; none where the records do not tell."""
     shown_by: Callable[[Rollout], float] | None = None
     """The responses with most of this become the samples; None: responses do not differ in it."""
@@ -48,32 +48,32 @@ def share_of_responses(
     steps: Sequence[StepRecord], counted: Callable[[StepRecord], Mapping[str, int]]
 ) -> dict[str, float]:
     """Domain -> how many of its responses in these steps are counted ones, 0 to 1."""
-    found = {}
-    for domain in _domains(steps):
+    shares = {}
+    for domain in _list_domains(steps):
         samples = sum(record.domains[domain].samples for record in steps if domain in record.domains)
         if samples:
-            found[domain] = sum(counted(record).get(domain, 0) for record in steps) / samples
-    return found
+            shares[domain] = sum(counted(record).get(domain, 0) for record in steps) / samples
+    return shares
 
 
 def tokens_of_responses(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Domain -> mean trained tokens of a response in these steps."""
-    lengths = {domain: mean_length(steps, domain) for domain in _domains(steps)}
+    lengths = {domain: mean_length(steps, domain) for domain in _list_domains(steps)}
     return {domain: length for domain, length in lengths.items() if length is not None}
 
 
 def means_of_tokens(steps: Sequence[StepRecord], key: str) -> dict[str, float]:
     """Domain -> mean over its trained tokens in these steps; without the domains whose teachers do not tell."""
-    means = {domain: token_mean(of_domain(steps, domain), key) for domain in _domains(steps)}
+    means = {domain: token_mean(select_domain(steps, domain), key) for domain in _list_domains(steps)}
     return {domain: mean for domain, mean in means.items() if mean is not None}
 
 
-def sureness(rollout: Rollout) -> float:
+def mean_probability(rollout: Rollout) -> float:
     """Mean probability of the student's own tokens as it sampled them; 0 for an empty response, which shows nothing."""
     own = zip(rollout.trained, rollout.own, strict=True)
-    probabilities = [exp(rollout.behaviour_logprobs[place]) for place, sampled in own if sampled]
+    probabilities = [exp(rollout.behaviour_logprobs[index]) for index, sampled in own if sampled]
     return fmean(probabilities) if probabilities else 0.0
 
 
-def _domains(steps: Sequence[StepRecord]) -> list[str]:
+def _list_domains(steps: Sequence[StepRecord]) -> list[str]:
     return list(dict.fromkeys(domain for record in steps for domain in record.domains))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from opd.monitors.signal import History, Signal, share_of_responses
+from opd.monitors.signal import Signal, SignalHistory, share_of_responses
 
 
-def _read(history: History) -> Mapping[str, float]:
+def _read(history: SignalHistory) -> Mapping[str, float]:
     return share_of_responses(history.last, lambda record: record.truncated_by_domain)
 
 

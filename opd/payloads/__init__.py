@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from opd.config.payloads import PAYLOADS
-from opd.settings.named import imported
+from opd.settings.named import import_object
 
 if TYPE_CHECKING:
     from opd.payloads.answer import Answer
@@ -17,5 +17,5 @@ if TYPE_CHECKING:
 
 def answer_class(payload: str) -> type[Answer]:
     """The class of a payload's answers. Raises: KeyError for a name that is no payload."""
-    found: type[Answer] = imported(PAYLOADS[payload])
+    found: type[Answer] = import_object(PAYLOADS[payload])
     return found

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from opd.interfaces import ScoredRow
 from opd.losses.blocks import Block, Given
-from opd.losses.objective import TeacherChunk, entropy, likeliest
+from opd.losses.objective import TeacherChunk, likeliest_token, token_entropy
 from opd.models.logit_rule import IDENTITY, LogitRule
 from opd.payloads.answer import Answer, Columns, Said
 
@@ -75,7 +75,7 @@ class HiddenStates(Answer):
     def states(self, dtype: torch.dtype) -> Tensor:
         """[N, D]"""
         # A copy: the stream's buffer is read-only shared memory, which torch does not accept silently.
-        return _states(bytearray(self.hidden), self.hidden_size, dtype)
+        return _bytes_to_states(bytearray(self.hidden), self.hidden_size, dtype)
 
     def logprobs(self, token_ids: Sequence[int], dtype: torch.dtype, head: Head) -> Tensor:
         """[N] the teacher's log-prob of each trained token; `head` is cut to the vocabulary."""
@@ -99,8 +99,8 @@ class HiddenStates(Answer):
         return tuple(
             HiddenRun(
                 heads=tuple(head for head, _ in kind),
-                weights=_normalised([weight for _, weight in kind]),
-                hidden=tuple(_joined(parts, dtype) for parts in columns),
+                weights=_normalise_weights([weight for _, weight in kind]),
+                hidden=tuple(_join_states(parts, dtype) for parts in columns),
             )
             for kind, columns in runs
         )
@@ -117,12 +117,12 @@ class HiddenStates(Answer):
         return [abs(was - now) for was, now in zip(logprobs, found, strict=True)]
 
 
-def _joined(answers: Sequence[HiddenStates], dtype: torch.dtype) -> Tensor:
+def _join_states(answers: Sequence[HiddenStates], dtype: torch.dtype) -> Tensor:
     """[N, D] the states of several responses, in one copy."""
-    return _states(bytearray().join(answer.hidden for answer in answers), answers[0].hidden_size, dtype)
+    return _bytes_to_states(bytearray().join(answer.hidden for answer in answers), answers[0].hidden_size, dtype)
 
 
-def _states(raw: bytearray, width: int, dtype: torch.dtype) -> Tensor:
+def _bytes_to_states(raw: bytearray, width: int, dtype: torch.dtype) -> Tensor:
     """[N, D] the bytes as a tensor, which shares their memory."""
     import torch
 
@@ -131,7 +131,7 @@ def _states(raw: bytearray, width: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(raw, dtype=dtype).view(-1, width)
 
 
-def _normalised(weights: Sequence[float]) -> tuple[float, ...]:
+def _normalise_weights(weights: Sequence[float]) -> tuple[float, ...]:
     """Weights travel as float32, whose sum is 1 only to 1e-7."""
     return tuple(weight / sum(weights) for weight in weights)
 
@@ -180,7 +180,7 @@ class TeacherBlock(Block):
         """[C, V] in the head's type. It is that of the stream's hidden states, unless the head is the student's own."""
         return self.rule.apply(self.hidden_N_E[part].to(self.head_V_E.dtype) @ self.head_V_E[:vocab_size].T)
 
-    def given(self, part: slice, vocab_size: int) -> Logits:
+    def select_chunk(self, part: slice, vocab_size: int) -> Logits:
         return Logits(self.logits(part, vocab_size))
 
 
@@ -203,9 +203,12 @@ class _SeveralTeachers(Block):
 
     def weighted_sum(self, part: slice, vocab_size: int, said: Callable[[Tensor], Tensor]) -> Tensor:
         """[C, V] sum over teachers of weight times what `said` makes of the teacher's logits."""
-        from opd.losses.logits import upcast
+        from opd.losses.logits import upcast_for_loss
 
-        terms = (w * said(upcast(t.logits(part, vocab_size))) for w, t in zip(self.weights, self.teachers, strict=True))
+        terms = (
+            w * said(upcast_for_loss(t.logits(part, vocab_size)))
+            for w, t in zip(self.weights, self.teachers, strict=True)
+        )
         return functools.reduce(operator.add, terms)
 
 
@@ -223,7 +226,7 @@ class MixtureBlock(_SeveralTeachers):
         _SeveralTeachers.__post_init__(self)
         assert min(self.weights) >= 0
 
-    def given(self, part: slice, vocab_size: int) -> Measure:
+    def select_chunk(self, part: slice, vocab_size: int) -> Measure:
         return Measure(self.weighted_sum(part, vocab_size, lambda logits_C_V: logits_C_V.log_softmax(-1)))
 
 
@@ -236,7 +239,7 @@ class ExtrapolatedBlock(_SeveralTeachers):
     negative weight have no least value, so all objectives see the normalised target, as if one teacher had said it.
     """
 
-    def given(self, part: slice, vocab_size: int) -> Logits:
+    def select_chunk(self, part: slice, vocab_size: int) -> Logits:
         # What each teacher's softmax would take off is the same for all ids: it goes when the sum is normalised.
         return Logits(self.weighted_sum(part, vocab_size, lambda logits_C_V: logits_C_V))
 
@@ -249,16 +252,16 @@ class Logits(Given):
 
     logits_C_V: Tensor
 
-    def rows(self, rows: slice) -> Logits:
+    def select_rows(self, rows: slice) -> Logits:
         return Logits(self.logits_C_V[rows])
 
-    def padded(self, rows: int) -> Logits:
-        from opd.losses.logits import pad
+    def pad_rows(self, rows: int) -> Logits:
+        from opd.losses.logits import pad_rows
 
-        return Logits(pad(self.logits_C_V, rows))
+        return Logits(pad_rows(self.logits_C_V, rows))
 
-    def chunk(self, token_C: Tensor, dtype: torch.dtype) -> WholeChunk:
-        return _whole(self.logits_C_V.to(dtype).log_softmax(-1), token_C, is_mixture=False)
+    def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> WholeChunk:
+        return _whole_distribution(self.logits_C_V.to(dtype).log_softmax(-1), token_C, is_mixture=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +270,11 @@ class Measure(Given):
 
     measure_C_V: Tensor
 
-    def rows(self, rows: slice) -> Measure:
+    def select_rows(self, rows: slice) -> Measure:
         return Measure(self.measure_C_V[rows])
 
-    def chunk(self, token_C: Tensor, dtype: torch.dtype) -> WholeChunk:
-        return _whole(self.measure_C_V.to(dtype), token_C, is_mixture=True)
+    def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> WholeChunk:
+        return _whole_distribution(self.measure_C_V.to(dtype), token_C, is_mixture=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +290,7 @@ class WholeChunk(TeacherChunk):
     """It would have to be known before the forward pass, when there are only states."""
 
     def first_C(self) -> Tensor:
-        return likeliest(self.logq_C_V)
+        return likeliest_token(self.logq_C_V)
 
     def q_C_V(self) -> Tensor:
         """The teacher's distribution; for a mixture its normalised product prod_k q_k^w_k."""
@@ -295,11 +298,11 @@ class WholeChunk(TeacherChunk):
 
     def entropy_C(self) -> Tensor:
         logq_C_V = self._normalised_C_V()
-        return entropy(logq_C_V.exp(), logq_C_V)
+        return token_entropy(logq_C_V.exp(), logq_C_V)
 
     def _normalised_C_V(self) -> Tensor:
         return self.logq_C_V.log_softmax(-1) if self.is_mixture else self.logq_C_V
 
 
-def _whole(logq_C_V: Tensor, token_C: Tensor, *, is_mixture: bool) -> WholeChunk:
+def _whole_distribution(logq_C_V: Tensor, token_C: Tensor, *, is_mixture: bool) -> WholeChunk:
     return WholeChunk(logq_C_V, logq_C_V.gather(1, token_C[:, None])[:, 0], is_mixture)

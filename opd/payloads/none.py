@@ -59,11 +59,11 @@ class UnscoredBlock(Block, Given):
     def __len__(self) -> int:
         return self.tokens
 
-    def given(self, part: slice, vocab_size: int) -> UnscoredBlock:
-        return self.rows(part)
+    def select_chunk(self, part: slice, vocab_size: int) -> UnscoredBlock:
+        return self.select_rows(part)
 
-    def rows(self, rows: slice) -> UnscoredBlock:
+    def select_rows(self, rows: slice) -> UnscoredBlock:
         return UnscoredBlock(len(range(self.tokens)[rows]))
 
-    def chunk(self, token_C: Tensor, dtype: torch.dtype) -> TeacherChunk:
+    def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> TeacherChunk:
         return TeacherChunk()

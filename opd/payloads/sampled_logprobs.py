@@ -103,13 +103,13 @@ class SampledBlock(Block, Given):
     def __len__(self) -> int:
         return len(self.logprob_N)
 
-    def given(self, part: slice, vocab_size: int) -> SampledBlock:
-        return self.rows(part)
+    def select_chunk(self, part: slice, vocab_size: int) -> SampledBlock:
+        return self.select_rows(part)
 
-    def rows(self, rows: slice) -> SampledBlock:
+    def select_rows(self, rows: slice) -> SampledBlock:
         return SampledBlock(self.logprob_N[rows], None if self.baseline_N is None else self.baseline_N[rows])
 
-    def chunk(self, token_C: Tensor, dtype: torch.dtype) -> SampledChunk:
+    def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> SampledChunk:
         baseline_C = None if self.baseline_N is None else self.baseline_N.to(dtype)
         return SampledChunk(self.logprob_N.to(dtype), baseline_C)
 

@@ -90,24 +90,24 @@ class TopTokens(Answer):
 
     def gap(self, wanted: Answer, num: int, dtype: torch.dtype) -> float:
         assert isinstance(wanted, TopTokens)
-        pairs = zip(self._positions(num), wanted._positions(num), strict=True)
-        gaps = [_difference(ours, token, value) for ours, theirs in pairs for token, value in theirs.items()]
+        pairs = zip(self._top_logprobs(num), wanted._top_logprobs(num), strict=True)
+        gaps = [_logprob_difference(ours, token, value) for ours, theirs in pairs for token, value in theirs.items()]
         return sum(gaps) / len(gaps)
 
     def differences(
         self, token_ids: Sequence[int], logprobs: Sequence[float], dtype: torch.dtype, head: Callable[[], Head]
     ) -> list[float]:
-        given = zip(self._positions(len(logprobs)), token_ids, logprobs, strict=True)
-        return [_difference(known, token, logprob) for known, token, logprob in given]
+        given = zip(self._top_logprobs(len(logprobs)), token_ids, logprobs, strict=True)
+        return [_logprob_difference(known, token, logprob) for known, token, logprob in given]
 
-    def _positions(self, num: int) -> list[dict[int, float]]:
+    def _top_logprobs(self, num: int) -> list[dict[int, float]]:
         """[N] token -> log-prob at each trained token."""
         k = len(self.topk_ids) // num
         parts = [slice(start, start + k) for start in range(0, num * k, k)]
         return [dict(zip(self.topk_ids[part], self.topk_logprobs[part], strict=True)) for part in parts]
 
 
-def _difference(known: Position, token: int, logprob: float) -> float:
+def _logprob_difference(known: Position, token: int, logprob: float) -> float:
     """How far a token's log-prob is from the known one, or the least that it can be: a token outside the likeliest is at most as
     likely as the last of them."""
     return abs(logprob - known[token]) if token in known else max(0.0, logprob - min(known.values()))
@@ -123,13 +123,13 @@ class TopKBlock(Block, Given):
     def __len__(self) -> int:
         return len(self.ids_N_K)
 
-    def given(self, part: slice, vocab_size: int) -> TopKBlock:
-        return self.rows(part)
+    def select_chunk(self, part: slice, vocab_size: int) -> TopKBlock:
+        return self.select_rows(part)
 
-    def rows(self, rows: slice) -> TopKBlock:
+    def select_rows(self, rows: slice) -> TopKBlock:
         return TopKBlock(self.ids_N_K[rows], self.logprob_N_K[rows])
 
-    def chunk(self, token_C: Tensor, dtype: torch.dtype) -> TopKChunk:
+    def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> TopKChunk:
         return TopKChunk(self.ids_N_K, self.logprob_N_K.to(dtype))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from opd.errors import StorageError
-from opd.files import atomic_file, storing
+from opd.files import atomic_file, raise_storage_errors
 
 IN_MEMORY_BYTES = 8 << 20
 """Sources up to this size are read anew each time and leave nothing on disk."""
@@ -38,13 +38,13 @@ class Batches:
     def __len__(self) -> int:
         return self._ends[-1] if self._batches else 0
 
-    def value(self, column: str, index: int) -> Any:
+    def read_cell(self, column: str, index: int) -> Any:
         """One cell as a Python value."""
         number = bisect_right(self._ends, index)
         batch = self._batches[number]
         return batch.column(column)[index - self._ends[number] + batch.num_rows].as_py()
 
-    def values(self, column: str, start: int, stop: int) -> list[Any]:
+    def read_cells(self, column: str, start: int, stop: int) -> list[Any]:
         """The cells from `start` to before `stop` as Python values."""
         found: list[Any] = []
         while start < min(stop, len(self)):
@@ -55,11 +55,11 @@ class Batches:
             start += len(cells) - first
         return found
 
-    def listed(self, column: str) -> list[Any]:
-        """What the lists of a whole column hold, one after the other."""
+    def flatten_lists(self, column: str) -> list[Any]:
+        """Return the items of all lists of a column, one after the other."""
         return [value for batch in self._batches for value in batch.column(column).flatten().to_pylist()]
 
-    def numbers(self, column: str) -> np.ndarray[Any, Any]:
+    def read_numbers(self, column: str) -> np.ndarray[Any, Any]:
         """A whole column of numbers, or of true and false."""
         parts = [batch.column(column).to_numpy(zero_copy_only=False) for batch in self._batches]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
@@ -71,7 +71,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets").expanduser() / "opd"
 
 
-def stored(key: str, schema: pa.Schema, make: Callable[[], Iterable[pa.RecordBatch]], *, cached: bool) -> Batches:
+def open_batches(key: str, schema: pa.Schema, make: Callable[[], Iterable[pa.RecordBatch]], *, cached: bool) -> Batches:
     """The batches that `make` gives. With `cached`, those of the file with this key, which `make` fills if it is missing.
 
     Raises: StorageError if the file cannot be written. If `make` raises, no file is left.
@@ -80,17 +80,17 @@ def stored(key: str, schema: pa.Schema, make: Callable[[], Iterable[pa.RecordBat
         return Batches(make())
     path = cache_dir() / f"{key}.arrow"
     try:
-        return _mapped(path)
+        return _map_file(path)
     except FileNotFoundError:
         pass
     except pa.ArrowInvalid:  # the file is cut off: a disk lost what it had reported as written
         path.unlink(missing_ok=True)
     try:
-        with storing(path):
-            _write(path, schema, make())
+        with raise_storage_errors(path):
+            _write_batches(path, schema, make())
     except StorageError as error:
         raise StorageError(f"{error}; HF_DATASETS_CACHE moves this cache to another disk") from None
-    return _mapped(path)
+    return _map_file(path)
 
 
 def in_batches(rows: Iterable[Sequence[Any]], schema: pa.Schema, sizes: int = 1024) -> Iterable[pa.RecordBatch]:
@@ -108,22 +108,22 @@ def in_batches(rows: Iterable[Sequence[Any]], schema: pa.Schema, sizes: int = 10
         yield pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
 
 
-def _mapped(path: Path) -> Batches:
+def _map_file(path: Path) -> Batches:
     """Map the file: the system reads its pages when a row is asked for and may drop them, so they cost no memory of ours."""
     reader = pa.ipc.open_file(pa.memory_map(str(path)))
     return Batches(reader.get_batch(number) for number in range(reader.num_record_batches))
 
 
-def _write(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+def _write_batches(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
-        _sweep(Path(file.name))
+        _sweep_temporary_files(Path(file.name))
         with pa.ipc.new_file(file, schema) as writer:
             for batch in batches:
                 writer.write_batch(batch)
 
 
-def _sweep(new: Path) -> None:
+def _sweep_temporary_files(new: Path) -> None:
     """Delete what killed processes left beside `new`. The age is by the disk's clock, which wrote the time of `new` too."""
     now = new.stat().st_mtime
     for path in new.parent.glob(".*.tmp"):

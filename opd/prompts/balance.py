@@ -1,4 +1,4 @@
-"""How many samples of a step each domain gets, from what the steps before it showed.
+"""The number of samples of a step that each domain gets, from what the steps before it showed.
 
     records ──▶ signals of each domain ──▶ real numbers of samples ──▶ whole numbers
                 (loss, slope, cut, length)  (within floor and cap)      (right on average)
@@ -39,12 +39,14 @@ class Balance:
         per = section.per if isinstance(section, GapBalance) else "token"
         self._signals = {name: Signals(section.window, per) for name in weights}
 
-    def see(self, record: StepRecord) -> None:
+    def record_step(self, record: StepRecord) -> None:
         """Take in the next step's record."""
         for name, stats in record.domains.items():
-            self._signals[name].see(stats, record.truncated_by_domain.get(name, 0), record.prompts.get(name, 0))
+            self._signals[name].record_means(
+                stats, record.truncated_by_domain.get(name, 0), record.prompts.get(name, 0)
+            )
 
-    def exact(self) -> dict[str, float]:
+    def exact_counts(self) -> dict[str, float]:
         """Samples of each domain in the next step, not yet whole; they add up to the total."""
         section, found = self._section, in_proportion(self._total, self._weights)
         if isinstance(section, GapBalance):
@@ -55,14 +57,14 @@ class Balance:
             )
             low = {name: max(least, section.floor * samples) for name, samples in own.items()}
             high = {name: section.cap * samples for name, samples in own.items()}
-            found = fitted(found, gaps, low, high)
-        return at_least_one(found, self._shortness()) if section.of == "tokens" else found
+            found = fit_proportions(found, gaps, low, high)
+        return at_least_one(found, self._prompts_per_token()) if section.of == "tokens" else found
 
-    def counts(self, step: int) -> dict[str, int]:
+    def count_samples(self, step: int) -> dict[str, int]:
         """Samples of each domain in the next step, which is `step`."""
-        return rounded(self.exact(), self._total, random.Random(f"{self._seed}/balance/{step}").random())
+        return round_counts(self.exact_counts(), self._total, random.Random(f"{self._seed}/balance/{step}").random())
 
-    def _shortness(self) -> dict[str, float]:
+    def _prompts_per_token(self) -> dict[str, float]:
         """Prompts for each trained token; a domain that has not been trained yet counts as the others do on average."""
         known = {name: 1 / length for name, signals in self._signals.items() if (length := signals.length.value)}
         usual = sum(known.values()) / len(known) if known else 1.0
@@ -70,7 +72,7 @@ class Balance:
 
 
 class Signals:
-    """What training shows of one domain. A step in which the domain had no trained token changes nothing."""
+    """Means of the training of one domain. A step in which the domain had no trained token changes nothing."""
 
     def __init__(self, window: int, per: Literal["token", "response"] = "token") -> None:
         self._window, self._per = window, per
@@ -81,7 +83,7 @@ class Signals:
         self.length = Mean(window)
         """Trained tokens for each prompt that was dealt out, whatever segments its episode has."""
 
-    def see(self, stats: DomainRecord, cut: int, prompts: int) -> None:
+    def record_means(self, stats: DomainRecord, cut: int, prompts: int) -> None:
         """Take in the next step's means, of which `cut` responses ended at their limit; the step took so many `prompts`."""
         if not stats.tokens:
             return
@@ -95,7 +97,7 @@ class Signals:
 
     @property
     def gap(self) -> float:
-        """What is left to learn, 1 in the first steps: distance * slope + cut.
+        """Share that is left to learn, 1 in the first steps: distance * slope + cut.
 
         The slope is the loss divided by its mean over twice the window, which extrapolates by about a window: a domain that
         falls fast needs less, one that rises needs more. Cut responses count as far as their share is above the lowest that the
@@ -105,9 +107,9 @@ class Signals:
         if self._seen < self._window or start <= 0:
             return 1.0
         slope = min(loss / slow, STEEPEST) if slow > 0 else 1.0
-        return self._distance(max(0.0, loss), start) * slope + (self._cut.value or 0.0) - self._least_cut
+        return self._relative_distance(max(0.0, loss), start) * slope + (self._cut.value or 0.0) - self._least_cut
 
-    def _distance(self, loss: float, start: float) -> float:
+    def _relative_distance(self, loss: float, start: float) -> float:
         """From 0, as the expert, to about 1, as in the first steps.
 
         Per token: the loss divided by that of the first steps, because domains do not start equally far from their experts.
@@ -152,11 +154,11 @@ def samples_by_weight(total: int, weights: Mapping[str, float]) -> dict[str, flo
 
 
 def at_least_one(base: Mapping[str, float], pull: Mapping[str, float]) -> dict[str, float]:
-    """Return what `fitted` does, with at least one sample for each domain."""
-    return fitted(base, pull, dict.fromkeys(base, 1.0), dict.fromkeys(base, sum(base.values())))
+    """Return what `fit_proportions` does, with at least one sample for each domain."""
+    return fit_proportions(base, pull, dict.fromkeys(base, 1.0), dict.fromkeys(base, sum(base.values())))
 
 
-def fitted(
+def fit_proportions(
     base: Mapping[str, float], pull: Mapping[str, float], low: Mapping[str, float], high: Mapping[str, float]
 ) -> dict[str, float]:
     """Numbers in proportion to `base * pull`, each within its bounds, with the same sum as `base`, for which they leave room.
@@ -177,7 +179,7 @@ def fitted(
     return at(above)
 
 
-def rounded(exact: Mapping[str, float], total: int, draw: float) -> dict[str, int]:
+def round_counts(exact: Mapping[str, float], total: int, draw: float) -> dict[str, int]:
     """Whole numbers with the sum `total`, each the exact one rounded down or up; a random `draw` in 0..1 makes their means exact.
 
     Systematic sampling: the exact numbers lie end to end on a ruler, and each gets the marks 1 - draw, 2 - draw, ... on its

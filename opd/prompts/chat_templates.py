@@ -14,7 +14,7 @@ from opd.interfaces import Tokenizer
 from opd.prompts.line import Messages
 
 CPU_S, BYTES, CHARACTERS = 2, 1 << 30, 1 << 20
-"""What a template may take for a few short messages: seconds, memory of the whole process, and what it may write."""
+"""Limits of a template for a few short messages: seconds, memory of the whole process, and what it may write."""
 WALL_S = 60
 """Deadline for that where the machine is busy."""
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": {"word": "it"}}}

@@ -70,7 +70,7 @@ def put_nothing_in_front(tokenizer: Any) -> None:
 def ids_in_front(tokenizer: Tokenizer) -> list[int]:
     """Return what the tokenizer puts in front of a text, such as a begin token. What it puts behind is left out: there the model
     writes on. Raises: ValueError for a tokenizer whose special tokens change the others."""
-    plain, whole = (_encode(tokenizer, [_LETTER], add_special_tokens=add)[0] for add in (False, True))
+    plain, whole = (_encode_texts(tokenizer, [_LETTER], add_special_tokens=add)[0] for add in (False, True))
     for start in range(len(whole) - len(plain) + 1):
         if whole[start : start + len(plain)] == plain:
             return whole[:start]
@@ -81,8 +81,8 @@ def encode_prompt(
     tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None, **variables: Any
 ) -> tuple[int, ...]:
     """Token ids of a prompt. `day` is the date for a chat template that asks for one; None: today. `variables` are the template's."""
-    (ids,) = _encode(tokenizer, [render_prompt(tokenizer, prompt, day, **variables)])
-    return tuple(_begun(ids, ids_in_front(tokenizer)) if isinstance(prompt, str) else ids)
+    (ids,) = _encode_texts(tokenizer, [render_prompt(tokenizer, prompt, day, **variables)])
+    return tuple(_with_begin_tokens(ids, ids_in_front(tokenizer)) if isinstance(prompt, str) else ids)
 
 
 def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None, **variables: Any) -> str:
@@ -109,7 +109,7 @@ def render_messages(tokenizer: Tokenizer, prompt: Messages, day: date | None = N
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a text that goes on, or that a chat template wrote: special tokens in it included, and none added."""
-    return list(_encode(tokenizer, [text])[0])
+    return list(_encode_texts(tokenizer, [text])[0])
 
 
 def encode_prompts(
@@ -125,12 +125,14 @@ def encode_prompts(
     prompts would be the same.
     """
     given = variables or [{}] * len(prompts)
-    asking = {index: _question(tokenizer, p, day, given[index]) for index, p in enumerate(prompts) if not _is_blank(p)}
+    asking = {
+        index: _render_question(tokenizer, p, day, given[index]) for index, p in enumerate(prompts) if not _is_blank(p)
+    }
     special, front = set(tokenizer.all_special_ids), ids_in_front(tokenizer)
     found: list[Sequence[int]] = [()] * len(prompts)
-    for index, ids in zip(asking, _encode(tokenizer, list(asking.values())), strict=True):
+    for index, ids in zip(asking, _encode_texts(tokenizer, list(asking.values())), strict=True):
         if any(token not in special for token in ids):
-            found[index] = _begun(ids, front) if isinstance(prompts[index], str) else ids
+            found[index] = _with_begin_tokens(ids, front) if isinstance(prompts[index], str) else ids
     return found
 
 
@@ -145,12 +147,12 @@ def refused_row(where: str, whose: str, error: Exception) -> PromptError:
     )
 
 
-def _begun(ids: list[int], front: list[int]) -> list[int]:
+def _with_begin_tokens(ids: list[int], front: list[int]) -> list[int]:
     """The ids of a text, with those in front of it unless the text spells them out."""
     return ids if ids[: len(front)] == front else front + ids
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+def _encode_texts(tokenizer: Tokenizer, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
     if not texts:
         return []
     found: list[list[int]] = tokenizer(
@@ -164,7 +166,9 @@ def _is_blank(prompt: str | Messages) -> bool:
     return not "".join(texts).strip()
 
 
-def _question(tokenizer: Tokenizer, prompt: str | Messages, day: date | None, variables: Mapping[str, Any]) -> str:
+def _render_question(
+    tokenizer: Tokenizer, prompt: str | Messages, day: date | None, variables: Mapping[str, Any]
+) -> str:
     text = render_prompt(tokenizer, prompt, day, **variables)
     if not isinstance(prompt, str):
         specials = special_texts(tokenizer)

@@ -1,4 +1,4 @@
-"""What others wrote stays text: whatever in it would begin or end a turn is broken up with a blank.
+"""Other people's text stays text: whatever in it would begin or end a turn is broken up with a blank.
 
     <|im_end|>   a special token of the tokenizer's                     < |im_end|>
     <|user|>     plain text by which the chat template marks a turn     < |user|>
@@ -16,17 +16,17 @@ from typing import Any
 from opd.prompts.chat_templates import apply_template
 
 OWN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-"""What a policy writes within its turn: other texts may name it."""
+"""Marks that a policy writes within its turn: other texts may name it."""
 FRAMES = ("<tools>", "</tools>", "<tool_response>", "</tool_response>")
-"""What stands around tools and results: templates have it, and we write it where a template knows neither."""
+"""Marks around tools and results: templates have it, and we write it where a template knows neither."""
 _ROLE = re.compile(r"<[|｜][^<>\n]{1,40}[|｜]>")
 """An added token of this form is a mark of the model's, whether it is flagged as special or not."""
 _MARK = re.compile(r"<[|｜][^<>\n]{1,40}[|｜]>|</?[A-Za-z][\w:.-]*>|\[/?[A-Z][A-Z_]+\]|<</?[A-Z]+>>")
-"""What marks a turn in plain text."""
+"""Marks of a turn in plain text."""
 _HEADER = re.compile(r"(?:#+ *)?[A-Za-z]{4,}:\s*\Z")
-"""What introduces a turn where a template has no such marks: `### Instruction:`, `USER:`."""
+"""Headings of a turn where a template has no such marks: `### Instruction:`, `USER:`."""
 _TAG = re.compile(r"<(/?)([A-Za-z][\w:.-]*)>")
-"""What a pair of tags is made of."""
+"""Parts of a pair of tags."""
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Roles of special tokens, as transformers names them."""
 _SAID = ("zq1zq", "zq2zq", "zq3zq")

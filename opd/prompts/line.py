@@ -22,7 +22,7 @@ from opd.prompts.conversation import (
     read_variables,
     rename_turn_keys,
 )
-from opd.settings.wording import described
+from opd.settings.wording import describe_error
 from opd.settings.yaml_files import keys_of
 
 COLUMNS: tuple[Column, ...] = get_args(Column)
@@ -60,7 +60,7 @@ class PromptLine(BaseModel):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the chat template is given beside the messages."""
+        """Variables of the chat template beside the messages."""
         return self.chat_template_kwargs | ({"tools": self.tools} if self.tools else {})
 
     def as_json(self) -> bytes:
@@ -72,7 +72,7 @@ class PromptLine(BaseModel):
         try:
             return _COMPACT.encode(columns).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
-            raise BrokenRow(f"{_unwritable(columns)}: {error}", "give it as plain JSON") from None
+            raise BrokenRow(f"{_find_unwritable_column(columns)}: {error}", "give it as plain JSON") from None
 
     @classmethod
     def from_json(cls, line: bytes) -> PromptLine:
@@ -82,7 +82,7 @@ class PromptLine(BaseModel):
         return cls.model_construct(**{"tools": [], "chat_template_kwargs": {}, **columns})
 
 
-def _unwritable(columns: Mapping[str, Any]) -> str:
+def _find_unwritable_column(columns: Mapping[str, Any]) -> str:
     """The column that JSON has no form for."""
     for name, value in columns.items():
         try:
@@ -104,7 +104,7 @@ def read_row(data: Any, columns: Mapping[Column, str | None] | None = None) -> P
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(keys_of(first, data)) or "line"
-        raise BrokenRow(f"column `{place}`: {described(first)}", "correct or delete this line") from None
+        raise BrokenRow(f"column `{place}`: {describe_error(first)}", "correct or delete this line") from None
     for name in ("prompt", "completion", "answer"):
         value = getattr(line, name)
         if any("\0" in text for text in ([m["content"] for m in value] if isinstance(value, list) else [value or ""])):
@@ -150,7 +150,7 @@ def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
         data = {**data, says: [{"role": "assistant", "content": completion}]}
     elif says and isinstance(completion, list):
         said = [rename_turn_keys(message) for message in completion]
-        data = {**data, says: said, **(_known(data, said[0], answers) if len(said) == 1 else {})}
+        data = {**data, says: said, **(_read_answers(data, said[0], answers) if len(said) == 1 else {})}
     if isinstance(prompt, str):
         return {**data, asks: [{"role": "user", "content": prompt}]}
     if not isinstance(prompt, list):
@@ -160,16 +160,16 @@ def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
     if last.get("role") != "assistant":
         return {**data, asks: turns}
     learned = {says: [last]} if says and is_learned(last) else {}
-    return {**learned, **data, asks: turns[:-1], **(_known(data, last, answers) if learned else {})}
+    return {**learned, **data, asks: turns[:-1], **(_read_answers(data, last, answers) if learned else {})}
 
 
-def _known(data: Mapping[str, Any], turn: Any, answers: str | None) -> dict[str, str]:
+def _read_answers(data: Mapping[str, Any], turn: Any, answers: str | None) -> dict[str, str]:
     """The column `answers` with the text of the assistant's turn, if it is to be read and the row has none."""
     is_answer = isinstance(turn, dict) and turn.get("role") == "assistant" and is_learned(turn)
-    return {answers: _said(turn)} if answers and is_answer and data.get(answers) in (None, "") else {}
+    return {answers: _turn_text(turn)} if answers and is_answer and data.get(answers) in (None, "") else {}
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _turn_text(message: Mapping[str, Any]) -> str:
     """The text of a turn; none for one that calls a tool, or that `read_messages` is about to refuse."""
     try:
         text = join_text_parts(message.get("content"))
@@ -178,7 +178,7 @@ def _said(message: Mapping[str, Any]) -> str:
     return text if isinstance(text, str) and not message.get("tool_calls") else ""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON. Raises: ValueError for a key given twice, of which Python would keep the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -187,7 +187,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-PARSER = json.JSONDecoder(object_pairs_hook=_object)
+PARSER = json.JSONDecoder(object_pairs_hook=_parse_object)
 
 
 def parse_json_line(line: bytes) -> Any:
@@ -207,7 +207,7 @@ def parse_json_line(line: bytes) -> Any:
 
 
 def no_column(name: str, data: Mapping[str, Any]) -> tuple[str, str]:
-    """What was found, and the way out, if a column that is needed has another name or is missing."""
+    """Return the problem and its remedy, if a column that is needed has another name or is missing."""
     found = f"no column `{name}`{', but ' + list_keys(data) if data else ''}"
     if name != "prompt":
         return found, "correct the names under `columns` and `filter` of the pipeline's `prompts`"

@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from opd.prompts.balance import Balance, rounded
+from opd.prompts.balance import Balance, round_counts
 from opd.records.step import StepRecord
 from opd.records.types import Prompt
 
@@ -15,7 +15,7 @@ GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo 1, fill 0..1 as evenly as a sequence without an end can."""
 
 
-def shuffled(count: int, seed: str) -> array[int]:
+def shuffle_numbers(count: int, seed: str) -> array[int]:
     """The numbers below `count` in an order that `seed` decides, the same in every process and release.
 
     The standard library hashes a string seed with SHA-512. An array holds a million numbers in 8 MB, a list in 40 MB; both
@@ -45,14 +45,14 @@ class MixedPrompts:
         """The prompts of one step (from 1), grouped by domain: a pure function of (seed, step)."""
         num = len(self._exact)
         for before in range(len(self._taken) // num, step):
-            counts = self._counts(before).values()
+            counts = self._count_prompts(before).values()
             self._taken.extend(taken + count for taken, count in zip(self._taken[-num:], counts, strict=True))
         starts = self._taken[(step - 1) * num : step * num]
-        return self._domains.read(dict(zip(self._exact, starts, strict=True)), self._counts(step))
+        return self._domains.read(dict(zip(self._exact, starts, strict=True)), self._count_prompts(step))
 
-    def _counts(self, step: int) -> dict[str, int]:
+    def _count_prompts(self, step: int) -> dict[str, int]:
         """Prompts of each domain in a step. What is left over by rounding down goes to other domains in each step."""
-        return rounded(self._exact, self._total, (self._first_draw + step * GOLDEN) % 1)
+        return round_counts(self._exact, self._total, (self._first_draw + step * GOLDEN) % 1)
 
 
 class BalancedPrompts:
@@ -80,7 +80,7 @@ class BalancedPrompts:
         self._taken = Counter[str]()
         self._last = 0
         self._ahead = ahead
-        self._counts = {step: balance.counts(step) for step in range(1, ahead + 2)}
+        self._counts = {step: balance.count_samples(step) for step in range(1, ahead + 2)}
         """Prompts by domain of the steps whose record has not come."""
         for record in records:
             self.step(record)
@@ -91,9 +91,9 @@ class BalancedPrompts:
         self._last = record.step
         self._taken.update({name: number // self._n for name, number in record.prompts.items()})
         del self._counts[record.step]
-        self._balance.see(record)
+        self._balance.record_step(record)
         decided = record.step + 1 + self._ahead
-        self._counts[decided] = self._balance.counts(decided)
+        self._counts[decided] = self._balance.count_samples(decided)
 
     def take(self, step: int) -> list[Prompt]:
         """The prompts of a step after those whose records came in, grouped by domain."""
@@ -114,24 +114,26 @@ class EndlessDomains:
         self._n = n
         self._orders: dict[tuple[str, int], array[int]] = {}
         self._read: tuple[tuple[dict[str, int], dict[str, int]], list[Prompt]] = ({}, {}), []
-        """What was asked last, and its answer: a schedule that writes ahead takes the prompts of each step twice."""
+        """The last request and its answer: a schedule that writes ahead takes the prompts of each step twice."""
 
     def read(self, starts: Mapping[str, int], counts: Mapping[str, int]) -> list[Prompt]:
         """`counts` prompts of each domain from its place in `starts`, domain after domain."""
         asked = dict(starts), dict(counts)
         if asked != self._read[0]:
-            windows = (self._window(name, starts[name], count) for name, count in counts.items())
+            windows = (self._take_window(name, starts[name], count) for name, count in counts.items())
             self._read = asked, [prompt for window in windows for prompt in window for _ in range(self._n)]
         return list(self._read[1])
 
-    def _window(self, domain: str, start: int, count: int) -> list[Prompt]:
+    def _take_window(self, domain: str, start: int, count: int) -> list[Prompt]:
         prompts = self._by_domain[domain]
-        return [prompts[self._order(domain, i // len(prompts))[i % len(prompts)]] for i in range(start, start + count)]
+        return [
+            prompts[self._epoch_order(domain, i // len(prompts))[i % len(prompts)]] for i in range(start, start + count)
+        ]
 
-    def _order(self, domain: str, epoch: int) -> array[int]:
+    def _epoch_order(self, domain: str, epoch: int) -> array[int]:
         key = (domain, epoch)
         if key not in self._orders:
-            order = shuffled(len(self._by_domain[domain]), f"{self._seed}/{domain}/{epoch}")
+            order = shuffle_numbers(len(self._by_domain[domain]), f"{self._seed}/{domain}/{epoch}")
             # A step can reach from one epoch into the next: keep the order of the epoch before, drop older ones.
             self._orders = {k: v for k, v in self._orders.items() if k[0] != domain or k[1] >= epoch - 1} | {key: order}
         return self._orders[key]

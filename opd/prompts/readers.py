@@ -22,17 +22,17 @@ from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
 from opd.prompts.broken import BrokenRow
 from opd.prompts.line import COLUMNS, FORM, MAX_LINE_BYTES, PARSER, no_column, parse_json_line
-from opd.prompts.sources import Source, kind_of, library, open_unpacked, quiet
+from opd.prompts.sources import Source, import_datasets, kind_of, open_unpacked, quiet_datasets
 
 BATCH_ROWS = 1024
 ARRAY_CHARACTERS = 1 << 20
 """Characters of a JSON array that are read at a time."""
 DAMAGED = (EOFError, zlib.error)
-"""What a damaged gzip file raises, beside an OSError."""
+"""Errors that a damaged gzip file raises, beside an OSError."""
 csv.field_size_limit(MAX_LINE_BYTES)  # Python's own limit is 128 KiB
 
 
-class Place(NamedTuple):
+class RowLocation(NamedTuple):
     """The place of a row, as messages show it."""
 
     file: str
@@ -43,12 +43,12 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         return f"{self.file}:{self.number}" if self.line else f"{self.file}, row {self.number}"
 
-    def refusal(self, problem: BrokenRow) -> PromptError:
+    def make_error(self, problem: BrokenRow) -> PromptError:
         """The error that a user sees about this row."""
         return problem.make_error(str(self), wanted=f"{'one JSON object' if self.line else 'a row'} with {FORM}")
 
 
-Row = tuple[Place, Any]
+Row = tuple[RowLocation, Any]
 """A place, and the row's columns by the data set's names (for JSONL any value that the line holds); None if the filter drops
 the row."""
 Clean = Callable[[dict[str, Any], str], dict[str, Any]]
@@ -58,19 +58,21 @@ def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
     """Every row of every file, one at a time. Raises: PromptError."""
     if source.kind == "saved":
         assert source.directory is not None
-        yield from _tables(str(source.directory), _saved(source.directory, config), _from_table, config)
+        yield from _read_tables(
+            str(source.directory), _read_saved_dataset(source.directory, config), _from_table, config
+        )
         return
     for file, shown in zip(source.files, source.shown, strict=True):
         if source.kind == "jsonl":
             for place, row in _json_rows(file, shown):
-                yield place, _from_json(row, config.prompt_column) if kept(row, config, text=False) else None
+                yield place, _from_json(row, config.prompt_column) if passes_filter(row, config, text=False) else None
         elif source.kind == "csv":
-            yield from _tables(shown, _csv(file, shown, config), _from_text, config)
+            yield from _read_tables(shown, _read_csv(file, shown, config), _from_text, config)
         else:
-            yield from _tables(shown, _parquet(file, shown, config), _from_table, config)
+            yield from _read_tables(shown, _parquet(file, shown, config), _from_table, config)
 
 
-def kept(row: Any, config: PromptsConfig, *, text: bool) -> bool:
+def passes_filter(row: Any, config: PromptsConfig, *, text: bool) -> bool:
     """True if the pipeline's filter keeps the row. `text`: all cells of the data set are text."""
     rule = config.filter
     if rule is None:
@@ -97,11 +99,11 @@ def _json_rows(file: Path, shown: str) -> Iterator[Row]:
             opened.seek(start)
             yield from _array_rows(opened, shown) if is_array else _json_lines(opened, shown)
     except (OSError, *DAMAGED) as error:
-        raise _unreadable(shown, error) from None
+        raise _make_unreadable_error(shown, error) from None
 
 
 def _is_array(start: bytes) -> bool:
-    """Whether a file begins as an array of objects. A row of JSONL is an object, whatever else it begins with."""
+    """Return True if a file begins as an array of objects. A row of JSONL is an object, whatever else it begins with."""
     text = start.lstrip()
     return text.startswith(b"[") and text[1:].lstrip()[:1] in (b"{", b"]", b"")
 
@@ -111,7 +113,7 @@ def _array_rows(opened: IO[bytes], shown: str) -> Iterator[Row]:
     text, number, at_end = "", 0, False
     decoded = codecs.getreader("utf-8")(opened)
     while True:
-        place = Place(shown, number + 1, line=False)
+        place = RowLocation(shown, number + 1, line=False)
         text = text.lstrip(" \t\r\n," if number else " \t\r\n[")
         if text.startswith("]"):
             return
@@ -122,12 +124,14 @@ def _array_rows(opened: IO[bytes], shown: str) -> Iterator[Row]:
                 found = (
                     f"a row of more than {len(text):,} bytes" if not at_end else f"JSON that cannot be read: {error}"
                 )
-                raise place.refusal(BrokenRow(found, "correct this array, or make lines of it: jq -c '.[]'")) from None
+                raise place.make_error(
+                    BrokenRow(found, "correct this array, or make lines of it: jq -c '.[]'")
+                ) from None
             try:
                 more = decoded.read(ARRAY_CHARACTERS)
             except UnicodeDecodeError as wrong:
                 found = f"bytes that are not UTF-8: {wrong.reason}"
-                raise place.refusal(BrokenRow(found, "convert the file to UTF-8")) from None
+                raise place.make_error(BrokenRow(found, "convert the file to UTF-8")) from None
             text, at_end = text + more, not more
             continue
         number, text = number + 1, text[end:]
@@ -139,21 +143,21 @@ def _json_lines(opened: IO[bytes], shown: str) -> Iterator[Row]:
     number = 0
     while line := opened.readline(MAX_LINE_BYTES + 2):
         number += 1
-        place = Place(shown, number, line=True)
+        place = RowLocation(shown, number, line=True)
         body = line.removesuffix(b"\n").removesuffix(b"\r")
         if len(body) > MAX_LINE_BYTES:
-            length = len(line) if line.endswith(b"\n") else len(line) + _rest(opened)
-            raise place.refusal(
+            length = len(line) if line.endswith(b"\n") else len(line) + _skip_line(opened)
+            raise place.make_error(
                 BrokenRow(f"a line of {length:,} bytes", "is it JSONL, one object a line? Split or delete this line")
             )
         if body.strip():
             try:
                 yield place, parse_json_line(body)
             except BrokenRow as problem:
-                raise place.refusal(problem) from None
+                raise place.make_error(problem) from None
 
 
-def _rest(opened: Any) -> int:
+def _skip_line(opened: Any) -> int:
     """Read to the end of the line; returns the number of bytes."""
     total = 0
     while part := opened.readline(MAX_LINE_BYTES):
@@ -168,7 +172,7 @@ def _from_json(row: Any, prompt: str) -> Any:
     a message may not have stays, to be refused by its key."""
     if not isinstance(row, dict):
         return row
-    return {name: _messages(value, ("role", "content")) for name, value in _without_empty(row, prompt).items()}
+    return {name: _drop_empty_keys(value, ("role", "content")) for name, value in _without_empty(row, prompt).items()}
 
 
 def _without_empty(row: dict[str, Any], prompt: str) -> dict[str, Any]:
@@ -183,34 +187,34 @@ def _is_missing(value: Any) -> bool:
 # Tables, by `datasets`
 
 
-def _tables(shown: str, batches: Iterator[Any], clean: Clean, config: PromptsConfig) -> Iterator[Row]:
+def _read_tables(shown: str, batches: Iterator[Any], clean: Clean, config: PromptsConfig) -> Iterator[Row]:
     """Rows of Arrow tables. Raises: PromptError, also for an error that the library finds in the file."""
     number, text = 0, clean is _from_text
     prompt, metadata = config.prompt_column, config.columns.get("metadata", "metadata")
-    while (table := _next(shown, batches)) is not None:
+    while (table := _next_batch(shown, batches)) is not None:
         _refuse_large_row(table, shown, number)
-        for row in _values(table):
+        for row in _rows_of_table(table):
             number += 1
-            place = Place(shown, number, line=False)
-            if not kept(row, config, text=text):
+            place = RowLocation(shown, number, line=False)
+            if not passes_filter(row, config, text=text):
                 yield place, None
                 continue
             try:
                 yield place, _with_metadata(clean(row, prompt), metadata)
             except BrokenRow as problem:
-                raise place.refusal(problem) from None
+                raise place.make_error(problem) from None
 
 
-def _next(shown: str, batches: Iterator[Any]) -> Any:
+def _next_batch(shown: str, batches: Iterator[Any]) -> Any:
     import pyarrow as pa
 
     try:
-        with quiet():
+        with quiet_datasets():
             return next(batches, None)
     except PromptError:
         raise
     except (OSError, ValueError, csv.Error, pa.ArrowException, *DAMAGED) as error:  # errors of pandas are ValueErrors
-        raise _unreadable(shown, error) from None
+        raise _make_unreadable_error(shown, error) from None
 
 
 def _refuse_large_row(table: Any, shown: str, before: int) -> None:
@@ -223,8 +227,8 @@ def _refuse_large_row(table: Any, shown: str, before: int) -> None:
         return
     for index in range(len(plain)):
         if (size := plain.slice(index, 1).nbytes) > MAX_LINE_BYTES:
-            place = Place(shown, before + index + 1, line=False)
-            raise place.refusal(BrokenRow(f"a row of {size:,} bytes", "split or delete this row"))
+            place = RowLocation(shown, before + index + 1, line=False)
+            raise place.make_error(BrokenRow(f"a row of {size:,} bytes", "split or delete this row"))
 
 
 def refuse_large_groups(file: Path, shown: str, columns: Sequence[str]) -> None:
@@ -239,16 +243,16 @@ def refuse_large_groups(file: Path, shown: str, columns: Sequence[str]) -> None:
         total, rows = sum(part.total_uncompressed_size for part in read), group.num_rows
         if total > MAX_LINE_BYTES * max(1, rows):
             size = f"a row of {total:,} bytes" if rows == 1 else f"{rows:,} rows of {total:,} bytes, from this one on"
-            raise Place(shown, row + 1, line=False).refusal(BrokenRow(size, "split or delete what is so long"))
+            raise RowLocation(shown, row + 1, line=False).make_error(BrokenRow(size, "split or delete what is so long"))
         row += group.num_rows
 
 
 def _parquet(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
     from pyarrow import parquet
 
-    columns = _wanted(shown, parquet.read_schema(file).names, config)
+    columns = _choose_columns(shown, parquet.read_schema(file).names, config)
     refuse_large_groups(file, shown, columns)
-    stream = library().load_dataset(
+    stream = import_datasets().load_dataset(
         "parquet",
         data_files=glob.escape(str(file.absolute())),
         split="train",
@@ -259,13 +263,13 @@ def _parquet(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
     yield from stream.with_format("arrow").iter(BATCH_ROWS)
 
 
-def _csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
+def _read_csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
     """Tables of a CSV file. Every cell is text: `007` stays `007`, and `NA` is no missing value."""
-    columns = _wanted(shown, _header(file), config)
+    columns = _choose_columns(shown, _read_header(file), config)
     if file.stat().st_size > MAX_LINE_BYTES:
         for _ in csv_rows(file):  # a cell that is too long is an error of the module's; pandas has no limit
             pass
-    datasets = library()
+    datasets = import_datasets()
     stream = datasets.load_dataset(
         "csv",
         data_files=glob.escape(str(file.absolute())),
@@ -277,7 +281,7 @@ def _csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
     yield from stream.with_format("arrow").iter(BATCH_ROWS)
 
 
-def _header(file: Path) -> list[str]:
+def _read_header(file: Path) -> list[str]:
     """The names of the columns. Raises: ValueError if the first row has more cells.
 
     From such cells pandas would make names of rows, and every cell of the file would move by a column. Later rows that are too long
@@ -302,19 +306,19 @@ def refuse_missing_columns(file: Path, shown: str, config: PromptsConfig) -> Non
     from pyarrow import parquet
 
     try:
-        names = _header(file) if kind_of(file) == "csv" else parquet.read_schema(file).names
+        names = _read_header(file) if kind_of(file) == "csv" else parquet.read_schema(file).names
     except (OSError, ValueError, csv.Error, pa.ArrowException, *DAMAGED) as error:
-        raise _unreadable(shown, error) from None
-    _wanted(shown, names, config)
+        raise _make_unreadable_error(shown, error) from None
+    _choose_columns(shown, names, config)
 
 
-def _saved(directory: Path, config: PromptsConfig) -> Iterator[Any]:
-    stored = library().load_from_disk(str(directory))
-    columns = _wanted(str(directory), stored.column_names, config)
+def _read_saved_dataset(directory: Path, config: PromptsConfig) -> Iterator[Any]:
+    stored = import_datasets().load_from_disk(str(directory))
+    columns = _choose_columns(str(directory), stored.column_names, config)
     yield from stored.select_columns(columns).with_format("arrow").iter(BATCH_ROWS)
 
 
-def _wanted(shown: str, names: Sequence[str], config: PromptsConfig) -> list[str]:
+def _choose_columns(shown: str, names: Sequence[str], config: PromptsConfig) -> list[str]:
     """Columns that are read. Raises: PromptError if the prompt, or a column that the pipeline names, is missing."""
     named = [config.prompt_column, *config.named_columns.values()]
     named += [config.filter.column] if config.filter else []
@@ -342,12 +346,12 @@ def column_names(source: Source) -> list[str]:
     if source.kind == "jsonl":
         return []
     if source.kind == "saved":
-        return list(library().load_from_disk(str(source.directory)).column_names)
-    by_file = [_header(file) if source.kind == "csv" else parquet.read_schema(file).names for file in source.files]
+        return list(import_datasets().load_from_disk(str(source.directory)).column_names)
+    by_file = [_read_header(file) if source.kind == "csv" else parquet.read_schema(file).names for file in source.files]
     return list(dict.fromkeys(name for names in by_file for name in names))
 
 
-def _unreadable(shown: str, error: Exception) -> PromptError:
+def _make_unreadable_error(shown: str, error: Exception) -> PromptError:
     if isinstance(error, UnicodeDecodeError):
         return PromptError.at(
             _first_bad_line(shown),
@@ -385,7 +389,7 @@ def _from_table(row: dict[str, Any], prompt: str) -> dict[str, Any]:
     return {name: _without_nulls(value) if isinstance(value, list) else value for name, value in filled.items()}
 
 
-def _messages(value: Any, but: Sequence[str] = ()) -> Any:
+def _drop_empty_keys(value: Any, but: Sequence[str] = ()) -> Any:
     """Drop the empty keys of chat messages, `but` for these."""
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         return [{key: part for key, part in message.items() if part is not None or key in but} for message in value]
@@ -430,7 +434,7 @@ def _with_metadata(row: dict[str, Any], metadata: str | None) -> dict[str, Any]:
         raise BrokenRow(f"column `{metadata}`: {error}", "write metadata as one JSON object") from None
 
 
-def _values(table: Any) -> list[dict[str, Any]]:
+def _rows_of_table(table: Any) -> list[dict[str, Any]]:
     """The table's rows. Cells of Arrow's JSON type, also in lists, are parsed."""
     import pyarrow as pa
 

@@ -16,11 +16,11 @@ import pyarrow as pa
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import PromptError
 from opd.files import blake3_json
-from opd.prompts.arrow import IN_MEMORY_BYTES, Batches, in_batches, stored
+from opd.prompts.arrow import IN_MEMORY_BYTES, Batches, in_batches, open_batches
 from opd.prompts.broken import BrokenRow
 from opd.prompts.line import MAX_LINE_BYTES, PromptLine, as_chat, columns_in_use, read_row
-from opd.prompts.mix import shuffled
-from opd.prompts.readers import Place, column_names, refuse_missing_columns, source_rows
+from opd.prompts.mix import shuffle_numbers
+from opd.prompts.readers import RowLocation, column_names, refuse_missing_columns, source_rows
 from opd.prompts.sources import Source, find_source, is_hub_name
 
 FORMAT = 3
@@ -60,32 +60,34 @@ class Rows(Sequence[PromptLine]):
     def __getitem__(self, index: int | slice) -> PromptLine | list[PromptLine]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        line: PromptLine = PromptLine.from_json(self._batches.value("line", self._at(index)))
+        line: PromptLine = PromptLine.from_json(self._batches.read_cell("line", self._source_index(index)))
         return line
 
     def __iter__(self) -> Iterator[PromptLine]:
         return (self[i] for i in range(len(self)))
 
-    def number(self, index: int) -> int:
+    def row_number(self, index: int) -> int:
         """The row's number in the source, from 0. It names the prompt, so filter and shuffle do not change it."""
-        return int(self._batches.value("row", self._at(index)))
+        return int(self._batches.read_cell("row", self._source_index(index)))
 
     @property
     def num_answered(self) -> int:
         """Number of rows whose answer is the last turn of the conversation."""
         return int(
-            np.count_nonzero(self._batches.numbers("answered")[self._order if self._order is not None else slice(None)])
+            np.count_nonzero(
+                self._batches.read_numbers("answered")[self._order if self._order is not None else slice(None)]
+            )
         )
 
-    def lines(self, start: int, stop: int) -> list[PromptLine]:
+    def read_lines(self, start: int, stop: int) -> list[PromptLine]:
         """The rows from `start` to before `stop`, in one go."""
         if self._order is None:
-            lines = self._batches.values("line", start, stop)
+            lines = self._batches.read_cells("line", start, stop)
         else:
-            lines = [self._batches.value("line", int(at)) for at in self._order[start:stop]]
+            lines = [self._batches.read_cell("line", int(at)) for at in self._order[start:stop]]
         return [PromptLine.from_json(line) for line in lines]
 
-    def _at(self, index: int) -> int:
+    def _source_index(self, index: int) -> int:
         index = range(len(self))[index]  # a range checks the index and resolves a negative one
         return index if self._order is None else int(self._order[index])
 
@@ -97,24 +99,26 @@ def open_rows(prompts: Path | PromptsConfig) -> Rows:
     """
     config = as_prompts_config(prompts)
     source = find_source(prompts)
-    before = source.state()
-    key = _key(source, config)
+    before = source.file_states()
+    key = _cache_key(source, config)
     cached = source.nbytes > IN_MEMORY_BYTES
-    batches = stored(f"rows-{key}", SCHEMA, lambda: in_batches(_steady(source, config, before), SCHEMA), cached=cached)
+    batches = open_batches(
+        f"rows-{key}", SCHEMA, lambda: in_batches(_read_unchanged(source, config, before), SCHEMA), cached=cached
+    )
     order = None
     if config.shuffle_seed is not None:
-        whole = np.array(shuffled(len(batches), f"opd prompts {config.shuffle_seed}"), np.int64)
+        whole = np.array(shuffle_numbers(len(batches), f"opd prompts {config.shuffle_seed}"), np.int64)
         order = whole[: config.limit]
-    key = _with(key, [config.shuffle_seed, config.limit])
-    return Rows(source.label, key, cached, _unread(source, config, batches), batches, order)
+    key = _extend_key(key, [config.shuffle_seed, config.limit])
+    return Rows(source.label, key, cached, _find_unread_columns(source, config, batches), batches, order)
 
 
-def _unread(source: Source, config: PromptsConfig, batches: Batches) -> tuple[str, ...]:
+def _find_unread_columns(source: Source, config: PromptsConfig, batches: Batches) -> tuple[str, ...]:
     """Columns of the source that nothing reads. Raises: OSError."""
     of_filter = {config.filter.column} if config.filter else set()
     used = columns_in_use(config.columns, chat=True)
     of_table = [name for name in column_names(source) if name not in used]
-    found = dict.fromkeys([*of_table, *batches.listed("unread")])
+    found = dict.fromkeys([*of_table, *batches.flatten_lists("unread")])
     return tuple(name for name in found if name not in of_filter)
 
 
@@ -131,7 +135,7 @@ def refuse_wrong_start(prompts: Path | PromptsConfig) -> None:
         if source.kind == "jsonl":
             place, row = next(source_rows(source, config), (None, None))
             if place is not None and row is not None:
-                _encoded(place, _line(place, row, config))
+                _encode_row(place, _check_line(place, row, config))
         else:
             refuse_missing_columns(file, shown, config)
 
@@ -141,10 +145,10 @@ def read_prompt_lines(prompts: Path | PromptsConfig) -> list[PromptLine]:
     return list(open_rows(prompts))
 
 
-def _steady(source: Source, config: PromptsConfig, before: object) -> Iterator[Stored]:
-    """The rows of `_checked`. Raises: PromptError, also if the files have changed since they were hashed."""
-    yield from _checked(source, config)
-    if source.state() != before:
+def _read_unchanged(source: Source, config: PromptsConfig, before: object) -> Iterator[Stored]:
+    """The rows of `_check_rows`. Raises: PromptError, also if the files have changed since they were hashed."""
+    yield from _check_rows(source, config)
+    if source.file_states() != before:
         raise PromptError.at(
             source.label,
             found="a file that was written to while it was read",
@@ -153,7 +157,7 @@ def _steady(source: Source, config: PromptsConfig, before: object) -> Iterator[S
         )
 
 
-def _checked(source: Source, config: PromptsConfig) -> Iterator[Stored]:
+def _check_rows(source: Source, config: PromptsConfig) -> Iterator[Stored]:
     """Each row as it is kept. Raises: PromptError."""
     seen: set[str] = set()
     unread: set[str] = set()
@@ -164,14 +168,14 @@ def _checked(source: Source, config: PromptsConfig) -> Iterator[Stored]:
         total = number + 1
         if row is None:
             continue
-        line = _line(place, row, config)
+        line = _check_line(place, row, config)
         seen.update(name for name in named if name in row)
         read += 1
         used = of_text if isinstance(line.prompt, str) else of_chat
         new = [name for name in row if name not in used and name not in unread and row[name] not in (None, "", [], {})]
         unread.update(new)
         answered = bool(line.answer) and row.get(answers) in (None, "")
-        yield number, _encoded(place, line), new, answered
+        yield number, _encode_row(place, line), new, answered
         if config.shuffle_seed is None and read == config.limit:
             break
     _refuse_none(source, config, total, read)
@@ -185,22 +189,22 @@ def _checked(source: Source, config: PromptsConfig) -> Iterator[Stored]:
             )
 
 
-def _line(place: Place, row: Any, config: PromptsConfig) -> PromptLine:
+def _check_line(place: RowLocation, row: Any, config: PromptsConfig) -> PromptLine:
     """A row, checked. Raises: PromptError."""
     try:
         return read_row(as_chat(row, config.columns) if config.chat else row, config.columns)
     except BrokenRow as problem:
-        raise place.refusal(problem) from None
+        raise place.make_error(problem) from None
 
 
-def _encoded(place: Place, line: PromptLine) -> bytes:
+def _encode_row(place: RowLocation, line: PromptLine) -> bytes:
     """A row as canonical JSON. Raises: PromptError."""
     try:
         encoded = line.as_json()
         if not place.line and len(encoded) > MAX_LINE_BYTES:
             raise BrokenRow(f"a row of {len(encoded):,} bytes", "split or delete this row")
     except BrokenRow as problem:
-        raise place.refusal(problem) from None
+        raise place.make_error(problem) from None
     return encoded
 
 
@@ -224,12 +228,12 @@ def _refuse_none(source: Source, config: PromptsConfig, total: int, read: int) -
     )
 
 
-def _key(source: Source, config: PromptsConfig) -> str:
+def _cache_key(source: Source, config: PromptsConfig) -> str:
     """Hash of all that decides the rows before shuffle and limit."""
     wanted = config.model_dump(mode="json", include={"columns", "filter"}) | ({"chat": True} if config.chat else {})
     first = config.limit if config.shuffle_seed is None else None
-    return _with("", [FORMAT, source.kind, source.content_hash(), wanted, first])
+    return _extend_key("", [FORMAT, source.kind, source.content_hash(), wanted, first])
 
 
-def _with(key: str, more: object) -> str:
+def _extend_key(key: str, more: object) -> str:
     return blake3_json([key, more])

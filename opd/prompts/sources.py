@@ -60,7 +60,7 @@ class Source:
             return blake3_file(self.files[0])
         return blake3(json.dumps([[file.name, blake3_file(file)] for file in self.files]).encode()).hexdigest()
 
-    def state(self) -> list[tuple[int, int]]:
+    def file_states(self) -> list[tuple[int, int]]:
         """Sizes and times, which change if somebody writes to the files. Raises: OSError."""
         return [(found.st_size, found.st_mtime_ns) for found in (file.stat() for file in self.files)]
 
@@ -103,19 +103,19 @@ def find_source(prompts: Path | PromptsConfig) -> Source:
         if not config.path.is_dir():
             _refuse_no_file(config.path)
             config.path.open("rb").close()
-            return _file(config, label)
+            return _find_file(config, label)
         if (config.path / SAVED_SPLITS).is_file() or (config.path / SAVED).is_file():
-            return _saved(config, label)
+            return _open_saved_dataset(config, label)
         return _data_files(config, label)
     except FileNotFoundError as error:
-        raise _missing(config, error) from None
+        raise _make_missing_error(config, error) from None
     except OSError as error:
         raise PromptError.at(
             config.path, found=error.strerror or str(error), wanted=FORMATS, fix="check the path and its rights"
         ) from None
 
 
-def library() -> Any:
+def import_datasets() -> Any:
     """The package `datasets`. Its import takes two seconds, and JSONL does not need it.
 
     Raises: PromptError if it is not installed.
@@ -133,13 +133,13 @@ def library() -> Any:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_datasets() -> Iterator[None]:
     """Within, `datasets` neither logs nor imports torch.
 
     It would log each error that it raises, so that a user reads it twice. It would import torch for every stream of rows,
     to make it a data set of torch's as well: two seconds and 200 MB.
     """
-    datasets = library()
+    datasets = import_datasets()
     logging, config = datasets.utils.logging, datasets.config
     before = logging.get_verbosity(), config.TORCH_AVAILABLE
     logging.set_verbosity(logging.CRITICAL)
@@ -151,7 +151,7 @@ def quiet() -> Iterator[None]:
         config.TORCH_AVAILABLE = before[1]
 
 
-def _missing(config: PromptsConfig, error: FileNotFoundError) -> PromptError:
+def _make_missing_error(config: PromptsConfig, error: FileNotFoundError) -> PromptError:
     if config.path.is_dir():
         return PromptError.at(
             config.path,
@@ -179,7 +179,7 @@ def _refuse_no_file(path: Path) -> None:
         )
 
 
-def _file(config: PromptsConfig, label: str) -> Source:
+def _find_file(config: PromptsConfig, label: str) -> Source:
     for key in ("name", "revision"):
         if getattr(config, key) is not None:
             raise _not_for(key, f"{config.path}, a file", config)
@@ -204,14 +204,14 @@ def _not_for(key: str, found: str, config: PromptsConfig) -> PromptError:
     )
 
 
-def _saved(config: PromptsConfig, label: str) -> Source:
+def _open_saved_dataset(config: PromptsConfig, label: str) -> Source:
     for key in ("name", "revision"):
         if getattr(config, key) is not None:
             raise _not_for(key, f"{config.path}, a saved data set", config)
     directory = config.path
     if (directory / SAVED_SPLITS).is_file():
         splits = _json(directory / SAVED_SPLITS, "splits")
-        directory /= _split(config, splits, label)
+        directory /= _choose_split(config, splits, label)
     elif config.split not in (None, "train"):
         raise _not_for("split", f"{config.path}, which was saved without splits", config)
     names = [part["filename"] for part in _json(directory / SAVED, "_data_files")]
@@ -231,7 +231,7 @@ def _json(file: Path, key: str) -> Any:
         ) from None
 
 
-def _split(config: PromptsConfig, splits: Sequence[str], label: str) -> str:
+def _choose_split(config: PromptsConfig, splits: Sequence[str], label: str) -> str:
     """The split asked for, else `train`, else the only one. Raises: PromptError."""
     wanted = config.split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
     if wanted not in splits:
@@ -249,18 +249,18 @@ def _data_files(config: PromptsConfig, label: str) -> Source:
 
     The library runs no code of a repository. The files are then read as local ones are, so broken rows are named.
     """
-    datasets = library()
+    datasets = import_datasets()
     here = config.path.is_dir()
     try:
-        with quiet():
+        with quiet_datasets():
             # The library resolves links and `..`, and names the files by what comes out.
             path = str(config.path.resolve()) if here else config.path.as_posix()
-            builder = _builder(path, config)
+            builder = _load_builder(path, config)
             by_split: Mapping[str, Sequence[str]] = builder.config.data_files or {}
             kind = FROM_LIBRARY.get(builder.name)
             if kind is None or not by_split:
                 raise _unreadable(label, builder.name)
-            names = list(by_split[_split(config, [str(split) for split in by_split], label)])
+            names = list(by_split[_choose_split(config, [str(split) for split in by_split], label)])
             _refuse_outside(path if here else "hf://datasets/", names, label)
             local = names if here else datasets.DownloadManager().download(names)
     except PromptError:
@@ -273,10 +273,11 @@ def _data_files(config: PromptsConfig, label: str) -> Source:
     return Source(label=label, kind=kind, files=tuple(Path(file) for file in local), shown=shown)
 
 
-def _builder(path: str, config: PromptsConfig) -> Any:
-    """What `datasets` would load. Raises: PromptError for a README that it cannot read, and what the library raises."""
+def _load_builder(path: str, config: PromptsConfig) -> Any:
+    """Return the builder of the data set that `datasets` would load. Raises: PromptError for a README that it cannot read, and
+    what the library raises."""
     try:
-        return library().load_dataset_builder(path, config.name, revision=config.revision)
+        return import_datasets().load_dataset_builder(path, config.name, revision=config.revision)
     except (
         yaml.YAMLError,
         KeyError,

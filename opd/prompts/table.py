@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from opd.config.prompts import PromptsConfig
 from opd.interfaces import Tokenizer
-from opd.prompts.arrow import Batches, in_batches, stored
+from opd.prompts.arrow import Batches, in_batches, open_batches
 from opd.prompts.conversation import SYSTEM_ROLES, Messages
 from opd.prompts.encode import encode_prompts, refused_row
 from opd.prompts.line import PromptLine
@@ -73,9 +73,9 @@ class PromptTable(Sequence[Prompt]):
         at = int(self.indices[index])
         line = self.rows[at]
         return Prompt(
-            id=f"{self.domain}/{self.rows.number(at)}",
+            id=f"{self.domain}/{self.rows.row_number(at)}",
             domain=self.domain,
-            token_ids=tuple(self._tokens.value("token_ids", at)),
+            token_ids=tuple(self._tokens.read_cell("token_ids", at)),
             text=line.prompt,
             answer=line.answer,
             metadata=line.metadata,
@@ -87,31 +87,31 @@ class PromptTable(Sequence[Prompt]):
     @cached_property
     def lengths(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """[prompts] number of tokens of each; 0 if the prompt asks nothing."""
-        return self._tokens.numbers("length")[self.indices]
+        return self._tokens.read_numbers("length")[self.indices]
 
-    def where(self, mask: Mask) -> PromptTable:
+    def select_prompts(self, mask: Mask) -> PromptTable:
         """The prompts for which `mask` [prompts] is true."""
         return replace(self, indices=self.indices[mask])
 
     def with_trait(self, trait: int) -> Mask:
         """Mask of the prompts that have a trait."""
-        return (self._tokens.numbers("traits")[self.indices] & trait) > 0
+        return (self._tokens.read_numbers("traits")[self.indices] & trait) > 0
 
-    def ids(self, mask: Mask, limit: int) -> list[str]:
+    def prompt_ids(self, mask: Mask, limit: int) -> list[str]:
         """Names of the first `limit` prompts for which `mask` is true."""
-        return [f"{self.domain}/{self.rows.number(int(at))}" for at in self.indices[mask][:limit]]
+        return [f"{self.domain}/{self.rows.row_number(int(at))}" for at in self.indices[mask][:limit]]
 
     def held_out(self, share: float) -> Mask:
         """Mask of the prompts that `is_held_out` keeps back."""
-        return self._tokens.numbers("side")[self.indices] < np.uint64(math.ceil(share * 2**64))
+        return self._tokens.read_numbers("side")[self.indices] < np.uint64(math.ceil(share * 2**64))
 
-    def among(self, prompts: Sequence[Prompt]) -> PromptTable:
+    def select_equal_prompts(self, prompts: Sequence[Prompt]) -> PromptTable:
         """The prompts with the token ids of one of `prompts`, compared by hash: hardly ever one too many, never one too few."""
-        wanted = np.array([_digest(prompt.token_ids) for prompt in prompts], np.uint64)
-        return self.where(np.isin(self._tokens.numbers("digest")[self.indices], wanted))
+        wanted = np.array([_hash_token_ids(prompt.token_ids) for prompt in prompts], np.uint64)
+        return self.select_prompts(np.isin(self._tokens.read_numbers("digest")[self.indices], wanted))
 
 
-def side(prompt: str | Messages) -> int:
+def split_side(prompt: str | Messages) -> int:
     """64 bits of a hash of the prompt's text, which decide on which side of a split it is."""
     text = _SORTED.encode(prompt)
     digest = hashlib.sha256(f"opd holdout {text}".encode(errors="surrogatepass")).digest()
@@ -123,7 +123,7 @@ def is_held_out(prompt: str | Messages, share: float) -> bool:
 
     A larger share keeps everything back that a smaller one does.
     """
-    return side(prompt) < share * 2**64
+    return split_side(prompt) < share * 2**64
 
 
 def load_prompts(
@@ -142,23 +142,23 @@ def load_prompts(
     rows = open_rows(prompts)
     # No hash covers all that decides the ids of a tokenizer written in Python, so its ids are not cached.
     cached = rows.cached and hasattr(tokenizer, "backend_tokenizer")
-    tokens = stored(
+    tokens = open_batches(
         f"tokens-{_key(rows, tokenizer, day, given)}" if cached else "",
         SCHEMA,
-        lambda: in_batches(_encoded(rows, domain, tokenizer, day, given), SCHEMA),
+        lambda: in_batches(_encode_prompts(rows, domain, tokenizer, day, given), SCHEMA),
         cached=cached,
     )
     return PromptTable(domain, rows, tokens, np.arange(len(rows), dtype=np.int64))
 
 
-def _encoded(
+def _encode_prompts(
     rows: Rows, domain: str, tokenizer: Tokenizer, day: date | None, variables: Mapping[str, Any]
 ) -> Iterator[tuple[np.ndarray[Any, Any], int, int, int, int]]:
     """A row of `SCHEMA` for each prompt. Raises: PromptError."""
 
     def encode(start: int) -> list[tuple[PromptLine, Sequence[int]]]:
-        lines = rows.lines(start, start + ENCODED_AT_ONCE)
-        return list(zip(lines, _ids(rows, start, lines, domain, tokenizer, day, variables), strict=True))
+        lines = rows.read_lines(start, start + ENCODED_AT_ONCE)
+        return list(zip(lines, _encode_rows(rows, start, lines, domain, tokenizer, day, variables), strict=True))
 
     # The tokenizer releases Python's lock: it encodes the next prompts while this thread hashes and writes these.
     with ThreadPoolExecutor(1) as ahead:
@@ -166,10 +166,16 @@ def _encoded(
         for start in range(0, len(rows), ENCODED_AT_ONCE):
             found, pending = pending.result(), ahead.submit(encode, start + ENCODED_AT_ONCE)
             for line, ids in found:
-                yield np.asarray(ids, np.int32), len(ids), side(line.prompt), _digest(ids), _traits(line)
+                yield (
+                    np.asarray(ids, np.int32),
+                    len(ids),
+                    split_side(line.prompt),
+                    _hash_token_ids(ids),
+                    _prompt_traits(line),
+                )
 
 
-def _traits(line: PromptLine) -> int:
+def _prompt_traits(line: PromptLine) -> int:
     if isinstance(line.prompt, str) or not line.prompt:
         return 0
     system = any(message["role"] in SYSTEM_ROLES and message["content"].strip() for message in line.prompt)
@@ -177,7 +183,7 @@ def _traits(line: PromptLine) -> int:
     return SYSTEM * system | TOOLS * bool(line.tools) | VARIABLES * bool(line.chat_template_kwargs) | ENDED * ended
 
 
-def _ids(
+def _encode_rows(
     rows: Rows,
     start: int,
     lines: Sequence[PromptLine],
@@ -195,11 +201,14 @@ def _ids(
         )
     except (TemplateError, ValueError, TypeError) as error:
         if len(lines) > 1:  # find out which one
-            return [_ids(rows, start + i, [one], domain, tokenizer, day, variables)[0] for i, one in enumerate(lines)]
-        raise refused_row(f"{rows.label}: prompt {domain}/{rows.number(start)}", "student", error) from None
+            return [
+                _encode_rows(rows, start + i, [one], domain, tokenizer, day, variables)[0]
+                for i, one in enumerate(lines)
+            ]
+        raise refused_row(f"{rows.label}: prompt {domain}/{rows.row_number(start)}", "student", error) from None
 
 
-def _digest(token_ids: Sequence[int]) -> int:
+def _hash_token_ids(token_ids: Sequence[int]) -> int:
     """64 bits of a hash of the token ids."""
     data = np.asarray(token_ids, np.int32).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self, get_args
 
 from opd.records.guard import GuardRecord, GuardStats
-from opd.records.json_fields import known
+from opd.records.json_fields import keep_known_keys
 from opd.records.types import Broken, Rollout, StopReason, TurnStats
 
 BROKEN: frozenset[str] = frozenset(get_args(Broken))
@@ -105,7 +105,7 @@ class EpisodeStats:
             error=next((r.error for r in found if r.error), ""),
             not_closed=sum(bool(r.close_error) for r in found),
             close_error=next((r.close_error for r in found if r.close_error), ""),
-            guard=GuardStats.total(r.guard for r in found),
+            guard=GuardStats.sum_stats(r.guard for r in found),
             sub_agents=dict(sum((Counter(r.sub_agents) for r in found), Counter())),
             sub_agent_error=next((r.sub_agent_error for r in found if r.sub_agent_error), ""),
         )
@@ -187,16 +187,16 @@ class EpisodesRecord:
             not_closed=stats.not_closed,
             close_error=stats.close_error,
             sub_agents=dict(stats.sub_agents),
-            by_turn=tuple(_turn(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
+            by_turn=tuple(_record_turn(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
             guard=None if stats.guard is None else GuardRecord.of(stats.guard),
         )
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`; keys of a newer release are ignored."""
-        read = known(cls, data)
+        read = keep_known_keys(cls, data)
         guard = GuardRecord.from_json(read["guard"]) if read.get("guard") else None
-        turns = tuple(TurnRecord(**known(TurnRecord, turn)) for turn in read.get("by_turn", ()))
+        turns = tuple(TurnRecord(**keep_known_keys(TurnRecord, turn)) for turn in read.get("by_turn", ()))
         return cls(**read | {"by_turn": turns, "guard": guard})
 
     def to_json(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class EpisodesRecord:
         return {name: value for name, value in asdict(self).items() if value or name not in seldom}
 
 
-def _turn(stats: TurnStats | None) -> TurnRecord:
+def _record_turn(stats: TurnStats | None) -> TurnRecord:
     if stats is None:
         return TurnRecord(tokens=0, loss=0.0, logprob_gap=0.0)
     gap = stats.gap_sum / max(1, stats.tokens - stats.stale_tokens)

@@ -70,7 +70,7 @@ class GuardEvent:
         return f"guard: {done} by {DECIDED[self.verdict.stage]}, {self.rule}: {self.verdict.reason}"
 
     @property
-    def told(self) -> str:
+    def describe(self) -> str:
         """The same with the turn, from 1, and the call."""
         return f"turn {self.turn + 1}, {self.line}\n{self.tool or 'answer'}: {self.text[:MAX_EXAMPLE]}"
 
@@ -93,7 +93,7 @@ class GuardStats:
         )
 
     @classmethod
-    def total(cls, parts: Iterable[GuardStats | None]) -> GuardStats | None:
+    def sum_stats(cls, parts: Iterable[GuardStats | None]) -> GuardStats | None:
         """Sum of those that there are; None if there is none, because no guard looked on."""
         known = [part for part in parts if part is not None]
         return sum(known, cls()) if known else None
@@ -132,7 +132,7 @@ class RuleRecord:
             hits=self.hits + other.hits,
             blocked=self.blocked + other.blocked,
             stages=dict(Counter(self.stages) + Counter(other.stages)),
-            examples=_examples((*self.examples, *other.examples)),
+            examples=_select_examples((*self.examples, *other.examples)),
         )
 
 
@@ -154,7 +154,7 @@ class GuardRecord:
         """Make the record from the counts of a domain."""
         rules: dict[str, RuleRecord] = {}
         for event in stats.events:
-            rules[event.rule] = rules.get(event.rule, RuleRecord()) + _one(event)
+            rules[event.rule] = rules.get(event.rule, RuleRecord()) + _record_rule(event)
         return cls(checked=stats.checked, blocked_turns=stats.blocked_turns, rules=rules)
 
     @classmethod
@@ -167,7 +167,7 @@ class GuardRecord:
         return cls(checked=data["checked"], blocked_turns=data["blocked_turns"], rules=rules)
 
 
-def _one(event: GuardEvent) -> RuleRecord:
+def _record_rule(event: GuardEvent) -> RuleRecord:
     verdict = event.verdict
     example = GuardExample(
         episode=event.episode,
@@ -179,7 +179,7 @@ def _one(event: GuardEvent) -> RuleRecord:
     return RuleRecord(hits=1, blocked=int(not verdict.allowed), stages={verdict.stage: 1}, examples=(example,))
 
 
-def _examples(given: tuple[GuardExample, ...]) -> tuple[GuardExample, ...]:
+def _select_examples(given: tuple[GuardExample, ...]) -> tuple[GuardExample, ...]:
     """The first of either verdict."""
     first = {example.blocked: example for example in reversed(given)}
     return tuple(first[blocked] for blocked in (True, False) if blocked in first)

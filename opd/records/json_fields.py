@@ -18,14 +18,14 @@ def _refuse_constant(text: str) -> float:
     raise ValueError(f"{text} is no JSON")
 
 
-def _finite(text: str) -> float:
+def _refuse_infinite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"the number {text:.20} is too large")
     return value
 
 
-STRICT = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+STRICT = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_refuse_infinite)
 """Reads JSON as its standard has it: Python's own also takes NaN and Infinity, and writes them again, which other readers refuse."""
 
 
@@ -34,7 +34,7 @@ def strict_json(text: str) -> Any:
     return STRICT.decode(text)
 
 
-def known(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
+def keep_known_keys(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that the record class has. Raises: TypeError if `data` is not a JSON object."""
     if not isinstance(data, Mapping):
         raise TypeError(f"{data!r:.60} where {record.__name__} was expected")
@@ -56,7 +56,7 @@ def check_types(record: T) -> T:
     """
     kind: Any = type(record)
     try:
-        found: T = _adapter(kind).validate_python(asdict(cast(Any, record)))
+        found: T = _type_adapter(kind).validate_python(asdict(cast(Any, record)))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -65,5 +65,5 @@ def check_types(record: T) -> T:
 
 
 @cache
-def _adapter(record: type[Any]) -> TypeAdapter[Any]:
+def _type_adapter(record: type[Any]) -> TypeAdapter[Any]:
     return TypeAdapter(record)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from math import sqrt
 from typing import TYPE_CHECKING, Any, Self
 
-from opd.records.json_fields import known, mapping_under
+from opd.records.json_fields import keep_known_keys, mapping_under
 from opd.records.sums import Sums
 
 if TYPE_CHECKING:
@@ -113,14 +113,15 @@ class RewardRecord:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
-        read = known(cls, data)
+        read = keep_known_keys(cls, data)
         domains = {
-            name: DomainReward(**known(DomainReward, found)) for name, found in mapping_under(read, "domains").items()
+            name: DomainReward(**keep_known_keys(DomainReward, found))
+            for name, found in mapping_under(read, "domains").items()
         }
         return cls(**read | {"domains": domains})
 
 
-def comparison(compared: Compared | None) -> dict[str, float]:
+def compare_gradients(compared: Compared | None) -> dict[str, float]:
     """The keys of a `RewardRecord` that tell how the two gradients lie to each other."""
     if compared is None:
         return {}

@@ -75,7 +75,7 @@ class DomainScore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ScoredAnswer:
     """One answer, to be read by a person."""
 
     domain: str
@@ -104,7 +104,7 @@ class Evaluation:
     """Who answered, in words a reader knows: a path, `student before`, `expert`."""
     scores: dict[str, DomainScore]
     """Domain -> score."""
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[ScoredAnswer, ...] = ()
     """The first few answers of each domain; of the others the first few wrong ones, and the first few whose verifier raised."""
     step: int | None = None
     """Steps of the merge that the model had taken; None if it comes from no merge, or if an older release wrote the file."""
@@ -135,7 +135,7 @@ class Evaluation:
     @classmethod
     def load(cls, path: Path) -> Evaluation:
         """Read what `save` wrote. Raises: OSError; RunDirError for a file that is damaged or of another format."""
-        return loaded(path, FORMAT, cls.from_json)
+        return load_result(path, FORMAT, cls.from_json)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Evaluation:
@@ -144,7 +144,7 @@ class Evaluation:
         found = cls(
             model=data["model"],
             scores={domain: DomainScore.from_json(score) for domain, score in data["scores"].items()},
-            answers=tuple(Answer(**answer) for answer in data["answers"]),
+            answers=tuple(ScoredAnswer(**answer) for answer in data["answers"]),
             step=data.get("step"),
             tokens=data.get("tokens"),
             weights=data.get("weights", {}),
@@ -153,7 +153,7 @@ class Evaluation:
         return check_types(found)
 
 
-def loaded(path: Path, wanted: int, read: Callable[[Mapping[str, Any]], T]) -> T:
+def load_result(path: Path, wanted: int, read: Callable[[Mapping[str, Any]], T]) -> T:
     """What `read` makes of a result's file of the wanted format.
 
     Raises: OSError; RunDirError for a file that is damaged or of another format.
@@ -172,7 +172,7 @@ def loaded(path: Path, wanted: int, read: Callable[[Mapping[str, Any]], T]) -> T
         ) from None
 
 
-def combined(evaluations: Sequence[Evaluation], model: str) -> Evaluation:
+def combine_evaluations(evaluations: Sequence[Evaluation], model: str) -> Evaluation:
     """Combine at least one evaluation into one. Where several have a domain, the last of them counts."""
     last = {domain: found for found in evaluations for domain in found.scores}
     training = {(found.step, found.tokens) for found in evaluations}

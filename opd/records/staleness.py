@@ -9,7 +9,7 @@ from opd.errors import RunError
 from opd.records.types import Rollout
 
 
-def ages(rollouts: Sequence[Rollout], policy_version: int) -> dict[int, int]:
+def count_ages(rollouts: Sequence[Rollout], policy_version: int) -> dict[int, int]:
     """Age -> trained tokens, the youngest first; `policy_version` is that of the weights that are trained on them."""
     found = Counter[int]()
     for rollout in rollouts:
@@ -21,13 +21,13 @@ def ages(rollouts: Sequence[Rollout], policy_version: int) -> dict[int, int]:
 
 def stale_samples(rollouts: Sequence[Rollout], policy_version: int) -> frozenset[str]:
     """Ids of the samples that have a trained token of older weights."""
-    return frozenset(r.sample_id for r in rollouts if any(age > 0 for age in ages([r], policy_version)))
+    return frozenset(r.sample_id for r in rollouts if any(age > 0 for age in count_ages([r], policy_version)))
 
 
 def refuse_stale(rollouts: Sequence[Rollout], policy_version: int, max_staleness: int) -> None:
     """Refuse rows with a trained token that is too old, or that newer weights wrote than there are. Raises: RunError."""
     for rollout in rollouts:
-        wrong = [age for age in ages([rollout], policy_version) if not 0 <= age <= max_staleness]
+        wrong = [age for age in count_ages([rollout], policy_version) if not 0 <= age <= max_staleness]
         if wrong:
             raise RunError(
                 f"sample {rollout.sample_id} of domain {rollout.domain}: policy version {policy_version - wrong[-1]} wrote tokens "

@@ -9,10 +9,10 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
 from opd.records.episodes import EpisodesRecord
-from opd.records.json_fields import check_types, known, mapping_under
+from opd.records.json_fields import check_types, keep_known_keys, mapping_under
 from opd.records.rewards import RewardRecord
-from opd.records.staleness import ages
-from opd.records.tails import loops
+from opd.records.staleness import count_ages
+from opd.records.tails import is_looping
 from opd.records.types import DomainStats, PushReport, Rollout, RolloutBatch, SavedCheckpoint, StepReport
 
 if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does not
@@ -213,22 +213,26 @@ class StepRecord:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
-        read = known(cls, data)
+        read = keep_known_keys(cls, data)
         domains, positions, episodes = (mapping_under(read, key) for key in ("domains", "positions", "episodes"))
-        read["domains"] = {name: DomainRecord(**known(DomainRecord, found)) for name, found in domains.items()}
-        read["positions"] = {name: PositionRecord(**known(PositionRecord, found)) for name, found in positions.items()}
+        read["domains"] = {
+            name: DomainRecord(**keep_known_keys(DomainRecord, found)) for name, found in domains.items()
+        }
+        read["positions"] = {
+            name: PositionRecord(**keep_known_keys(PositionRecord, found)) for name, found in positions.items()
+        }
         read["episodes"] = {name: EpisodesRecord.from_json(found) for name, found in episodes.items()}
         read["restarted"] = tuple(read.get("restarted", ()))
-        read["alarms"] = tuple(AlarmRecord(**known(AlarmRecord, alarm)) for alarm in read.get("alarms", ()))
-        read["stream"] = StreamRecord(**known(StreamRecord, read.get("stream", {})))
+        read["alarms"] = tuple(AlarmRecord(**keep_known_keys(AlarmRecord, alarm)) for alarm in read.get("alarms", ()))
+        read["stream"] = StreamRecord(**keep_known_keys(StreamRecord, read.get("stream", {})))
         if "reward" in read:
             read["reward"] = RewardRecord.from_json(read["reward"])
         if "checkpoint" in read:
-            read["checkpoint"] = SavedCheckpoint(**known(SavedCheckpoint, read["checkpoint"]))
+            read["checkpoint"] = SavedCheckpoint(**keep_known_keys(SavedCheckpoint, read["checkpoint"]))
         return check_types(cls(**read))
 
 
-def of_domain(records: Sequence[StepRecord], domain: str) -> list[DomainRecord]:
+def select_domain(records: Sequence[StepRecord], domain: str) -> list[DomainRecord]:
     """What these steps say of a domain, without the steps in which it had no trained token."""
     return [record.domains[domain] for record in records if domain in record.domains and record.domains[domain].tokens]
 
@@ -255,25 +259,25 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
     """Make a step's record from its phases; the loop adds the seconds and what happened after the push."""
     domain_of = {r.sample_id: r.domain for r in batch.rollouts}
     left_out = Counter(q.domain for q in batch.quarantined) + Counter(domain_of[i] for i in targets.quarantined)
-    counted = _counted(batch, targets, trained)
+    counted = _count_samples(batch, targets, trained)
     return StepRecord(
         step=trained.step,
         loss=trained.loss,
         domains={name: DomainRecord.of(stats) for name, stats in trained.domains.items()},
         positions={
-            _places(bits): PositionRecord(loss=stats.kl_sum / stats.tokens, tokens=stats.tokens)
+            _format_positions(bits): PositionRecord(loss=stats.kl_sum / stats.tokens, tokens=stats.tokens)
             for bits, stats in trained.positions.items()
         },
         response_tokens=sum(len(r.response_ids) for r in batch.rollouts),
         prompt_tokens=sum(len(r.prompt_ids) for r in batch.rollouts),
         truncated=sum(r.truncated for r in batch.rollouts),
-        prompts=_prompts(batch),
+        prompts=_count_prompts(batch),
         truncated_by_domain=dict(Counter(r.domain for r in counted if r.truncated)),
-        looping_by_domain=dict(Counter(r.domain for r in counted if loops(r))),
+        looping_by_domain=dict(Counter(r.domain for r in counted if is_looping(r))),
         unfinished=len(batch.unfinished),
         quarantined=dict(left_out),
         quarantined_reasons={**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
-        episodes=_episodes(batch, trained),
+        episodes=_record_episodes(batch, trained),
         skipped=trained.skipped,
         restarted=(*batch.restarted, *targets.restarted),
         stream=StreamRecord(
@@ -286,7 +290,7 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
         lr=trained.lr,
         logprob_gap=trained.logprob_gap,
         drift=trained.drift,
-        token_ages={str(age): tokens for age, tokens in ages(counted, pushed.version - 1).items()},
+        token_ages={str(age): tokens for age, tokens in count_ages(counted, pushed.version - 1).items()},
         policy_version=pushed.version,
         probe_gap=pushed.gap,
     )
@@ -304,13 +308,13 @@ def seconds_at_work(
     return {role: round(seconds, 4) for role, seconds in found.items()}
 
 
-def _counted(batch: RolloutBatch, targets: TargetStream, trained: StepReport) -> list[Rollout]:
+def _count_samples(batch: RolloutBatch, targets: TargetStream, trained: StepReport) -> list[Rollout]:
     """Those that `DomainRecord.samples` counts: none without an optimiser step, as while a critic learns alone."""
     trainable = () if trained.skipped else batch.rollouts
     return [r for r in trainable if r.num_trained and r.sample_id not in targets.quarantined]
 
 
-def _episodes(batch: RolloutBatch, trained: StepReport) -> dict[str, EpisodesRecord]:
+def _record_episodes(batch: RolloutBatch, trained: StepReport) -> dict[str, EpisodesRecord]:
     """Domain -> record."""
     return {
         domain: EpisodesRecord.of(stats, {turn: part for (d, turn), part in trained.turns.items() if d == domain})
@@ -318,7 +322,7 @@ def _episodes(batch: RolloutBatch, trained: StepReport) -> dict[str, EpisodesRec
     }
 
 
-def _prompts(batch: RolloutBatch) -> dict[str, int]:
+def _count_prompts(batch: RolloutBatch) -> dict[str, int]:
     """Domain -> prompts that the step took. An episode is one of them, whatever segments it has; the first is of its domain."""
     episodes: dict[str, str] = {}
     for rollout in (*batch.rollouts, *batch.unfinished):
@@ -327,6 +331,6 @@ def _prompts(batch: RolloutBatch) -> dict[str, int]:
     return dict(Counter(episodes.values()) + Counter(q.domain for q in batch.quarantined))
 
 
-def _places(bits: int) -> str:
+def _format_positions(bits: int) -> str:
     """Key of `StepReport.positions` in words: 0 -> `0`, 1 -> `1`, 3 -> `4-7`."""
     return str(bits) if bits < 2 else f"{2 ** (bits - 1)}-{2**bits - 1}"

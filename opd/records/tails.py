@@ -21,7 +21,7 @@ LOOP = 0.5
 equal numbers is a loop by any measure. Of loops with a broken token in twenty, nine of ten are seen in 64 tokens."""
 
 
-def repeated(token_ids: Sequence[int]) -> float:
+def measure_repetition(token_ids: Sequence[int]) -> float:
     """Share of the n-grams in the tail that stand in it earlier, 0 to 1."""
     tail = tuple(token_ids[-TAIL:])
     if len(tail) < SHORTEST:
@@ -30,6 +30,6 @@ def repeated(token_ids: Sequence[int]) -> float:
     return 1 - len(set(grams)) / len(grams)
 
 
-def loops(rollout: Rollout) -> bool:
+def is_looping(rollout: Rollout) -> bool:
     """Whether the response ran to its limit in a loop. One that ends by itself is an answer, however often it says `ha`."""
-    return rollout.truncated and repeated(rollout.response_ids) > LOOP
+    return rollout.truncated and measure_repetition(rollout.response_ids) > LOOP

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opd.report.gate import Gate
 from opd.report.run import RunFiles, read_run
-from opd.report.summary import build_report, clear_domains, full_report, headroom
+from opd.report.summary import build_report, clear_domains, full_report, recovered_share
 from opd.report.tables import agent_rows, baseline_rows, domain_rows, length_rows, markdown_table, round_rows
 from opd.report.write import write_report
 
@@ -17,10 +17,10 @@ __all__ = [
     "clear_domains",
     "domain_rows",
     "full_report",
-    "headroom",
     "length_rows",
     "markdown_table",
     "read_run",
+    "recovered_share",
     "round_rows",
     "write_report",
 ]

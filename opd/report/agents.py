@@ -34,25 +34,25 @@ def episode_rows(records: Sequence[StepRecord]) -> dict[str, dict[str, Any]]:
     for record in records:
         for domain, found in record.episodes.items():
             by_domain.setdefault(domain, []).append(found)
-    return {domain: _row(found) for domain, found in sorted(by_domain.items())}
+    return {domain: _make_row(found) for domain, found in sorted(by_domain.items())}
 
 
-def _row(found: Sequence[EpisodesRecord]) -> dict[str, Any]:
+def _make_row(found: Sequence[EpisodesRecord]) -> dict[str, Any]:
     sums = {key: sum(getattr(one, key) for one in found) for key in COUNTS}
     return sums | {
-        "turns": _mean(found, "turns", "episodes"),
-        "reward": _mean(found, "reward", "episodes", _no_reward(found)),
-        "trained": _mean(found, "trained", "tokens"),
-        "stop_reasons": _sums(one.stop_reasons for one in found),
-        "sub_agents": _sums(one.sub_agents for one in found),
+        "turns": _weighted_mean(found, "turns", "episodes"),
+        "reward": _weighted_mean(found, "reward", "episodes", _no_reward(found)),
+        "trained": _weighted_mean(found, "trained", "tokens"),
+        "stop_reasons": _sum_counts(one.stop_reasons for one in found),
+        "sub_agents": _sum_counts(one.sub_agents for one in found),
         "error": next((one.error for one in found if one.error), ""),
         "by_turn": [
-            _turn([one.by_turn[n] for one in found if n < len(one.by_turn)]) for n in range(_most_turns(found))
+            _make_turn_row([one.by_turn[n] for one in found if n < len(one.by_turn)]) for n in range(_most_turns(found))
         ],
     }
 
 
-def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def _sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """The most frequent first."""
     found: Counter[str] = Counter()
     for one in counts:
@@ -64,17 +64,17 @@ def _most_turns(found: Sequence[EpisodesRecord]) -> int:
     return max(len(one.by_turn) for one in found)
 
 
-def _turn(found: Sequence[TurnRecord]) -> dict[str, float | None]:
-    means = {key: _mean(found, key, "tokens") for key in ("loss", "logprob_gap")}
+def _make_turn_row(found: Sequence[TurnRecord]) -> dict[str, float | None]:
+    means = {key: _weighted_mean(found, key, "tokens") for key in ("loss", "logprob_gap")}
     return {"tokens": sum(one.tokens for one in found)} | means
 
 
 def _no_reward(found: Iterable[EpisodesRecord]) -> float | None:
-    """What steps count whose episodes all ended without a reward: 0, as in an exam, if a domain has rewards at all."""
+    """Return the reward of steps whose episodes all ended without a reward: 0, as in an exam, if a domain has rewards at all."""
     return 0.0 if any(one.reward is not None for one in found) else None
 
 
-def _mean(found: Sequence[Any], key: str, weight: str, missing: float | None = None) -> float | None:
+def _weighted_mean(found: Sequence[Any], key: str, weight: str, missing: float | None = None) -> float | None:
     """Mean of a field, weighted by another one; `missing` stands for None, and is left out if it is None too."""
     values = [(missing if getattr(one, key) is None else getattr(one, key), getattr(one, weight)) for one in found]
     total = sum(n for value, n in values if value is not None)
@@ -91,7 +91,7 @@ def episode_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, dict[str
     def curve(domain: str, key: str) -> list[float | None]:
         parts = [[record.episodes[domain] for record in part if domain in record.episodes] for part in points]
         missing = _no_reward(one for part in parts for one in part) if key == "reward" else None
-        return [_mean(part, key, "episodes", missing) for part in parts]
+        return [_weighted_mean(part, key, "episodes", missing) for part in parts]
 
     return {f"episode_{key}": {d: curve(d, key) for d in domains} for key in ("reward", "turns")}
 
@@ -127,46 +127,46 @@ def shown_episodes(run: RunFiles) -> tuple[list[dict[str, Any]], int]:
     chosen.sort(key=lambda pair: (pair[1].domain, -pair[0]))
     fitting, room = [], MOST_CHARACTERS
     for step, trace in chosen:
-        cost = _cost(trace)
+        cost = _trace_cost(trace)
         if cost <= room:
             room -= cost
-            fitting.append(_episode(step, trace))
+            fitting.append(_show_episode(step, trace))
     return fitting, len(chosen) - len(fitting)
 
 
-def _cost(trace: EpisodeTrace) -> int:
+def _trace_cost(trace: EpisodeTrace) -> int:
     pieces = [piece for segment in trace.segments for piece in segment.pieces]
     texts = sum(len(segment.prompt) for segment in trace.segments)
     return texts + sum(OF_A_TOKEN + sum(len(text) + OF_A_TOKEN for text in piece.texts) for piece in pieces)
 
 
-def _episode(step: int, trace: EpisodeTrace) -> dict[str, Any]:
+def _show_episode(step: int, trace: EpisodeTrace) -> dict[str, Any]:
     return {
         "step": step,
         "trace": trace,
         "segments": [
-            {"depth": depth, "title": _title(segment, trace), "copied": _copied(segment), "segment": segment}
-            | {"pieces": [_piece(turn, piece) for turn, piece in segment.turns]}
+            {"depth": depth, "title": _segment_title(segment, trace), "copied": _is_copy(segment), "segment": segment}
+            | {"pieces": [_show_piece(turn, piece) for turn, piece in segment.turns]}
             for depth, segment in trace.tree
         ],
     }
 
 
-def _copied(segment: SegmentTrace) -> bool:
-    """Whether the segment begins with a copy of what another one has."""
+def _is_copy(segment: SegmentTrace) -> bool:
+    """Return True if the segment begins with a copy of what another one has."""
     return segment.parent is not None and segment.origin != "sub_agent"
 
 
-def _title(segment: SegmentTrace, trace: EpisodeTrace) -> str:
-    """What a segment is, in words."""
+def _segment_title(segment: SegmentTrace, trace: EpisodeTrace) -> str:
+    """Describe a segment in words."""
     comes = "" if segment.parent is None else f" of {segment.parent}"
     scored = "" if segment.domain == trace.domain else f", scored by the expert of {segment.domain}"
     goes = "" if segment.next is None else f", goes on in {segment.next}"
-    return f"{segment.sample_id}: {trace.kind(segment)}{comes}{scored}{goes}"
+    return f"{segment.sample_id}: {trace.segment_kind(segment)}{comes}{scored}{goes}"
 
 
-def _piece(turn: int, piece: Piece) -> dict[str, Any]:
-    """Who wrote it, and its tokens with level and loss; the level is -1 where a token carries none."""
+def _show_piece(turn: int, piece: Piece) -> dict[str, Any]:
+    """Return the author of a piece, and its tokens with level and loss; the level is -1 where a token carries none."""
     trained = piece.origin in ("policy", "blocked", "taught")
     known = trained and bool(piece.losses)
     mean = sum(piece.losses) / len(piece.losses) if known else None
@@ -182,13 +182,13 @@ def _piece(turn: int, piece: Piece) -> dict[str, Any]:
             {
                 "text": text if piece.origin == "environment" else text.replace("\n", "⏎\n"),
                 "loss": loss,
-                "level": level(loss),
+                "level": loss_level(loss),
             }
             for text, loss in zip(piece.texts, losses, strict=True)
         ],
     }
 
 
-def level(loss: float | None) -> int:
-    """Which of the colours a loss has, from 0; -1 without one."""
+def loss_level(loss: float | None) -> int:
+    """Return the index of a loss's colour, from 0; -1 without one."""
     return -1 if loss is None else sum(loss >= bound for bound in LEVELS)

@@ -1,11 +1,11 @@
-"""What the monitors of a merge saw: a row for each alarm, from the step in which it began to the last one that had it."""
+"""Alarms of a merge's monitors: a row for each alarm, from the step in which it began to the last one that had it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from opd.monitors.alarms import sentence, signal_of
+from opd.monitors.alarms import format_alarm, load_signal
 from opd.monitors.signal import WHOLE_STEP
 from opd.records.step import AlarmRecord
 from opd.report.run import RunFiles
@@ -36,8 +36,8 @@ def _row(found: list[tuple[int, AlarmRecord]], run: RunFiles) -> dict[str, Any]:
         "from_step": worst.since,
         "to_step": last_step,
         "worst": worst.value,
-        "says": sentence(worst),
-        "advice": signal_of(worst).advice,
+        "says": format_alarm(worst),
+        "advice": load_signal(worst).advice,
         "ended": last_step == run.records[-1].step and found[-1][1].ends_after(last_step),
         "samples": [asdict(sample) for sample in samples],
     }

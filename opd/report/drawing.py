@@ -74,7 +74,7 @@ class Plot:
 Draw = Callable[[Axes], None]
 
 
-def plot(name: str, title: str, draw: Draw, *, width: float = WIDTH, height: float = HEIGHT, **more: Any) -> Plot:
+def draw_plot(name: str, title: str, draw: Draw, *, width: float = WIDTH, height: float = HEIGHT, **more: Any) -> Plot:
     """Draw on one set of axes."""
     # Ids in the SVG come from the salt, and no date is stored: the same run gives the same bytes.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
@@ -84,10 +84,10 @@ def plot(name: str, title: str, draw: Draw, *, width: float = WIDTH, height: flo
         # `savefig` would draw all of it twice.
         FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None})
     wide = width > WIDTH
-    return Plot(name=name, title=title, svg=themed(text.getvalue(), name, title, wide), wide=wide, **more)
+    return Plot(name=name, title=title, svg=theme_svg(text.getvalue(), name, title, wide), wide=wide, **more)
 
 
-def themed(svg: str, name: str, title: str, wide: bool = False) -> str:
+def theme_svg(svg: str, name: str, title: str, wide: bool = False) -> str:
     """Prepare the SVG of one figure for a page of several: its own ids, the page's colours and font, a name for screen readers.
 
     A `wide` one is never shrunk.
@@ -111,7 +111,7 @@ def themed(svg: str, name: str, title: str, wide: bool = False) -> str:
                 value = value.replace("#", f"#{prefix}", 1)
             elif key == "style":
                 value = FONT.sub(r"\1font-size: \2", value)
-            element.set(key, _coloured(value.replace("url(#", f"url(#{prefix}")))
+            element.set(key, _colour_value(value.replace("url(#", f"url(#{prefix}")))
     width, _ = (root.attrib.pop(key) for key in ("width", "height"))
     if wide:
         root.set("style", f"min-width: {width}")
@@ -120,7 +120,7 @@ def themed(svg: str, name: str, title: str, wide: bool = False) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _coloured(value: str) -> str:
+def _colour_value(value: str) -> str:
     for name, placeholder in COLOURS.items():
         value = value.replace(placeholder, f"var(--{name})")
     return value
@@ -131,7 +131,7 @@ def domain_style(index: int) -> dict[str, Any]:
     return {"color": COLOURS[f"s{index % SERIES}"], "linestyle": DASHES[index // SERIES % len(DASHES)]}
 
 
-def thousands(value: float) -> str:
+def format_thousands(value: float) -> str:
     """12345 -> `12k`."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:  # three digits of anything from there on are 1 of the unit

@@ -1,4 +1,5 @@
-"""What exams say beside the accuracy of a domain: how long answers were, how episodes went, and success by the length of the task."""
+"""Results of exams beside the accuracy of a domain: how long answers were, how episodes went, and success by the length of the
+task."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opd.evaluation.lengths import beside, span
+from opd.evaluation.lengths import align_lengths, describe_span
 from opd.records.scores import DomainScore, Evaluation
 from opd.report.run import RunFiles
 
@@ -24,14 +25,14 @@ class AgentExam:
     score: DomainScore
 
 
-def latest(run: RunFiles) -> Evaluation | None:
+def latest_exam(run: RunFiles) -> Evaluation | None:
     """The exam of the merged model: that at the end, or while the merge goes on the last so far."""
     if run.finished:
         return run.after  # without its file an earlier exam is not that of the model whose numbers are shown
     return run.during[max(run.during)] if run.during else None
 
 
-def answers(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, dict[str, float]]]:
+def answer_stats(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, dict[str, float]]]:
     """Domain -> model -> questions, mean_tokens, truncated, and `failed` verifiers; of episodes also turns and invalid_calls."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name, evaluation in evaluations.items():
@@ -54,7 +55,7 @@ def success_by_length(run: RunFiles) -> dict[str, Any]:
     and `..._interval`, null where the model's file does not say it.
     """
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in beside(_known(run)):
+    for row in align_lengths(_known_exams(run)):
         group: dict[str, Any] = {"fewest": row.fewest, "most": row.most, "questions": row.questions}
         for key in MODELS:
             score = row.scores.get(key)
@@ -68,7 +69,7 @@ def success_by_length(run: RunFiles) -> dict[str, Any]:
 
 def agent_exams(run: RunFiles) -> list[AgentExam]:
     """A row for each domain of agents and each model that took its exam."""
-    known = _known(run)
+    known = _known_exams(run)
     domains = dict.fromkeys(d for e in known.values() for d, score in e.scores.items() if score.turns is not None)
     return [
         AgentExam(domain=domain, model=MODELS[key], score=evaluation.scores[domain])
@@ -78,12 +79,12 @@ def agent_exams(run: RunFiles) -> list[AgentExam]:
     ]
 
 
-def moves(group: Mapping[str, Any]) -> str:
+def moves_label(group: Mapping[str, Any]) -> str:
     """The name of a group of `success_by_length`."""
-    return span(group["fewest"], group["most"])
+    return describe_span(group["fewest"], group["most"])
 
 
-def _known(run: RunFiles) -> dict[str, Evaluation]:
+def _known_exams(run: RunFiles) -> dict[str, Evaluation]:
     """The exams that there are, by key of `MODELS`, in its order."""
-    exams = {"before": run.before, "after": latest(run), "expert": run.expert}
+    exams = {"before": run.before, "after": latest_exam(run), "expert": run.expert}
     return {key: found for key, found in exams.items() if found is not None}

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 
-from opd.report.drawing import COLOURS, WIDTH, Plot, domain_style, plot, thousands
-from opd.report.exams import moves
+from opd.report.drawing import COLOURS, WIDTH, Plot, domain_style, draw_plot, format_thousands
+from opd.report.exams import moves_label
 
 LONGEST_NAME = 32
 """Characters of a name beside an axis."""
@@ -24,7 +24,7 @@ ROW = 0.42
 """Inches for one domain's row."""
 
 
-def accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
+def draw_accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
     """Bars: student before, merged, expert on every domain, with intervals where they are known; no bar for experts that the
     run does not have."""
     bars = [(key, label) for key, label in BARS if all(d[key] is not None for d in domains.values())]
@@ -39,15 +39,15 @@ def accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
                 if f"{key}_interval" in d:
                     where = place + (slot - 1) * 0.27
                     axes.plot(d[f"{key}_interval"], [where, where], color=COLOURS["ink"], linewidth=0.9, alpha=0.7)
-        _rows(axes, list(domains))
-        _percent(axes, "right answers")
+        _label_rows(axes, list(domains))
+        _use_percent_axis(axes, "right answers")
         axes.set_xlim(0, 1.02)
 
     legend = tuple((BAR_COLOURS[key], label) for key, label in bars)
-    return plot("accuracy", "Right answers by domain", draw, height=0.8 + ROW * len(domains), legend=legend)
+    return draw_plot("accuracy", "Right answers by domain", draw, height=0.8 + ROW * len(domains), legend=legend)
 
 
-def headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None) -> Plot:
+def draw_headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None) -> Plot:
     """Points with intervals: how much of the way to its expert the student went."""
     known = {name: d for name, d in domains.items() if d["headroom"] is not None}
 
@@ -59,12 +59,12 @@ def headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None) -> P
                 axes.plot(interval, [place, place], color=COLOURS["merged"], linewidth=2.5, alpha=0.45)
             axes.plot(d["headroom"], place, "o", color=COLOURS["merged"], markersize=6)
             ends += [d["headroom"], *(interval or ())]
-        _marks(axes, gate)
-        _rows(axes, list(known))
-        _percent(axes, "headroom recovered")
+        _draw_gate_marks(axes, gate)
+        _label_rows(axes, list(known))
+        _use_percent_axis(axes, "headroom recovered")
         axes.set_xlim(max(-1.0, min(ends) - 0.05), min(2.0, max(ends) + 0.05))
 
-    return plot(
+    return draw_plot(
         "headroom",
         "Headroom recovered by domain",
         draw,
@@ -86,39 +86,39 @@ def by_length(name: str, title: str, groups: Sequence[Mapping[str, Any]]) -> Plo
             axes.plot([at for at, _ in known], [group[key] for _, group in known], "o-", color=colour, markersize=4.5)
             for at, group in known:
                 axes.plot([at, at], group[f"{key}_interval"], color=colour, linewidth=2.5, alpha=0.45)
-        axes.set_xticks(range(len(groups)), [f"{moves(group)}\n{group['questions']} tasks" for group in groups])
+        axes.set_xticks(range(len(groups)), [f"{moves_label(group)}\n{group['questions']} tasks" for group in groups])
         axes.set_xlim(-0.5, len(groups) - 0.5)
         axes.set_ylim(-0.02, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set(xlabel="right moves of the task", ylabel="success")
 
-    return plot(name, title, draw, legend=tuple((BAR_COLOURS[key], label) for key, label in shown))
+    return draw_plot(name, title, draw, legend=tuple((BAR_COLOURS[key], label) for key, label in shown))
 
 
-def _marks(axes: Axes, gate: float | None) -> None:
+def _draw_gate_marks(axes: Axes, gate: float | None) -> None:
     axes.axvline(1.0, color=COLOURS["expert"], linewidth=1.2)
     axes.axvline(0.0, color=COLOURS["before"], linewidth=1.2)
     if gate is not None:
         axes.axvline(gate, color=COLOURS["bad"], linewidth=1.2, linestyle="--")
 
 
-def _short(name: str) -> str:
+def _shorten_name(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
-def _rows(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names)), [_short(name) for name in names], color=COLOURS["ink"])
+def _label_rows(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), [_shorten_name(name) for name in names], color=COLOURS["ink"])
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
 
 
-def _percent(axes: Axes, label: str) -> None:
+def _use_percent_axis(axes: Axes, label: str) -> None:
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel(label)
 
 
-def rounds(mean: Sequence[float | None], domains: Mapping[str, Sequence[float | None]]) -> Plot:
+def draw_rounds(mean: Sequence[float | None], domains: Mapping[str, Sequence[float | None]]) -> Plot:
     """Headroom after each round: the mean, and a thin line for each domain."""
     places = range(len(mean) + 1)
 
@@ -134,7 +134,7 @@ def rounds(mean: Sequence[float | None], domains: Mapping[str, Sequence[float | 
         axes.set_ylabel("headroom recovered")
 
     note = "The thick line is the mean, the others are the domains; 100 % is each round's expert."
-    return plot("rounds", "Headroom after each round", draw, note=note)
+    return draw_plot("rounds", "Headroom after each round", draw, note=note)
 
 
 # How it went
@@ -157,10 +157,10 @@ def by_domain(
                 markersize=3.5,
                 **domain_style(index),
             )
-        _steps(axes, step, tokens)
+        _label_steps(axes, step, tokens)
         _y_axis(axes, options)
 
-    return plot(name, title, draw, note=options.get("note", ""))
+    return draw_plot(name, title, draw, note=options.get("note", ""))
 
 
 def by_turn(name: str, title: str, values: Mapping[str, Curve]) -> Plot:
@@ -175,10 +175,10 @@ def by_turn(name: str, title: str, values: Mapping[str, Curve]) -> Plot:
         axes.set_xlabel("turn of the episode")
         _y_axis(axes, {"label": "nats a token"})
 
-    return plot(name, title, draw, note="All steps of the run, weighted by tokens.")
+    return draw_plot(name, title, draw, note="All steps of the run, weighted by tokens.")
 
 
-def lines(
+def draw_lines(
     name: str,
     title: str,
     step: Sequence[int],
@@ -201,18 +201,18 @@ def lines(
                 marker="o" if options.get("markers") else None,
                 markersize=3.5,
             )
-        _steps(axes, step, tokens)
+        _label_steps(axes, step, tokens)
         _y_axis(axes, options)
 
     legend = tuple((colour, label) for label, (colour, _) in values.items()) if len(values) > 1 else ()
-    return plot(name, title, draw, legend=legend, note=options.get("note", ""))
+    return draw_plot(name, title, draw, legend=legend, note=options.get("note", ""))
 
 
-def _steps(axes: Axes, step: Sequence[int], tokens: Sequence[int]) -> None:
+def _label_steps(axes: Axes, step: Sequence[int], tokens: Sequence[int]) -> None:
     """Steps, and below each the response tokens trained on by then."""
 
     def both(value: float, _: int | None = None) -> str:
-        return f"{value:g}\n{thousands(float(np.interp(value, [0, *step], [0, *tokens])))}" if value >= 0 else ""
+        return f"{value:g}\n{format_thousands(float(np.interp(value, [0, *step], [0, *tokens])))}" if value >= 0 else ""
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(both))
@@ -222,7 +222,7 @@ def _steps(axes: Axes, step: Sequence[int], tokens: Sequence[int]) -> None:
 def _y_axis(axes: Axes, options: Mapping[str, Any]) -> None:
     low, high = axes.get_ylim()
     if options.get("log"):
-        _log(axes)
+        _use_log_axis(axes)
     elif options.get("percent"):
         axes.set_ylim(min(0.0, low), max(0.05, high))  # a very small share must look small
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -231,7 +231,7 @@ def _y_axis(axes: Axes, options: Mapping[str, Any]) -> None:
     axes.set_ylabel(options.get("label", ""))
 
 
-def _log(axes: Axes) -> None:
+def _use_log_axis(axes: Axes) -> None:
     """Make the y axis logarithmic, if what is drawn has anything above 0: a loss of a run without teachers is 0."""
     if not any((np.asarray(line.get_ydata(), dtype=float) > 0).any() for line in axes.get_lines()):
         return
@@ -240,7 +240,7 @@ def _log(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def phases(phase_s: Mapping[str, float]) -> Plot:
+def draw_phases(phase_s: Mapping[str, float]) -> Plot:
     """Bars: seconds of each phase of a step over the whole run."""
     total = sum(phase_s.values()) or 1.0
 
@@ -248,14 +248,14 @@ def phases(phase_s: Mapping[str, float]) -> Plot:
         bars = axes.barh(range(len(phase_s)), list(phase_s.values()), 0.6, color=COLOURS["expert"])
         labels = [f"{s:,.{0 if s >= 10 else 1}f} s, {100 * s / total:.0f} %" for s in phase_s.values()]
         axes.bar_label(bars, labels, padding=4, color=COLOURS["ink"], fontsize=8.5)
-        _rows(axes, list(phase_s))
+        _label_rows(axes, list(phase_s))
         axes.set_xlim(0, 1.25 * max(phase_s.values(), default=1.0) or 1.0)
         axes.set_xlabel("seconds")
 
-    return plot("phases", "Where the time went", draw, height=0.8 + 0.36 * len(phase_s))
+    return draw_plot("phases", "Where the time went", draw, height=0.8 + 0.36 * len(phase_s))
 
 
-def utilisation(shares: Mapping[str, float]) -> Plot:
+def draw_utilisation(shares: Mapping[str, float]) -> Plot:
     """Bars: the share of the time in which each role was at work."""
 
     def draw(axes: Axes) -> None:
@@ -263,14 +263,14 @@ def utilisation(shares: Mapping[str, float]) -> Plot:
         axes.bar_label(
             bars, [f"{100 * s:.0f} %" for s in shares.values()], padding=4, color=COLOURS["ink"], fontsize=8.5
         )
-        _rows(axes, list(shares))
+        _label_rows(axes, list(shares))
         axes.set_xlim(0, 110)
         axes.set_xlabel("% of the time of all steps")
 
-    return plot("utilisation", "How busy the roles were", draw, height=0.8 + 0.36 * len(shares))
+    return draw_plot("utilisation", "How busy the roles were", draw, height=0.8 + 0.36 * len(shares))
 
 
-def positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
+def draw_positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
     """Loss against the place in the response, at the start, in the middle and at the end of the merge."""
     last = len(step) - 1
     # Of a short merge several are one step: it is then the end, or else the start.
@@ -282,11 +282,11 @@ def positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
             losses = [np.nan if (value := curve[index]) is None else value for curve in values.values()]
             axes.plot(range(len(values)), losses, "o-", color=COLOURS[colour], markersize=3.5)
         axes.set_xticks(range(len(values)), list(values))
-        _log(axes)
+        _use_log_axis(axes)
         axes.set(xlabel="place of the token in the response, from 0", ylabel="nats a token")
 
     legend = tuple((colour, f"{word} (step {step[i]})") for i, (colour, word) in chosen.items())
-    return plot("positions", "Loss by position in the response", draw, legend=legend)
+    return draw_plot("positions", "Loss by position in the response", draw, legend=legend)
 
 
 # Beside other models
@@ -295,7 +295,7 @@ CELL = 0.34
 """Inches for one domain's column; a model's row is a little lower."""
 
 
-def matrix(models: Mapping[str, Mapping[str, float]], domains: Sequence[str]) -> Plot:
+def draw_matrix(models: Mapping[str, Mapping[str, float]], domains: Sequence[str]) -> Plot:
     """Heat map: every model (rows) on every domain (columns)."""
 
     def draw(axes: Axes) -> None:
@@ -306,8 +306,10 @@ def matrix(models: Mapping[str, Mapping[str, float]], domains: Sequence[str]) ->
                     corner = (column - 0.47, row - 0.45)
                     axes.add_patch(Rectangle(corner, 0.94, 0.9, color=COLOURS["merged"], alpha=0.75 * value, lw=0))
                     axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=7.5)
-        _rows(axes, list(models))
-        axes.set_xticks(range(len(domains)), [_short(name) for name in domains], rotation=90, color=COLOURS["ink"])
+        _label_rows(axes, list(models))
+        axes.set_xticks(
+            range(len(domains)), [_shorten_name(name) for name in domains], rotation=90, color=COLOURS["ink"]
+        )
         axes.set_xlim(-0.5, len(domains) - 0.5)
         axes.tick_params(axis="x", length=0)
         axes.grid(False)
@@ -316,10 +318,10 @@ def matrix(models: Mapping[str, Mapping[str, float]], domains: Sequence[str]) ->
 
     note = "Right answers in per cent: a row is a model, a column a domain."
     size = {"width": max(WIDTH, 1.6 + CELL * len(domains)), "height": 1.1 + CELL * 0.8 * len(models)}
-    return plot("matrix", "Every model on every domain", draw, note=note, **size)
+    return draw_plot("matrix", "Every model on every domain", draw, note=note, **size)
 
 
-def methods(rows: Sequence[Mapping[str, Any]]) -> Plot:
+def draw_methods(rows: Sequence[Mapping[str, Any]]) -> Plot:
     """Points with intervals: mean headroom of each method, the merge among them."""
 
     def draw(axes: Axes) -> None:
@@ -330,15 +332,15 @@ def methods(rows: Sequence[Mapping[str, Any]]) -> Plot:
                 axes.plot(row["interval"], [place, place], color=colour, linewidth=2.5, alpha=0.45)
             axes.plot(row["mean_headroom"], place, "o", color=colour, markersize=6)
             ends += [row["mean_headroom"], *(row["interval"] or ())]
-        _marks(axes, None)
-        _rows(axes, [row["name"] for row in rows])
-        _percent(axes, "mean headroom recovered")
+        _draw_gate_marks(axes, None)
+        _label_rows(axes, [row["name"] for row in rows])
+        _use_percent_axis(axes, "mean headroom recovered")
         axes.set_xlim(max(-1.0, min(ends) - 0.05), min(2.0, max(ends) + 0.05))
 
-    return plot("methods", "Mean headroom of each method", draw, height=0.8 + 0.36 * len(rows))
+    return draw_plot("methods", "Mean headroom of each method", draw, height=0.8 + 0.36 * len(rows))
 
 
-def budgets(curve: Mapping[str, Sequence[tuple[float, float, Sequence[float] | None]]]) -> Plot:
+def draw_budgets(curve: Mapping[str, Sequence[tuple[float, float, Sequence[float] | None]]]) -> Plot:
     """Mean headroom against tokens trained on: label -> points (tokens, mean headroom, interval)."""
     colours = ["merged", *(f"s{i}" for i in (1, 4, 3, 5, 6, 8))]
 
@@ -350,10 +352,10 @@ def budgets(curve: Mapping[str, Sequence[tuple[float, float, Sequence[float] | N
                 if interval:
                     axes.plot([tokens, tokens], interval, color=colour, linewidth=2.5, alpha=0.4)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: thousands(value) if value >= 0 else ""))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_thousands(value) if value >= 0 else ""))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_xlim(left=0)
         axes.set(xlabel="response tokens trained on", ylabel="mean headroom")
 
     legend = tuple((colours[i % len(colours)], label) for i, label in enumerate(curve))
-    return plot("budget", "Headroom against the token budget", draw, legend=legend)
+    return draw_plot("budget", "Headroom against the token budget", draw, legend=legend)

@@ -31,7 +31,7 @@ class Gate:
     def asked(self) -> bool:
         return self.min_headroom is not None or self.max_regression is not None
 
-    def failures(self, report: Mapping[str, Any]) -> list[str]:
+    def list_failures(self, report: Mapping[str, Any]) -> list[str]:
         """One sentence for each threshold that a domain misses. The report is that of a finished merge."""
         found = []
         if self.min_headroom is not None and all(domain["headroom"] is None for domain in report["domains"].values()):
@@ -52,7 +52,7 @@ class Gate:
 
     def verdict(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """The key `gate` of report.json."""
-        failures = self.failures(report)
+        failures = self.list_failures(report)
         unjudged = [name for name, domain in report["domains"].items() if domain["headroom"] is None]
         return {
             "min_headroom": self.min_headroom,

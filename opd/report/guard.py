@@ -1,4 +1,4 @@
-"""What the guard saw in a merge: attempts over the steps, and what became of them, rule by rule."""
+"""The guard's part in a merge: attempts over the steps, and what became of them, rule by rule."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def guard_report(points: Sequence[Sequence[StepRecord]]) -> dict[str, Any] | Non
     names = dict.fromkeys(n for record in records for n, found in record.episodes.items() if found.guard)
     if not names:
         return None
-    whole = {name: _of(records, name) for name in names}
+    whole = {name: _guard_records(records, name) for name in names}
     return {
-        "domains": {name: _sums(found) for name, found in whole.items()},
-        "rules": [row for name, found in whole.items() for row in _rules(name, found)],
+        "domains": {name: _sum_records(found) for name, found in whole.items()},
+        "rules": [row for name, found in whole.items() for row in _rule_rows(name, found)],
         "course": {
             "step": [part[-1].step for part in points],
-            "blocked": {name: [_rate(_of(part, name)) for part in points] for name in names},
+            "blocked": {name: [_format_rate(_guard_records(part, name)) for part in points] for name in names},
         },
     }
 
 
-def _of(records: Sequence[StepRecord], domain: str) -> list[EpisodesRecord]:
+def _guard_records(records: Sequence[StepRecord], domain: str) -> list[EpisodesRecord]:
     return [record.episodes[domain] for record in records if domain in record.episodes]
 
 
-def _sums(found: Sequence[EpisodesRecord]) -> dict[str, int]:
+def _sum_records(found: Sequence[EpisodesRecord]) -> dict[str, int]:
     guards = [one.guard for one in found if one.guard]
     return {
         "episodes": sum(one.episodes for one in found),
@@ -45,12 +45,12 @@ def _sums(found: Sequence[EpisodesRecord]) -> dict[str, int]:
     }
 
 
-def _rate(found: Sequence[EpisodesRecord]) -> float | None:
-    sums = _sums(found)
+def _format_rate(found: Sequence[EpisodesRecord]) -> float | None:
+    sums = _sum_records(found)
     return sums["blocked_turns"] / sums["episodes"] if sums["episodes"] else None
 
 
-def _rules(domain: str, found: Sequence[EpisodesRecord]) -> list[dict[str, Any]]:
+def _rule_rows(domain: str, found: Sequence[EpisodesRecord]) -> list[dict[str, Any]]:
     """The rule that hit most comes first."""
     rules: dict[str, RuleRecord] = {}
     for one in found:

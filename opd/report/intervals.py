@@ -33,7 +33,7 @@ class Estimate:
     high: float
 
 
-def combine(terms: Sequence[tuple[float, Estimate]]) -> Estimate:
+def combine_terms(terms: Sequence[tuple[float, Estimate]]) -> Estimate:
     """sum_i c_i theta_i over terms (c_i, theta_i)."""
     value = sum(c * e.value for c, e in terms)
     down = [c * (e.value - (e.low if c > 0 else e.high)) for c, e in terms]
@@ -41,19 +41,19 @@ def combine(terms: Sequence[tuple[float, Estimate]]) -> Estimate:
     return Estimate(value, value - hypot(*down), value + hypot(*up))
 
 
-def difference(first: Estimate, second: Estimate) -> Estimate:
+def subtract_estimates(first: Estimate, second: Estimate) -> Estimate:
     """first - second."""
-    return combine([(1.0, first), (-1.0, second)])
+    return combine_terms([(1.0, first), (-1.0, second)])
 
 
-def mean(estimates: Sequence[Estimate]) -> Estimate:
+def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
     """The mean of at least one estimate."""
-    return combine([(1 / len(estimates), e) for e in estimates])
+    return combine_terms([(1 / len(estimates), e) for e in estimates])
 
 
 def is_clear(before: Estimate, expert: Estimate) -> bool:
-    """Whether the interval of expert - before lies above 0: else any share of it would fit, and so would its opposite."""
-    return difference(expert, before).low > 0
+    """Return True if the interval of expert - before lies above 0: else any share of it would fit, and so would its opposite."""
+    return subtract_estimates(expert, before).low > 0
 
 
 def headroom_interval(before: Estimate, after: Estimate, expert: Estimate) -> Estimate | None:
@@ -67,12 +67,14 @@ def headroom_interval(before: Estimate, after: Estimate, expert: Estimate) -> Es
 
     def left(h: float) -> Estimate:
         """(after - before) - h (expert - before); falls with h."""
-        return combine([(1.0, after), (h - 1.0, before), (-h, expert)])
+        return combine_terms([(1.0, after), (h - 1.0, before), (-h, expert)])
 
-    return Estimate(value, _zero(lambda h: left(h).low, value, -1.0), _zero(lambda h: left(h).high, value, 1.0))
+    return Estimate(
+        value, _find_crossing(lambda h: left(h).low, value, -1.0), _find_crossing(lambda h: left(h).high, value, 1.0)
+    )
 
 
-def _zero(limit: Callable[[float], float], start: float, step: float) -> float:
+def _find_crossing(limit: Callable[[float], float], start: float, step: float) -> float:
     """The h at which `limit`, which falls with h, crosses 0; looks from `start` in the direction of `step`."""
     far = start + step
     while limit(far) * step > 0:  # ends, because `headroom_interval` has checked that expert - before is clearly not 0

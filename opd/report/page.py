@@ -13,11 +13,11 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from opd.evaluation.evaluator import MERGED
-from opd.records.scores import Answer
+from opd.records.scores import ScoredAnswer
 from opd.report import figures
 from opd.report.agents import LEVELS, agent_plots, shown_episodes
-from opd.report.drawing import DASHES, SERIES, Plot, thousands
-from opd.report.exams import agent_exams, latest, moves
+from opd.report.drawing import DASHES, SERIES, Plot, format_thousands
+from opd.report.exams import agent_exams, latest_exam, moves_label
 from opd.report.rewards import reward_plots
 from opd.report.run import RunFiles
 from opd.report.stale import stale_matrix
@@ -49,12 +49,12 @@ INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\
 """Control characters except tab and line feed, marks that change the direction of text, and lone surrogates."""
 
 
-def visible(text: object) -> str:
+def show_control_characters(text: object) -> str:
     """Spell out characters such as `\\x1b`, which can hide or reorder text on the page, or are no text at all."""
     return INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
-def shortened(text: str, most: int = LONGEST_TEXT) -> str:
+def shorten_text(text: str, most: int = LONGEST_TEXT) -> str:
     """`text`, or its beginning and how much is missing."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
 
@@ -69,7 +69,7 @@ def percent_interval(interval: Sequence[float] | None) -> str:
     return "–" if interval is None else f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f} %"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """312.7 -> `5 min 13 s`."""
     whole = round(seconds)
     if whole < 60:
@@ -79,54 +79,56 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def render(report: Mapping[str, Any], run: RunFiles) -> str:
+def render_page(report: Mapping[str, Any], run: RunFiles) -> str:
     """The page of a report and of the run directory that it was made from."""
     environment = Environment(
-        loader=FunctionLoader(lambda name: _file(f"{name}.html.jinja")),
+        loader=FunctionLoader(lambda name: _read_own_file(f"{name}.html.jinja")),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value,
+        finalize=lambda value: (
+            show_control_characters(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+        ),
     )
     environment.filters |= {
         "percent": percent,
         "interval": percent_interval,
-        "duration": duration,
-        "moves": moves,
-        "shortened": shortened,
-        "thousands": thousands,
+        "duration": format_duration,
+        "moves": moves_label,
+        "shortened": shorten_text,
+        "thousands": format_thousands,
     }
-    script = _file("page.js")
+    script = _read_own_file("page.js")
     complete = _with_gaps(report)
     episodes, left_out = shown_episodes(run)
     return environment.get_template("page").render(
         report=complete,
         run=run,
-        style=_file("page.css"),
+        style=_read_own_file("page.css"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        worst=_extreme(complete, "headroom", min),
-        most_lost=_extreme(complete, "regression", max),
+        worst=_extreme_domain(complete, "headroom", min),
+        most_lost=_extreme_domain(complete, "regression", max),
         domains=_domain_keys(report),
-        plots=_plots(report, run),
+        plots=_section_plots(report, run),
         baselines=[{**b, "name": baseline_name(b)} for b in report.get("baselines", ())],
-        samples=_samples(run),
-        cached=_cached(run),
+        samples=_sample_answers(run),
+        cached=_cached_exam_notes(run),
         agent_exams=agent_exams(run),
-        experts=_experts(run, report),
+        experts=_expert_rows(run, report),
         episodes=episodes,
         left_out=left_out,
         bounds=LEVELS,
     )
 
 
-def _file(name: str) -> str:
+def _read_own_file(name: str) -> str:
     """A file that lies beside this module."""
     return files("opd.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _cached(run: RunFiles) -> list[str]:
+def _cached_exam_notes(run: RunFiles) -> list[str]:
     """A sentence for each other run from which exams of the student before or of experts were taken over."""
     domains: dict[tuple[str, str], list[str]] = {}
     for exam in filter(None, (run.before, run.expert)):
@@ -143,7 +145,7 @@ def _with_gaps(report: Mapping[str, Any]) -> dict[str, Any]:
     return {**dict.fromkeys(OPTIONAL), **report, "domains": domains, "trained_on": trained_on(report)}
 
 
-def _extreme(report: Mapping[str, Any], key: str, choose: Any) -> tuple[str, Mapping[str, Any]] | None:
+def _extreme_domain(report: Mapping[str, Any], key: str, choose: Any) -> tuple[str, Mapping[str, Any]] | None:
     """Name and numbers of the domain with the smallest or largest `key`."""
     known = {name: d for name, d in report["domains"].items() if d[key] is not None}
     return choose(known.items(), key=lambda item: item[1][key]) if known else None
@@ -164,14 +166,14 @@ def _domain_keys(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _plots(report: Mapping[str, Any], run: RunFiles) -> dict[str, list[Plot]]:
+def _section_plots(report: Mapping[str, Any], run: RunFiles) -> dict[str, list[Plot]]:
     """Section of the page -> its plots."""
     gate = report.get("gate", {}).get("min_headroom")
     gains = []
     if report["domains"]:
-        gains.append(figures.accuracies(report["domains"]))
+        gains.append(figures.draw_accuracies(report["domains"]))
         if report["mean_headroom"] is not None:
-            gains.append(figures.headrooms(report["domains"], gate))
+            gains.append(figures.draw_headrooms(report["domains"], gate))
     return {
         "gains": gains,
         "rounds": _rounds_plot(report),
@@ -188,7 +190,7 @@ def _plots(report: Mapping[str, Any], run: RunFiles) -> dict[str, list[Plot]]:
 def _length_plots(report: Mapping[str, Any]) -> list[Plot]:
     """Success against the length of the task, for each domain that has tasks of more than one length."""
     return [
-        figures.by_length(f"by-length-{number}", visible(domain), groups)
+        figures.by_length(f"by-length-{number}", show_control_characters(domain), groups)
         for number, (domain, groups) in enumerate(report.get("by_length", {}).items())
         if len(groups) > 1
     ]
@@ -209,7 +211,7 @@ def _rounds_plot(report: Mapping[str, Any]) -> list[Plot]:
     if all(r["mean_headroom"] is None for r in finished):
         return []
     curves = {name: [r["domains"].get(name, {}).get("headroom") for r in finished] for name in _curve_domains(report)}
-    return [figures.rounds([r["mean_headroom"] for r in finished], curves)]
+    return [figures.draw_rounds([r["mean_headroom"] for r in finished], curves)]
 
 
 def _evaluation_plots(report: Mapping[str, Any]) -> list[Plot]:
@@ -230,7 +232,7 @@ def _evaluation_plots(report: Mapping[str, Any]) -> list[Plot]:
             options = {"band": ([e[0] for e in ends], [e[1] for e in ends]), "note": "The band is the 95 % interval."}
         curve = {"mean headroom": ("merged", [p["mean_headroom"] for p in points])}
         found.append(
-            figures.lines(
+            figures.draw_lines(
                 "headroom-curve", "Mean headroom recovered", step, tokens, curve, percent=True, markers=True, **options
             )
         )
@@ -251,7 +253,7 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
     found = [
         figures.by_domain("loss", "Loss", step, tokens, of("loss"), log=True, label="nats a token"),
         figures.by_domain("length", "Length of the student's responses", step, tokens, of("length"), label="tokens"),
-        figures.lines("truncated", "Responses cut at the token limit", step, tokens, cut, percent=True),
+        figures.draw_lines("truncated", "Responses cut at the token limit", step, tokens, cut, percent=True),
         *reward_plots(curves, names),
         *_share_plots(curves, names),
         *_entropy_plot(curves),
@@ -260,12 +262,13 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
         title = "Tokens where student and expert have the same first choice"
         found.append(figures.by_domain("agreement", title, step, tokens, of("argmax_agreement"), percent=True))
     if curves["positions"]:
-        found.append(figures.positions(step, curves["positions"]))
+        found.append(figures.draw_positions(step, curves["positions"]))
     return found
 
 
 def _share_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
-    """What each domain got of every step: its samples, and its trained tokens, by which it counts in a token mean."""
+    """Plot the share that each domain has of every step: its samples, and its trained tokens, by which it counts in a token
+    mean."""
     return [
         figures.by_domain(
             f"{of}-share",
@@ -289,7 +292,7 @@ def _entropy_plot(curves: Mapping[str, Any]) -> list[Plot]:
     }
     note = "Mean over the domains, on the student's own responses."
     title, step, tokens = "Entropy of the next token", curves["step"], curves["tokens"]
-    return [figures.lines("entropy", title, step, tokens, known, label="nats", note=note)] if known else []
+    return [figures.draw_lines("entropy", title, step, tokens, known, label="nats", note=note)] if known else []
 
 
 def _mean_over_domains(curves: Mapping[str, Sequence[float | None]]) -> list[float | None]:
@@ -300,14 +303,14 @@ def _mean_over_domains(curves: Mapping[str, Sequence[float | None]]) -> list[flo
 def _time_plots(report: Mapping[str, Any]) -> list[Plot]:
     if not report["phase_s"]:
         return []
-    found = [figures.phases(report["phase_s"])]
+    found = [figures.draw_phases(report["phase_s"])]
     if report.get("utilisation"):
-        found.append(figures.utilisation(report["utilisation"]))
+        found.append(figures.draw_utilisation(report["utilisation"]))
     if "curves" in report:
         curves = report["curves"]
         speed = {"tokens": ("expert", curves["tokens_per_s"])}
         found.append(
-            figures.lines(
+            figures.draw_lines(
                 "speed", "Response tokens a second, all phases counted", curves["step"], curves["tokens"], speed
             )
         )
@@ -317,7 +320,9 @@ def _time_plots(report: Mapping[str, Any]) -> list[Plot]:
 def _matrix_plot(run: RunFiles) -> Plot:
     domains = list(dict.fromkeys(d for e in run.matrix.values() for d in e.scores))
     out_of_date = {MERGED: f"{MERGED} (out of date)"} if stale_matrix(run) else {}
-    return figures.matrix({visible(out_of_date.get(name, name)): e.accuracy for name, e in run.matrix.items()}, domains)
+    return figures.draw_matrix(
+        {show_control_characters(out_of_date.get(name, name)): e.accuracy for name, e in run.matrix.items()}, domains
+    )
 
 
 def _baseline_plots(report: Mapping[str, Any]) -> list[Plot]:
@@ -333,16 +338,22 @@ def _baseline_plots(report: Mapping[str, Any]) -> list[Plot]:
     if not known:
         return []
     most = {b["label"]: max(c["tokens"] or 0 for c in known if c["label"] == b["label"]) for b in known}
-    rows = [{**b, "name": visible(baseline_name(b))} for b in known if (b["tokens"] or 0) == most[b["label"]]]
-    found = [figures.methods(sorted([merge, *rows], key=lambda row: -row["mean_headroom"]))]
+    rows = [
+        {**b, "name": show_control_characters(baseline_name(b))}
+        for b in known
+        if (b["tokens"] or 0) == most[b["label"]]
+    ]
+    found = [figures.draw_methods(sorted([merge, *rows], key=lambda row: -row["mean_headroom"]))]
     curve: dict[str, list[tuple[float, float, Sequence[float] | None]]] = {}
     points = [p for p in report.get("evaluations", ()) if p["mean_headroom"] is not None]
     if points:
         curve[merge["name"]] = [(p["tokens"], p["mean_headroom"], p.get("mean_headroom_interval")) for p in points]
     for b in sorted((b for b in known if b["tokens"]), key=lambda b: b["tokens"]):
-        curve.setdefault(visible(b["label"]), []).append((b["tokens"], b["mean_headroom"], b["interval"]))
+        curve.setdefault(show_control_characters(b["label"]), []).append(
+            (b["tokens"], b["mean_headroom"], b["interval"])
+        )
     if len(curve) > 1:
-        found.append(figures.budgets(curve))
+        found.append(figures.draw_budgets(curve))
     return found
 
 
@@ -352,13 +363,13 @@ def baseline_name(row: Mapping[str, Any]) -> str:
     return row["label"] + ("" if share in (None, 1.0) else f", {100 * share:.0f} % of the tokens")
 
 
-def _samples(run: RunFiles) -> list[dict[str, Any]]:
+def _sample_answers(run: RunFiles) -> list[dict[str, Any]]:
     """The same prompts answered by student, merged model and expert: a few of each domain, the merged model's worst answers first."""
     models = [
         {answer.prompt_id: answer for answer in evaluation.answers} if evaluation else {}
-        for evaluation in (run.before, latest(run), run.expert)
+        for evaluation in (run.before, latest_exam(run), run.expert)
     ]
-    ids: dict[str, list[Answer]] = {}
+    ids: dict[str, list[ScoredAnswer]] = {}
     for answer in models[1].values():
         ids.setdefault(answer.domain, []).append(answer)
     worst_first = [sorted(answers, key=lambda answer: answer.score)[:SAMPLES_PER_DOMAIN] for answers in ids.values()]
@@ -369,7 +380,7 @@ def _samples(run: RunFiles) -> list[dict[str, Any]]:
     ]
 
 
-def _experts(run: RunFiles, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _expert_rows(run: RunFiles, report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row for the student and each expert: name, domains, what it is, hashes of its files."""
     if not run.manifest:
         return []

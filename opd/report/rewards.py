@@ -27,8 +27,8 @@ def reward_curves(points: Sequence[Sequence[StepRecord]], domains: Sequence[str]
         return {}
     found: dict[str, Any] = {"reward": {name: [_mean_reward(part, name) for part in known] for name in domains}}
     for curve, key in OF_THE_STEP.items():
-        found[curve] = [_mean([getattr(record, key) for record in part]) for part in known]
-    explained = [_mean([record.credit.get("explained_variance") for record in part]) for part in known]
+        found[curve] = [_mean_or_none([getattr(record, key) for record in part]) for part in known]
+    explained = [_mean_or_none([record.credit.get("explained_variance") for record in part]) for part in known]
     return found | ({"explained_variance": explained} if any(value is not None for value in explained) else {})
 
 
@@ -38,7 +38,7 @@ def _mean_reward(part: Sequence[RewardRecord], domain: str) -> float | None:
     return sum(one.reward * one.episodes for one in mine) / episodes if episodes else None
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _mean_or_none(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
@@ -53,21 +53,21 @@ def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
     by_domain = {name: curves["reward"].get(name, gap) for name in names}
     found = [
         figures.by_domain("reward", "Reward of the student's responses", step, tokens, by_domain, label="mean"),
-        _line("policy-loss", "Loss of the policy gradient", curves, "policy_loss", label="nats a token"),
-        _line(
+        _draw_curves("policy-loss", "Loss of the policy gradient", curves, "policy_loss", label="nats a token"),
+        _draw_curves(
             "masked", "Tokens too far from what was sampled to be trained on a reward", curves, "masked", percent=True
         ),
     ]
     if "explained_variance" in curves:
         title = "Share of the returns' variance that the critic explains"
-        found.append(_line("explained-variance", title, curves, "explained_variance", percent=True))
+        found.append(_draw_curves("explained-variance", title, curves, "explained_variance", percent=True))
     if any(value is not None for value in curves["cosine"]):
         title = "Cosine of the gradients of divergence and reward"
-        found.append(_line("cosine", title, curves, "cosine", markers=True))
+        found.append(_draw_curves("cosine", title, curves, "cosine", markers=True))
     return found
 
 
-def _line(name: str, title: str, curves: Mapping[str, Any], key: str, **options: Any) -> Plot:
+def _draw_curves(name: str, title: str, curves: Mapping[str, Any], key: str, **options: Any) -> Plot:
     from opd.report import figures
 
-    return figures.lines(name, title, curves["step"], curves["tokens"], {name: ("expert", curves[key])}, **options)
+    return figures.draw_lines(name, title, curves["step"], curves["tokens"], {name: ("expert", curves[key])}, **options)

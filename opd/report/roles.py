@@ -1,4 +1,4 @@
-"""How busy the roles were in a merge, and how old the tokens that it trained on."""
+"""Utilisation of the roles in a merge, and the age of the tokens that it trained on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from opd.records.step import StepRecord
 
 
-def utilisation(records: Sequence[StepRecord]) -> dict[str, float]:
+def measure_utilisation(records: Sequence[StepRecord]) -> dict[str, float]:
     """Role -> share of the time of all steps in which it was at work; without steps of a release that did not measure it."""
     known = [record for record in records if record.busy_s]
     seconds = sum(record.seconds for record in known)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.monitors.alarms import Alarms
-from opd.records.scores import FORMAT, Evaluation, combined
+from opd.records.scores import FORMAT, Evaluation, combine_evaluations
 from opd.records.step import StepRecord
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ManifestExpert(BaseModel):
-    """What the report reads of an expert in manifest.json."""
+    """The part that the report reads of an expert in manifest.json."""
 
     domains: list[str]
     weights: dict[str, str]
@@ -47,7 +47,7 @@ class ManifestModels(BaseModel):
 
 
 class DomainFigures(BaseModel):
-    """What the report reads of a domain in report.json."""
+    """The part that the report reads of a domain in report.json."""
 
     before: float | None = None
     after: float | None = None
@@ -55,8 +55,8 @@ class DomainFigures(BaseModel):
     headroom: float | None = None
 
 
-class Stored(BaseModel):
-    """What the report reads of report.json; it has more."""
+class StoredReport(BaseModel):
+    """The part that the report reads of report.json; it has more."""
 
     name: str
     steps: int
@@ -68,8 +68,8 @@ class Stored(BaseModel):
     versions: dict[str, str]
 
 
-class Manifest(BaseModel):
-    """What the report reads of manifest.json; it has more."""
+class ManifestShape(BaseModel):
+    """The part that the report reads of manifest.json; it has more."""
 
     student: dict[str, str] = {}
     experts: dict[str, ManifestExpert] = {}
@@ -85,7 +85,7 @@ STORED = ("name", "steps", "domains", "wall_s", "phase_s", "response_tokens", "r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """What a run directory holds, parsed."""
+    """The parsed files of a run directory."""
 
     root: Path
     stored: dict[str, Any] | None
@@ -140,28 +140,32 @@ def read_run(root: Path) -> RunFiles:
             wanted="a run directory of `opd merge`",
             fix="check the path; `opd merge PIPELINE` makes one",
         )
-    text, pipeline = _pipeline(paths.pipeline)
-    plan = _plan(paths.rounds)
-    rounds = [paths.round(index + 1).root for index in range(len(plan))]
+    text, pipeline = _read_pipeline(paths.pipeline)
+    plan = _steps_of_rounds(paths.rounds)
+    rounds = [paths.round_dir(index + 1).root for index in range(len(plan))]
     found = RunFiles(
         root=root,
-        stored=_stored(paths.report),
+        stored=_read_stored(paths.report),
         pipeline_text=text,
         pipeline=pipeline,
-        manifest=_manifest(paths.manifest),
-        records=_records(paths.metrics),
-        before=_evaluation(paths.exam("before")),
-        expert=_evaluation(paths.exam("expert")),
-        after=_evaluation(paths.exam("after")),
-        during={step: _parsed(Evaluation.from_json, _json(path), path) for step, path in paths.exams_by_step().items()},
-        alarms={step: _parsed(Alarms.from_json, _json(path), path) for step, path in paths.alarms_by_step().items()},
+        manifest=_read_manifest(paths.manifest),
+        records=_read_records(paths.metrics),
+        before=_read_evaluation(paths.evaluation_file("before")),
+        expert=_read_evaluation(paths.evaluation_file("expert")),
+        after=_read_evaluation(paths.evaluation_file("after")),
+        during={
+            step: _parse_data(Evaluation.from_json, _json(path), path) for step, path in paths.exams_by_step().items()
+        },
+        alarms={
+            step: _parse_data(Alarms.from_json, _json(path), path) for step, path in paths.alarms_by_step().items()
+        },
         traces={step: read_traces(path) for step, path in paths.traces_by_step().items()},
-        matrix=_matrix(paths.matrix),
-        baselines=[_parsed(BaselineResult.from_json, _json(path), path) for path in paths.baseline_results()],
+        matrix=_read_matrix(paths.matrix),
+        baselines=[_parse_data(BaselineResult.from_json, _json(path), path) for path in paths.baseline_results()],
         rounds=[read_run(path) for path in rounds if path.exists()],
-        planned_steps=sum(plan) if plan else _steps(pipeline, paths.pipeline),
+        planned_steps=sum(plan) if plan else _trainer_steps(pipeline, paths.pipeline),
     )
-    return _of_its_steps(chained(found) if found.rounds else found)
+    return _of_its_steps(chain_rounds(found) if found.rounds else found)
 
 
 def _of_its_steps(run: RunFiles) -> RunFiles:
@@ -178,7 +182,7 @@ def _of_its_steps(run: RunFiles) -> RunFiles:
     return replace(run, after=None, during=dict(sorted(during.items())))
 
 
-def chained(run: RunFiles) -> RunFiles:
+def chain_rounds(run: RunFiles) -> RunFiles:
     """Show a merge in rounds as one: steps are counted on, and the end of each round is an evaluation during the merge."""
     records: list[StepRecord] = []
     during: dict[int, Evaluation] = {}
@@ -186,7 +190,7 @@ def chained(run: RunFiles) -> RunFiles:
     traces: dict[int, StepTraces] = {}
     for one in run.rounds:
         done = len(records)
-        records += [_later(record, done) for record in one.records]
+        records += [_shift_record(record, done) for record in one.records]
         alarms |= {done + step: found for step, found in one.alarms.items()}
         traces |= {done + step: found for step, found in one.traces.items()}
         during |= {done + step: found for step, found in one.during.items()}
@@ -200,17 +204,17 @@ def chained(run: RunFiles) -> RunFiles:
         alarms=alarms,
         traces=traces,
         before=run.before or run.rounds[0].before,
-        expert=run.expert or (combined(experts, experts[-1].model) if experts else None),
+        expert=run.expert or (combine_evaluations(experts, experts[-1].model) if experts else None),
     )
 
 
-def _later(record: StepRecord, done: int) -> StepRecord:
+def _shift_record(record: StepRecord, done: int) -> StepRecord:
     """The record of a round as one of the whole merge, which had taken so many steps before the round."""
     alarms = tuple(replace(alarm, since=done + alarm.since) for alarm in record.alarms)
     return replace(record, step=done + record.step, alarms=alarms)
 
 
-def _plan(path: Path) -> list[int]:
+def _steps_of_rounds(path: Path) -> list[int]:
     """Steps of each round; empty for a merge of one round."""
     data = _json(path)
     if data is None:
@@ -218,28 +222,28 @@ def _plan(path: Path) -> list[int]:
     try:
         return [int(one["config"]["trainer"]["steps"]) for one in data["rounds"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+        raise _make_damaged_error(path, f"{type(error).__name__}: {error}") from None
 
 
-def _pipeline(path: Path) -> tuple[str, dict[str, Any]]:
+def _read_pipeline(path: Path) -> tuple[str, dict[str, Any]]:
     if not path.exists():
         return "", {}
     try:
         text = path.read_text(encoding="utf-8")
         pipeline = parse_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise _damaged(path, str(error)) from None
+        raise _make_damaged_error(path, str(error)) from None
     if not isinstance(pipeline, dict):
-        raise _damaged(path, "no mapping")
+        raise _make_damaged_error(path, "no mapping")
     return text, pipeline
 
 
-def _steps(pipeline: Mapping[str, Any], path: Path) -> int | None:
+def _trainer_steps(pipeline: Mapping[str, Any], path: Path) -> int | None:
     """Return `trainer.steps`; None where there is no pipeline."""
     trainer = pipeline.get("trainer", {})
     steps = trainer.get("steps") if isinstance(trainer, dict) else trainer
     if steps is not None and not isinstance(steps, int):
-        raise _damaged(path, f"trainer.steps: {steps!r:.60}")
+        raise _make_damaged_error(path, f"trainer.steps: {steps!r:.60}")
     return steps
 
 
@@ -250,50 +254,52 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise _damaged(path, str(error)) from None
+        raise _make_damaged_error(path, str(error)) from None
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> dict[str, Any]:
     """Empty if there is none."""
     if not path.exists():
         return {}
-    return _shaped(Manifest, _json(path), path)
+    return _check_shape(ManifestShape, _json(path), path)
 
 
-def _shaped(shape: type[BaseModel], data: Any, path: Path) -> dict[str, Any]:
+def _check_shape(shape: type[BaseModel], data: Any, path: Path) -> dict[str, Any]:
     """Return the data of a file as it is, if what the report reads of it has the types of `shape`. Raises: RunDirError."""
     try:
         shape.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        raise _damaged(path, f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg'].lower()}") from None
+        raise _make_damaged_error(
+            path, f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg'].lower()}"
+        ) from None
     found: dict[str, Any] = data
     return found
 
 
-def _stored(path: Path) -> dict[str, Any] | None:
+def _read_stored(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     data = _json(path)
     missing = [key for key in STORED if key not in data] if isinstance(data, dict) else STORED
     if missing:
-        raise _damaged(path, f"no {', '.join(missing)}")
-    return _shaped(Stored, data, path)
+        raise _make_damaged_error(path, f"no {', '.join(missing)}")
+    return _check_shape(StoredReport, data, path)
 
 
-def _records(path: Path) -> list[StepRecord]:
+def _read_records(path: Path) -> list[StepRecord]:
     try:
         return MetricsFile(path).read()
     except (ValueError, TypeError) as error:
-        raise _damaged(path, str(error)) from None
+        raise _make_damaged_error(path, str(error)) from None
 
 
-def _evaluation(path: Path) -> Evaluation | None:
+def _read_evaluation(path: Path) -> Evaluation | None:
     data = _json(path)
-    return None if data is None else _parsed(Evaluation.from_json, data, path)
+    return None if data is None else _parse_data(Evaluation.from_json, data, path)
 
 
-def _matrix(path: Path) -> dict[str, Evaluation]:
+def _read_matrix(path: Path) -> dict[str, Evaluation]:
     data = _json(path)
     if data is None:
         return {}
@@ -301,28 +307,28 @@ def _matrix(path: Path) -> dict[str, Evaluation]:
     try:
         models = data["models"].items()
     except (KeyError, AttributeError) as error:
-        raise _damaged(path, f"no models: {error}") from None
+        raise _make_damaged_error(path, f"no models: {error}") from None
     if not all(isinstance(model, dict) for _, model in models):
-        raise _damaged(path, "a model that is no mapping")
-    return {name: _parsed(Evaluation.from_json, {"format": FORMAT, **model}, path) for name, model in models}
+        raise _make_damaged_error(path, "a model that is no mapping")
+    return {name: _parse_data(Evaluation.from_json, {"format": FORMAT, **model}, path) for name, model in models}
 
 
-def _parsed(read: Callable[[Any], T], data: Any, path: Path) -> T:
+def _parse_data(read: Callable[[Any], T], data: Any, path: Path) -> T:
     """Convert a file's data with `read`. Raises: RunDirError if the data has another form."""
     _check_format(data, path)
     try:
         return read(data)
     except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+        raise _make_damaged_error(path, f"{type(error).__name__}: {error}") from None
 
 
 def _check_format(data: Any, path: Path) -> None:
     found = data.get("format") if isinstance(data, Mapping) else None
     if found != FORMAT:
-        raise _damaged(path, f"format {found!r:.60}")
+        raise _make_damaged_error(path, f"format {found!r:.60}")
 
 
-def _damaged(path: Path, found: str) -> RunDirError:
+def _make_damaged_error(path: Path, found: str) -> RunDirError:
     return RunDirError.at(
         path,
         found=found,

@@ -7,13 +7,17 @@ from collections.abc import Mapping, Sequence
 from opd.records.step import StepRecord
 
 
-def shares(points: Sequence[Sequence[StepRecord]], domains: Sequence[str], of: str) -> dict[str, list[float | None]]:
+def domain_shares(
+    points: Sequence[Sequence[StepRecord]], domains: Sequence[str], of: str
+) -> dict[str, list[float | None]]:
     """Domain -> a share for each point, a group of steps: of their prompts (`of="sample"`) or trained tokens (`of="token"`).
 
     The share is None if the steps have none. Records of an older release have no prompts by domain; the trained responses
     count in their place.
     """
-    counts = [[_tokens(record) if of == "token" else _samples(record) for record in part] for part in points]
+    counts = [
+        [_count_tokens(record) if of == "token" else _count_samples(record) for record in part] for part in points
+    ]
     found: dict[str, list[float | None]] = {name: [] for name in domains}
     for part in counts:
         whole = sum(sum(one.values()) for one in part)
@@ -22,9 +26,9 @@ def shares(points: Sequence[Sequence[StepRecord]], domains: Sequence[str], of: s
     return found
 
 
-def _samples(record: StepRecord) -> Mapping[str, int]:
+def _count_samples(record: StepRecord) -> Mapping[str, int]:
     return record.prompts or {name: stats.samples for name, stats in record.domains.items()}
 
 
-def _tokens(record: StepRecord) -> Mapping[str, int]:
+def _count_tokens(record: StepRecord) -> Mapping[str, int]:
     return {name: stats.tokens for name, stats in record.domains.items()}

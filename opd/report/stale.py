@@ -9,16 +9,16 @@ from __future__ import annotations
 from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import Evaluation
 from opd.report.run import RunFiles
-from opd.run.metrics import steps_and_tokens
+from opd.run.metrics import count_steps_and_tokens
 from opd.run.paths import RunPaths
 from opd.text import as_typed
 
 
-def unfinished(run: RunFiles) -> str | None:
+def describe_unfinished(run: RunFiles) -> str | None:
     """For a merge that is not finished: how far it has come, and which model `merged` is. None for a finished merge."""
     if run.finished:
         return None
-    steps, _ = steps_and_tokens(run.records)
+    steps, _ = count_steps_and_tokens(run.records)
     done = f"{steps} of {run.planned_steps} steps are done" if run.planned_steps else f"{steps} steps are done"
     if steps and steps == run.planned_steps:
         done += ", the model or its exam is missing"
@@ -30,8 +30,8 @@ def unfinished(run: RunFiles) -> str | None:
 
 
 def stale_baseline(one: BaselineResult, run: RunFiles) -> str | None:
-    """Why a baseline is out of date; None if it is not. Merges of weights do not depend on the merge's steps."""
-    steps, tokens = steps_and_tokens(run.records)
+    """Return the reason why a baseline is out of date; None if it is not. Merges of weights do not depend on the merge's steps."""
+    steps, tokens = count_steps_and_tokens(run.records)
     if one.token_share is None or not steps:
         return None
     if one.merge_steps is None:
@@ -47,11 +47,11 @@ def other_budget(then: tuple[int, int], now: tuple[int, int]) -> str:
 
 
 def stale_matrix(run: RunFiles) -> str | None:
-    """Why the matrix is out of date; None if it is not, or if there is none."""
+    """Return the reason why the matrix is out of date; None if it is not, or if there is none."""
     from opd.evaluation.evaluator import MERGED  # it needs pydantic, which those who only read a run do not
 
     merged = run.matrix.get(MERGED)
-    steps, _ = steps_and_tokens(run.records)
+    steps, _ = count_steps_and_tokens(run.records)
     if merged is None or (run.finished and run.after is None):
         return None
     if not merged.weights:
@@ -73,15 +73,15 @@ def _same_model(one: Evaluation, other: Evaluation) -> bool:
     return all(one.weights[domain] == other.weights[domain] for domain in common)
 
 
-def _command(one: BaselineResult, run: RunFiles) -> str:
+def _resume_command(one: BaselineResult, run: RunFiles) -> str:
     share = "" if one.token_share in (None, 1.0) else f" --share {one.token_share:g}"
     seed = "" if one.seed == run.pipeline.get("seed", 0) else f" --seed {one.seed}"
     return f"opd baseline {as_typed(run.root)} --method {one.method}{share}{seed}"
 
 
-def notices(run: RunFiles) -> list[str]:
+def stale_notices(run: RunFiles) -> list[str]:
     """A sentence for each result that is out of date, with the command that measures it again."""
-    found = {_command(one, run): (one.label, why) for one in run.baselines if (why := stale_baseline(one, run))}
+    found = {_resume_command(one, run): (one.label, why) for one in run.baselines if (why := stale_baseline(one, run))}
     lines = [f"{label}: {why}; `{command}` measures it again" for command, (label, why) in found.items()]
     if why := stale_matrix(run):
         lines.append(

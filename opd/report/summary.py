@@ -8,19 +8,19 @@ from typing import Any
 
 from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import DomainScore, Evaluation
-from opd.records.step import StepRecord, mean_length, of_domain, token_mean
+from opd.records.step import StepRecord, mean_length, select_domain, token_mean
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
-from opd.report.exams import answers, latest, success_by_length
+from opd.report.exams import answer_stats, latest_exam, success_by_length
 from opd.report.guard import guard_report
-from opd.report.intervals import Estimate, difference, headroom_interval, is_clear, mean
+from opd.report.intervals import Estimate, headroom_interval, is_clear, mean_estimate, subtract_estimates
 from opd.report.rewards import reward_curves
-from opd.report.roles import token_ages, utilisation
+from opd.report.roles import measure_utilisation, token_ages
 from opd.report.run import STORED, RunFiles
-from opd.report.shares import shares
-from opd.report.stale import notices, stale_baseline, unfinished
-from opd.run.lineage import LINEAGE, sentences
-from opd.run.metrics import trained_tokens
+from opd.report.shares import domain_shares
+from opd.report.stale import describe_unfinished, stale_baseline, stale_notices
+from opd.run.lineage import LINEAGE, format_events
+from opd.run.metrics import count_trained_tokens
 from opd.run.paths import EXAMS
 
 POINTS = 60
@@ -29,7 +29,7 @@ PER_TOKEN = ("loss", "student_entropy", "teacher_entropy", "argmax_agreement")
 """Keys of a domain's record that are means over its tokens."""
 
 
-def headroom(before: float, after: float, expert: float | None) -> float | None:
+def recovered_share(before: float, after: float, expert: float | None) -> float | None:
     """Share of the way from the starting student to the expert: (after - before) / (expert - before).
 
     None where the expert is no better than the student was, or there is none: there was nothing to recover. Where it is better by
@@ -69,7 +69,7 @@ def build_report(
     return {
         "name": name,
         "steps": len(records),
-        **_gains(exams["before"], exams["expert"], exams["after"], clear),
+        **_summarise_gains(exams["before"], exams["expert"], exams["after"], clear),
         "wall_s": round(wall_s, 1),
         "phase_s": phase_s,
         "response_tokens": tokens,
@@ -78,7 +78,7 @@ def build_report(
     }
 
 
-def _gains(
+def _summarise_gains(
     before: Mapping[str, float],
     expert: Mapping[str, float],
     after: Mapping[str, float],
@@ -91,7 +91,7 @@ def _gains(
             "before": before[domain],
             "after": after[domain],
             "expert": expert.get(domain),
-            "headroom": headroom(before[domain], after[domain], expert.get(domain))
+            "headroom": recovered_share(before[domain], after[domain], expert.get(domain))
             if clear is None or domain in clear
             else None,
         }
@@ -108,51 +108,51 @@ def _gains(
 def full_report(run: RunFiles) -> dict[str, Any]:
     """The report from all files of a run directory; for a merge that goes on, the report so far.
 
-    It has the keys of `build_report`, the intervals of `_add_intervals` if the evaluations' files are there, `curves` if there
+    It has the keys of `build_report`, the intervals of `_add_intervals` if the evaluations' files are there, `draw_curves` if there
     are records, `episodes` of agents, `by_length`, `guard`, `evaluations`, `models`, `baselines`, `command` and `lineage` if the
     files have them, `alarms` of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
     """
-    before, expert, after = _accuracies(run)
-    report = _finished(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
+    before, expert, after = _read_accuracies(run)
+    report = _finished_report(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
     _add_regressions(report)
-    merged = latest(run)
+    merged = latest_exam(run)
     if run.before and merged and (run.expert or run.without_teachers):
         _add_intervals(report, run.before, run.expert, merged)
     if run.records:
-        report["curves"] = curves(run.records)
-        report["truncated"] = _truncated(run.records)
-        report["utilisation"] = utilisation(run.records)
+        report["curves"] = draw_curves(run.records)
+        report["truncated"] = _truncated_share(run.records)
+        report["utilisation"] = measure_utilisation(run.records)
         report["token_ages"] = token_ages(run.records)
         report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
         report |= {"episodes": found} if (found := episode_rows(run.records)) else {}
-        report |= {"guard": seen} if (seen := guard_report(list(_cut(run.records, POINTS)))) else {}
+        report |= {"guard": seen} if (seen := guard_report(list(_thin_out(run.records, POINTS)))) else {}
         report["largest_probe_gap"] = max(record.probe_gap for record in run.records)
-    if points := _evaluations(run):
+    if points := _evaluation_curve(run):
         report["evaluations"] = points
     lengths = {name: found for name in EXAMS if (found := getattr(run, name))}
     if lengths:
-        report["answers"] = answers(lengths)
+        report["answers"] = answer_stats(lengths)
     report |= success_by_length(run)
     if run.baselines:
         rows = [_baseline_row(group, run) for group in _by_method(run.baselines)]
         report["baselines"] = sorted(rows, key=lambda row: -(row["mean_headroom"] or 0.0))
     if run.rounds:
-        report["rounds"] = [_round(run, index) for index in range(len(run.rounds))]
+        report["rounds"] = [_summarise_round(run, index) for index in range(len(run.rounds))]
     if alarms := alarm_rows(run):
         report["alarms"] = alarms
-    if outdated := notices(run):
+    if outdated := stale_notices(run):
         report["stale"] = outdated
-    if going_on := unfinished(run):
+    if going_on := describe_unfinished(run):
         report["unfinished"] = going_on
     return report | _of_manifest(run.manifest)
 
 
 def _of_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    past = sentences(manifest.get(LINEAGE, ()))
+    past = format_events(manifest.get(LINEAGE, ()))
     return ({LINEAGE: past} if past else {}) | {key: manifest[key] for key in ("command", "models") if key in manifest}
 
 
-def _round(run: RunFiles, index: int) -> dict[str, Any]:
+def _summarise_round(run: RunFiles, index: int) -> dict[str, Any]:
     """Report what one round gained: by itself, and together with the rounds before it, from the very first student.
 
     Per domain before, after, expert, headroom (from the very first student) and headroom_in_round (from the round's own
@@ -170,15 +170,15 @@ def _round(run: RunFiles, index: int) -> dict[str, Any]:
     start, before, expert, after = (
         e.accuracy if e else {} for e in (run.before, one.before, one.expert, one.after if one.finished else None)
     )
-    own = _gains(before, expert, after, _known_clear(one.before, one.expert))
+    own = _summarise_gains(before, expert, after, _known_clear(one.before, one.expert))
     among = {d: value for d, value in after.items() if d in start}
-    whole = _gains(start, expert, among, _known_clear(run.before, one.expert))
+    whole = _summarise_gains(start, expert, among, _known_clear(run.before, one.expert))
     for domain, values in own["domains"].items():
         values["headroom_in_round"] = values["headroom"]
         values["headroom"] = whole["domains"].get(domain, {}).get("headroom")
     interval = None
     if run.before and one.expert and one.after:
-        interval = _pair(_mean_interval(run.before, one.expert, one.after.scores))
+        interval = _accuracy_pair(_mean_interval(run.before, one.expert, one.after.scores))
     gains = [values["after"] - values["before"] for values in own["domains"].values()]
     return found | {
         "domains": own["domains"],
@@ -189,7 +189,7 @@ def _round(run: RunFiles, index: int) -> dict[str, Any]:
     }
 
 
-def _finished(
+def _finished_report(
     run: RunFiles, before: Mapping[str, float], expert: Mapping[str, float], after: Mapping[str, float]
 ) -> dict[str, Any]:
     """The stored report with the accuracies of the evaluation files, which may have been measured again."""
@@ -198,7 +198,7 @@ def _finished(
     return {
         "name": stored.pop("name"),
         "steps": stored.pop("steps"),
-        **_gains(before, expert, after, _clear(run)),
+        **_summarise_gains(before, expert, after, _domains_with_headroom(run)),
         **stored,
     }
 
@@ -212,11 +212,11 @@ def _so_far(
         run.records,
         wall_s=sum(record.seconds for record in run.records),
         versions=run.manifest.get("versions", {}),
-        clear=_clear(run),
+        clear=_domains_with_headroom(run),
     )
 
 
-def _clear(run: RunFiles) -> frozenset[str] | None:
+def _domains_with_headroom(run: RunFiles) -> frozenset[str] | None:
     return _known_clear(run.before, run.expert)
 
 
@@ -225,7 +225,7 @@ def _known_clear(before: Evaluation | None, expert: Evaluation | None) -> frozen
     return clear_domains(before.scores, expert.scores) if before and expert else None
 
 
-def _accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+def _read_accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Before, expert, after: the evaluation files, else the stored report. `after` of a run that goes on is the
     last evaluation so far."""
     stored = run.stored["domains"] if run.stored else {}
@@ -239,7 +239,7 @@ def _accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float], dict
     if run.finished:
         after = known("after", run.after)
     else:
-        after = next((point["accuracy"] for point in reversed(_evaluations(run)) if point["step"]), {})
+        after = next((point["accuracy"] for point in reversed(_evaluation_curve(run)) if point["step"]), {})
     compared = before if run.without_teachers else expert
     return before, expert, {d: value for d, value in after.items() if d in before and d in compared}
 
@@ -254,7 +254,7 @@ def estimate_of(score: DomainScore) -> Estimate:
     return Estimate(score.accuracy, score.low, score.high)
 
 
-def _pair(found: Estimate | None) -> list[float] | None:
+def _accuracy_pair(found: Estimate | None) -> list[float] | None:
     return None if found is None else [found.low, found.high]
 
 
@@ -266,18 +266,18 @@ def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluatio
         e = estimate_of(expert.scores[domain]) if expert else None
         share = headroom_interval(b, a, e) if e else None
         values |= {
-            "before_interval": _pair(b),
-            "after_interval": _pair(a),
-            "expert_interval": _pair(e),
-            "headroom_interval": _pair(share),
-            "regression_interval": _pair(difference(b, a)),
+            "before_interval": _accuracy_pair(b),
+            "after_interval": _accuracy_pair(a),
+            "expert_interval": _accuracy_pair(e),
+            "headroom_interval": _accuracy_pair(share),
+            "regression_interval": _accuracy_pair(subtract_estimates(b, a)),
         }
         if share is not None:
             shares.append(share)
-    report["mean_headroom_interval"] = _pair(mean(shares)) if shares else None
+    report["mean_headroom_interval"] = _accuracy_pair(mean_estimate(shares)) if shares else None
 
 
-def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
+def draw_curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     """Curves of at most `POINTS` points, each the mean over neighbouring steps; null where a domain had no token in them.
 
     step, tokens: of the point's last step; tokens are response tokens trained on since the start.
@@ -287,30 +287,30 @@ def curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     of all domains: truncated (share of the responses), tokens_per_s.
     with rewards: those of `opd.report.rewards.reward_curves`; with agents those of `opd.report.agents.episode_curves`.
     """
-    points = [list(part) for part in _cut(records, POINTS)]
+    points = [list(part) for part in _thin_out(records, POINTS)]
     domains = sorted({name for record in records for name in record.domains})
     total = 0
     tokens = []
     for part in points:
-        total += sum(map(trained_tokens, part))
+        total += sum(map(count_trained_tokens, part))
         tokens.append(total)
     found: dict[str, Any] = {"step": [part[-1].step for part in points], "tokens": tokens}
     for key in PER_TOKEN:
-        found[key] = {name: [token_mean(of_domain(part, name), key) for part in points] for name in domains}
+        found[key] = {name: [token_mean(select_domain(part, name), key) for part in points] for name in domains}
     found["length"] = {name: [mean_length(part, name) for part in points] for name in domains}
-    found |= {f"{of}_share": shares(points, domains, of) for of in ("sample", "token")}
-    found["positions"] = _positions(points)
-    found["truncated"] = [_truncated(part) for part in points]
-    found["tokens_per_s"] = [_rate(part) for part in points]
+    found |= {f"{of}_share": domain_shares(points, domains, of) for of in ("sample", "token")}
+    found["positions"] = _position_curves(points)
+    found["truncated"] = [_truncated_share(part) for part in points]
+    found["tokens_per_s"] = [_mean_rate(part) for part in points]
     return found | reward_curves(points, domains) | episode_curves(points)
 
 
-def _cut(records: Sequence[StepRecord], most: int) -> Iterable[Sequence[StepRecord]]:
+def _thin_out(records: Sequence[StepRecord], most: int) -> Iterable[Sequence[StepRecord]]:
     width = -(-len(records) // most)
     return (records[start : start + width] for start in range(0, len(records), width))
 
 
-def _positions(points: Sequence[Sequence[StepRecord]]) -> dict[str, list[float | None]]:
+def _position_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, list[float | None]]:
     """Place in the response, as the records name it -> curve of the loss. Empty for runs of older releases."""
     stats = [[record.positions for record in part] for part in points]
     places = {place for part in stats for record in part for place in record}
@@ -320,22 +320,22 @@ def _positions(points: Sequence[Sequence[StepRecord]]) -> dict[str, list[float |
     }
 
 
-def _truncated(part: Sequence[StepRecord]) -> float:
+def _truncated_share(part: Sequence[StepRecord]) -> float:
     samples = sum(s.samples for record in part for s in record.domains.values())
     return sum(record.truncated for record in part) / samples if samples else 0.0
 
 
-def _rate(part: Sequence[StepRecord]) -> float:
+def _mean_rate(part: Sequence[StepRecord]) -> float:
     seconds = sum(record.seconds for record in part)
     return sum(record.response_tokens for record in part) / seconds if seconds else 0.0
 
 
-def _evaluations(run: RunFiles) -> list[dict[str, Any]]:
+def _evaluation_curve(run: RunFiles) -> list[dict[str, Any]]:
     """Accuracy against steps and tokens, the start and the end among them: step, tokens, accuracy by domain, and
     mean_headroom with its interval where it is known."""
     tokens = {0: 0}
     for record in run.records:
-        tokens[record.step] = tokens[max(tokens)] + trained_tokens(record)
+        tokens[record.step] = tokens[max(tokens)] + count_trained_tokens(record)
     last = max(tokens)
     found: dict[int, tuple[Mapping[str, float], Evaluation | None]] = {}
     found |= {r.step: (r.accuracy, None) for r in run.records if r.accuracy}
@@ -354,9 +354,11 @@ def _mean_gain(run: RunFiles, accuracy: Mapping[str, float], scores: Evaluation 
     before = run.before.accuracy if run.before else {}
     expert = run.expert.accuracy if run.expert else {}
     known = {d: value for d, value in accuracy.items() if d in before and d in expert}
-    found: dict[str, Any] = {"mean_headroom": _gains(before, expert, known, _clear(run))["mean_headroom"]}
+    found: dict[str, Any] = {
+        "mean_headroom": _summarise_gains(before, expert, known, _domains_with_headroom(run))["mean_headroom"]
+    }
     if scores and scores is not run.before and run.before and run.expert:
-        found["mean_headroom_interval"] = _pair(mean_interval(run, scores.scores))
+        found["mean_headroom_interval"] = _accuracy_pair(mean_interval(run, scores.scores))
     return found
 
 
@@ -373,7 +375,7 @@ def _mean_interval(before: Evaluation, expert: Evaluation, scores: Mapping[str, 
         if d in before.scores and d in expert.scores
     ]
     known = [share for share in shares if share is not None]
-    return mean(known) if known else None
+    return mean_estimate(known) if known else None
 
 
 def _by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]]:
@@ -387,15 +389,17 @@ def _by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]
 
 def _baseline_row(group: Sequence[BaselineResult], run: RunFiles) -> dict[str, Any]:
     """One row with means over seeds. `interval`: for one seed that of its questions, for several the lowest and highest seed."""
-    before, expert, _ = _accuracies(run)
+    before, expert, _ = _read_accuracies(run)
     gains = [
-        _gains(before, expert, {d: s.accuracy for d, s in one.scores.items() if d in before}, _clear(run))
+        _summarise_gains(
+            before, expert, {d: s.accuracy for d, s in one.scores.items() if d in before}, _domains_with_headroom(run)
+        )
         for one in group
     ]
     shares = [g["mean_headroom"] for g in gains if g["mean_headroom"] is not None]
     interval = [min(shares), max(shares)] if len(shares) > 1 else None
     if len(group) == 1 and run.before and run.expert:
-        interval = _pair(mean_interval(run, group[0].scores))
+        interval = _accuracy_pair(mean_interval(run, group[0].scores))
     domains = sorted({d for g in gains for d in g["domains"]})
     tokens = [one.tokens for one in group if one.tokens is not None]
     worst = [g["worst_headroom"] for g in gains if g["worst_headroom"] is not None]

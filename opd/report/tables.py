@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from opd.report.exams import moves
+from opd.report.exams import moves_label
 from opd.text import or_dash
 
 
@@ -94,7 +94,7 @@ def length_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return [
         (
             domain,
-            moves(group),
+            moves_label(group),
             str(group["questions"]),
             *(success_text(group[key], group[f"{key}_interval"]) for key in ("before", "expert", "after")),
         )

@@ -34,10 +34,10 @@ def write_report(root: Path, output: Path | None = None, gate: Gate | None = Non
                 else f"finish it with `opd merge --resume {as_typed(root)}`",
             )
         report["gate"] = gate.verdict(report)
-    from opd.report.page import render  # imports matplotlib, which what was refused above needs not
+    from opd.report.page import render_page  # imports matplotlib, which what was refused above needs not
 
     page = output or RunPaths(root).page
-    atomic_write_text(page, render(report, run))
+    atomic_write_text(page, render_page(report, run))
     if run.finished:
         atomic_write_text(page.with_suffix(".json"), json.dumps(report, indent=2))
     return report

@@ -14,7 +14,7 @@ import numpy as np
 from opd.config.reward import RewardConfig
 from opd.credit.interfaces import Credit
 from opd.records.episodes import BROKEN
-from opd.records.rewards import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep, comparison
+from opd.records.rewards import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep, compare_gradients
 from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.reward.verified import Failure, VerifiedRewards
 
@@ -42,7 +42,7 @@ class RewardStream:
         self._readings: Mapping[str, float] = {}
 
     def judged(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
-        judged, self._failures = self._verified.give(batch, prompts)
+        judged, self._failures = self._verified.add_rewards(batch, prompts)
         # A game that is lost says nothing; in an exam that is a 0, too. What broke is not the student's fault, whatever it had
         # earned by then: if only those counted that had earned something, the others' mean would be too high.
         rewards = {
@@ -59,7 +59,7 @@ class RewardStream:
         self._readings = assigned.readings
         self._asked = RewardStep(
             weight=self._config.weight_at(step) if assigned.warm else 0.0,
-            advantages=blamed(assigned.advantages, taking_part, self._config.penalty) if assigned.warm else {},
+            advantages=penalise_turns(assigned.advantages, taking_part, self._config.penalty) if assigned.warm else {},
             compare=assigned.warm and every > 0 and step % every == 0,
             waits=not assigned.warm,
         )
@@ -86,7 +86,7 @@ class RewardStream:
                 for domain in sorted({*rewards, *sums})
             },
             credit=dict(self._readings),
-            **comparison(trained.compared if trained else None),
+            **compare_gradients(trained.compared if trained else None),
         )
 
     def load(self, checkpoint: Path) -> None:
@@ -100,7 +100,9 @@ class RewardStream:
         return [(r, began[r.episode]) for r in rollouts if began[r.episode] in self._domains]
 
 
-def blamed(advantages: Mapping[str, Floats], rollouts: Sequence[Rollout], penalty: float) -> Mapping[str, Floats]:
+def penalise_turns(
+    advantages: Mapping[str, Floats], rollouts: Sequence[Rollout], penalty: float
+) -> Mapping[str, Floats]:
     """The advantages with `-penalty` for each token of a turn that the guard blocked and that rewards count against. The
     baseline does not see this: an episode is worth what it earned."""
     found = dict(advantages)

@@ -44,19 +44,19 @@ class VerifiedRewards:
         self._timeout_s = timeout_s
         self._thread = _Thread()
 
-    def give(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, list[Failure]]:
+    def add_rewards(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, list[Failure]]:
         """The batch with rewards, and the responses that could not be judged; `prompts` are those of the step."""
         by_group = {f"{r.step:06d}/{p.id}": p for r in batch.rollouts[:1] for p in prompts}
         failures: list[Failure] = []
         rollouts = [
-            self._judged(rollout, by_group[rollout.group], failures)
+            self._score_rollout(rollout, by_group[rollout.group], failures)
             if rollout.domain in self._verifiers and rollout.sample_id == rollout.episode
             else rollout
             for rollout in batch.rollouts
         ]
         return replace(batch, rollouts=tuple(rollouts)), failures
 
-    def _judged(self, rollout: Rollout, prompt: Prompt, failures: list[Failure]) -> Rollout:
+    def _score_rollout(self, rollout: Rollout, prompt: Prompt, failures: list[Failure]) -> Rollout:
         verifier = self._verifiers[rollout.domain]
         text = written_text(self._tokenizer, rollout.response_ids, self._ends)
 
@@ -92,7 +92,7 @@ class _Thread:
         """`function()`. Raises: what it raises; Late."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._calls,), name="verifier", daemon=True).start()
+            threading.Thread(target=_run_with_deadline, args=(self._calls,), name="verifier", daemon=True).start()
         future: Future[float] = Future()
         self._calls.put((future, function))
         try:
@@ -104,7 +104,7 @@ class _Thread:
             raise Late from None
 
 
-def _work(calls: queue.SimpleQueue[tuple[Future[float], Callable[[], float]]]) -> None:
+def _run_with_deadline(calls: queue.SimpleQueue[tuple[Future[float], Callable[[], float]]]) -> None:
     while True:
         future, function = calls.get()
         try:

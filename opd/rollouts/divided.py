@@ -19,22 +19,22 @@ DIVIDED = (
 """Keys of config.json that vLLM divides by the number of processes, and that have to be a multiple of it."""
 
 
-def indivisible(config: Any, size: int, key: str) -> Refusal | None:
+def find_indivisible_part(config: Any, size: int, key: str) -> Refusal | None:
     """The first part of a model that `size` processes cannot divide; None if they can. `config` is an object of transformers,
     `key` the pipeline's key with the size."""
     text = config.get_text_config(decoder=True)
     for name in DIVIDED:
         found = getattr(text, name, None)
         if isinstance(found, int) and found % size:
-            return _refusal(name, found, f"a multiple of {key} {size}", key)
+            return _make_error(name, found, f"a multiple of {key} {size}", key)
     heads = getattr(text, "num_key_value_heads", None)
     # Fewer heads than processes: some hold the same one.
     if isinstance(heads, int) and heads and max(heads, size) % min(heads, size):
-        return _refusal("num_key_value_heads", heads, f"a multiple or a divisor of {key} {size}", key)
+        return _make_error("num_key_value_heads", heads, f"a multiple or a divisor of {key} {size}", key)
     return None
 
 
-def _refusal(name: str, found: int, wanted: str, key: str) -> Refusal:
+def _make_error(name: str, found: int, wanted: str, key: str) -> Refusal:
     return Refusal(
         name, found=str(found), wanted=f"{wanted}, so that its processes can divide them", fix=f"change {key}"
     )

@@ -11,7 +11,9 @@ Part = list[tuple[int, Any]]
 """Places among what a worker was asked, and its answers."""
 
 
-def sampled(engine: Any, requests: Sequence[tuple[Sequence[int], Any]], read: Callable[[Any], R]) -> Iterator[Part]:
+def sample_requests(
+    engine: Any, requests: Sequence[tuple[Sequence[int], Any]], read: Callable[[Any], R]
+) -> Iterator[Part]:
     """Have a `vllm.v1.engine.llm_engine.LLMEngine` write requests of token ids and parameters, all in one batch. Gives what `read`
     makes of each as soon as it is done, in the steps that `LLM.generate` takes."""
     for place, (token_ids, params) in enumerate(requests):

@@ -16,7 +16,7 @@ from opd.cluster import Pending, Worker
 from opd.machine import leftovers
 from opd.models.buckets import WeightStream
 from opd.rollouts.early import Part
-from opd.rollouts.pour import pour
+from opd.rollouts.pour import pass_buckets
 from opd.rollouts.worker import VLLMWorker
 
 R = TypeVar("R")
@@ -54,7 +54,7 @@ class Engines:
         """Block until every engine is up. Raises: RunError past the deadline."""
         probe = [[0, 0]]  # two tokens of one sequence: the smallest request there is
         answers = [worker.submit(VLLMWorker.logprobs, probe) for worker in self._workers]
-        cluster.wait(answers, timeout_s=self._start_timeout_s)
+        cluster.wait_for_all(answers, timeout_s=self._start_timeout_s)
 
     def load(self, model_dir: Path, again: Weights | None = None, base: Path | None = None) -> None:
         base = base and base.absolute()
@@ -70,24 +70,24 @@ class Engines:
         def restore(worker: Worker[VLLMWorker]) -> None:
             with weights() as model_dir:
                 loaded = worker.submit(VLLMWorker.load, model_dir.absolute(), base)
-                loaded.result(timeout_s=self._start_timeout_s)
+                loaded.wait_for_result(timeout_s=self._start_timeout_s)
 
         self._restore = restore
 
     def receive(self, send: Callable[[], WeightStream]) -> None:
         def restore(worker: Worker[VLLMWorker]) -> None:
-            pour([worker], send(), timeout_s=self._start_timeout_s)
-            worker.submit(VLLMWorker.finish_stream).result(timeout_s=self._timeout_s)
+            pass_buckets([worker], send(), timeout_s=self._start_timeout_s)
+            worker.submit(VLLMWorker.finish_stream).wait_for_result(timeout_s=self._timeout_s)
 
         self._restore = restore
-        pour(self._workers, send(), timeout_s=self._timeout_s)
+        pass_buckets(self._workers, send(), timeout_s=self._timeout_s)
         # Here those that died meanwhile are noticed, and get a stream of their own.
         self._call(lambda worker, _: worker.submit(VLLMWorker.finish_stream))
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return self._call(lambda worker, _: worker.submit(VLLMWorker.logprobs, token_ids))
 
-    def _dealt(
+    def _dispatch_requests(
         self,
         dealt: Sequence[Sequence[int]],
         all_of_them: Callable[[Worker[VLLMWorker], int], Pending[list[R]]],
@@ -104,7 +104,7 @@ class Engines:
             def begin(index: int) -> None:
                 as_they_end(self._workers[index], index, [telling.groups[place] for place in dealt[index]])
 
-            found, again = {}, partial(self._again, set())
+            found, again = {}, partial(self._restart_worker, set())
             for index, place, answer in as_they_come(self._workers, begin, again, self._timeout_s):
                 found[dealt[index][place]] = answer
                 telling.tell(dealt[index][place], answer)
@@ -120,12 +120,12 @@ class Engines:
         restarted: set[int] = set()
         while True:
             try:
-                return cluster.wait(pending, timeout_s=self._timeout_s)
+                return cluster.wait_for_all(pending, timeout_s=self._timeout_s)
             except cluster.WorkerDied as error:
-                index = self._again(restarted, error)
+                index = self._restart_worker(restarted, error)
                 pending[index] = ask(self._workers[index], index)
 
-    def _again(self, restarted: set[int], error: cluster.WorkerDied) -> int:
+    def _restart_worker(self, restarted: set[int], error: cluster.WorkerDied) -> int:
         """Start a worker anew that died, and give it the weights that the others hold. `restarted`: those of the same call. Returns
         its index. Raises: `error` if it is none of these engines, or died a second time."""
         if error.worker not in self._workers or self._workers.index(error.worker) in restarted:
@@ -161,12 +161,12 @@ def as_they_come(
     while any(asked):
         busy = [index for index, answers in enumerate(asked) if answers]
         try:
-            index = busy[cluster.first([asked[i][0] for i in busy], timeout_s=timeout_s, since=since)]
+            index = busy[cluster.wait_first([asked[i][0] for i in busy], timeout_s=timeout_s, since=since)]
         except cluster.WorkerDied as error:
             index = again(error)
             asked[index], since = ask(index), time.monotonic()
             continue
-        part = cluster.fetch(asked[index].popleft().handle)
+        part = cluster.fetch_object(asked[index].popleft().handle)
         if part is None:
             asked[index].clear()
             continue

@@ -45,7 +45,7 @@ class Groups:
 
     def __init__(self, prompts: Sequence[Prompt], sample_ids: Sequence[str], size: int, ready: Ready) -> None:
         """`size`: responses of one domain that are scored together, and as many more as belong to the last one's prompt."""
-        self.of = _numbers(prompts, sample_ids, size)
+        self.of = _number_groups(prompts, sample_ids, size)
         """Sample id -> number of its group. The numbers have the order in which the trainer takes domains."""
         self._ready = ready
         self._members: dict[int, dict[str, Sequence[Rollout] | None]] = {}
@@ -62,7 +62,7 @@ class Groups:
             self._ready(number, [rollout for found in members.values() for rollout in found or ()])
 
 
-def _numbers(prompts: Sequence[Prompt], sample_ids: Sequence[str], size: int) -> dict[str, int]:
+def _number_groups(prompts: Sequence[Prompt], sample_ids: Sequence[str], size: int) -> dict[str, int]:
     by_domain: dict[str, list[tuple[Prompt, str]]] = {}
     for prompt, sample_id in zip(prompts, sample_ids, strict=True):
         by_domain.setdefault(prompt.domain, []).append((prompt, sample_id))

@@ -24,7 +24,7 @@ def use_norm_kernels() -> None:
     if not hasattr(torch.ops._C, "rms_norm"):
         return
     if PROVIDER not in ir.ops.rms_norm.impls:
-        ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_takes)(_norm)
+        ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_kernel_accepts)(_rms_norm)
         ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supports_args=_takes_both, inplace=True)(_add_and_norm)
     ir.ops.rms_norm.set_default([PROVIDER, "native"])
     ir.ops.fused_add_rms_norm.set_default([PROVIDER, "native"])
@@ -33,7 +33,7 @@ def use_norm_kernels() -> None:
 # vLLM compares names and types of all parameters with those of its own operation.
 
 
-def _takes(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+def _kernel_accepts(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
     """The kernel knows no strides: it would read the rows of a view wrongly, without an error."""
     plain = variance_size is None and weight is not None and weight.dtype == x.dtype
     return plain and x.is_contiguous() and x.shape[-1] % LANES == 0
@@ -42,10 +42,14 @@ def _takes(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int 
 def _takes_both(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    return _takes(x, weight, epsilon, variance_size) and x_residual.is_contiguous() and x_residual.dtype == x.dtype
+    return (
+        _kernel_accepts(x, weight, epsilon, variance_size)
+        and x_residual.is_contiguous()
+        and x_residual.dtype == x.dtype
+    )
 
 
-def _norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     normed = torch.empty_like(x)
     torch.ops._C.rms_norm(normed, x, weight, epsilon)
     return normed

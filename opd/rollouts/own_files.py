@@ -42,14 +42,16 @@ def own_files() -> Iterator[None]:
 
 def own_folder() -> str:
     """This process's folder, which no other user can enter; it is made when it is first asked for."""
-    return _folder().name
+    return _own_folder().name
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
     """This process's folder, which lives as long as it does."""
     leftovers.remove_directories()  # of workers that were killed on a node where no driver comes by
     # A socket's path has 107 characters at most, and a temporary directory's may be long.
     return tempfile.TemporaryDirectory(
-        prefix=leftovers.prefix(), dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None, ignore_cleanup_errors=True
+        prefix=leftovers.directory_prefix(),
+        dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None,
+        ignore_cleanup_errors=True,
     )

@@ -18,6 +18,6 @@ class Cuts:
     begun: tuple[Rollout, ...] = ()
     """Responses that were cut in the step before, to be carried on."""
 
-    def room(self, written: int, left: int) -> int:
+    def tokens_allowed(self, written: int, left: int) -> int:
         """Tokens that a response may get now: `written` it has already, `left` it may have further at all."""
         return left if written >= self.at * self.times else min(self.at, left)

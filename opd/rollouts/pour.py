@@ -27,7 +27,7 @@ Engine = Worker[VLLMWorker]
 R = TypeVar("R")
 
 
-def pour(workers: Sequence[Engine], stream: WeightStream, *, timeout_s: float) -> None:
+def pass_buckets(workers: Sequence[Engine], stream: WeightStream, *, timeout_s: float) -> None:
     """Have workers take all buckets of a stream; `VLLMWorker.finish_stream` is still to be called. All are waited for before the
     next bucket is asked for, so that no store has more than a few.
 
@@ -39,19 +39,19 @@ def pour(workers: Sequence[Engine], stream: WeightStream, *, timeout_s: float) -
     alive = list(workers)
     # One worker gets what is sent wherever it is.
     nodes = _ask_all(alive, lambda worker: worker.node_id(), timeout_s) if len(alive) > 1 else dict.fromkeys(alive, "")
-    line = _Line(machines_of(nodes, stream.node), timeout_s)
+    line = BucketLine(machines_of(nodes, stream.node), timeout_s)
     line.begin(stream)
     if not line.alive:
         return
     for handle in stream.buckets:
-        line.advance(handle)
+        line.advance_buckets(handle)
         if not line.alive:
             return
-    line.finish()
+    line.finish_line()
 
 
 @dataclass(slots=True)
-class Machine:
+class MachineLine:
     """A place in the line."""
 
     node: str
@@ -72,13 +72,13 @@ class Machine:
                 workers.remove(worker)
 
 
-def machines_of(nodes: Mapping[Engine, str], source: str | None) -> list[Machine]:
+def machines_of(nodes: Mapping[Engine, str], source: str | None) -> list[MachineLine]:
     """The machines of workers whose nodes are these, in line; `source` is the node from which the buckets come, if it is known."""
     found: dict[str, list[Engine]] = {}
     for worker, node in nodes.items():
         found.setdefault(node, []).append(worker)
     beside = found.pop(source, []) if source is not None and len(found) > 1 else []
-    machines = [Machine(node, workers) for node, workers in found.items()]
+    machines = [MachineLine(node, workers) for node, workers in found.items()]
     if beside:
         machines[0].beside = beside
     return machines
@@ -103,10 +103,10 @@ class _Asked:
     taking: list[tuple[Engine, Pending[None]]]
 
 
-class _Line:
+class BucketLine:
     """The machines in the order in which a bucket reaches them."""
 
-    def __init__(self, machines: Sequence[Machine], timeout_s: float) -> None:
+    def __init__(self, machines: Sequence[MachineLine], timeout_s: float) -> None:
         self._machines = machines
         self._timeout_s = timeout_s
         self._buckets: deque[_Bucket | None] = deque()
@@ -126,13 +126,13 @@ class _Line:
         )
         for worker in alive:
             if worker not in begun:
-                self._forget(worker)
+                self._drop_worker(worker)
 
-    def advance(self, handle: Any) -> None:
+    def advance_buckets(self, handle: Any) -> None:
         """The first machine takes this bucket, and each other one that which the machine before it took last."""
         self._step(_Bucket(handle))
 
-    def finish(self) -> None:
+    def finish_line(self) -> None:
         """No bucket is left: those that are under way reach the end of the line."""
         for _ in range(len(self._machines) - 1):
             self._step(None)
@@ -140,7 +140,7 @@ class _Line:
     def _step(self, bucket: _Bucket | None) -> None:
         self._buckets.appendleft(bucket)
         asked = [
-            self._ask(place, one, self._machines[place].alive)
+            self._send_bucket(place, one, self._machines[place].alive)
             for place, one in enumerate(self._buckets)
             if one is not None
         ]
@@ -149,7 +149,7 @@ class _Line:
         if len(self._buckets) == len(self._machines):
             self._buckets.pop()  # all have it
 
-    def _ask(self, place: int, bucket: _Bucket, workers: Sequence[Engine]) -> _Asked:
+    def _send_bucket(self, place: int, bucket: _Bucket, workers: Sequence[Engine]) -> _Asked:
         """Have workers of a machine take a bucket, and the machine keep a copy if there is somebody behind it."""
         machine, behind = self._machines[place], self._machines[place + 1 :]
         handle, copy = bucket.handles[-1], None
@@ -163,7 +163,7 @@ class _Line:
         missing: list[Engine] = []
         for worker, pending in asked.taking:
             try:
-                pending.result(timeout_s=self._timeout_s)
+                pending.wait_for_result(timeout_s=self._timeout_s)
             except LostValue:  # it did not begin, and can be asked again
                 missing.append(worker)
                 if len(asked.bucket.handles) == 1:
@@ -171,14 +171,14 @@ class _Line:
             except WorkerDied as error:
                 if error.worker is not worker:
                     raise
-                self._forget(worker)
+                self._drop_worker(worker)
         if missing:
             asked.bucket.handles.pop()
-            self._wait(self._ask(asked.place, asked.bucket, missing))
+            self._wait(self._send_bucket(asked.place, asked.bucket, missing))
         elif asked.copy is not None and self._machines[asked.place].workers:
             asked.bucket.handles.append(asked.copy)
 
-    def _forget(self, worker: Engine) -> None:
+    def _drop_worker(self, worker: Engine) -> None:
         for machine in self._machines:
             machine.forget(worker)
 
@@ -188,7 +188,7 @@ def _ask_all(workers: Sequence[Engine], ask: Callable[[Engine], Pending[R]], tim
     found: dict[Engine, R] = {}
     for worker, pending in [(worker, ask(worker)) for worker in workers]:
         try:
-            found[worker] = pending.result(timeout_s=timeout_s)
+            found[worker] = pending.wait_for_result(timeout_s=timeout_s)
         except WorkerDied as error:
             if error.worker is not worker:
                 raise

@@ -54,7 +54,7 @@ def engine_env(size: int) -> dict[str, str]:
 
 
 @contextmanager
-def explained(size: int) -> Iterator[None]:
+def explain_failed_start(size: int) -> Iterator[None]:
     """Within, an engine of so many processes starts. Raises: RunError with what they wrote if they do not start: vLLM's own error
     says no more than that it is somewhere else."""
     try:

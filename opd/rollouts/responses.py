@@ -47,7 +47,7 @@ def refuse_unknown(sample_id: str, token_ids: Sequence[int], vocab_size: int) ->
         )
 
 
-def begin(prompt: Prompt, sample_id: str, step: int) -> Rollout:
+def begin_response(prompt: Prompt, sample_id: str, step: int) -> Rollout:
     """A response without a token yet."""
     return Rollout(
         sample_id=sample_id,
@@ -80,12 +80,12 @@ def carried_on(begun: Rollout, out: Generated, masked: frozenset[int], policy_ve
         begun,
         response_ids=begun.response_ids + out.token_ids,
         behaviour_logprobs=begun.behaviour_logprobs + out.logprobs,
-        spans=begun.spans + _spans(out.token_ids, masked, policy_version),
+        spans=begun.spans + _make_spans(out.token_ids, masked, policy_version),
         stop_reason=out.stop_reason,
     )
 
 
-def _spans(token_ids: Sequence[int], masked: frozenset[int], policy_version: int) -> tuple[Span, ...]:
+def _make_spans(token_ids: Sequence[int], masked: frozenset[int], policy_version: int) -> tuple[Span, ...]:
     """A span for each run of trained tokens and for each run of masked ones."""
     origins: list[Origin] = ["masked" if token in masked else "policy" for token in token_ids]
     runs = [(origin, len(list(run))) for origin, run in groupby(origins)] or [("policy", 0)]

@@ -47,17 +47,17 @@ class Refusal:
     fix: str
 
 
-def refusal(config: Any, architecture: str, dtype: str, cpu: bool) -> Refusal | None:
+def find_refusal(config: Any, architecture: str, dtype: str, cpu: bool) -> Refusal | None:
     """The first known reason why an engine would not start; None if there is none. `config` is an object of transformers."""
     text = config.get_text_config(decoder=True)
     checks: list[Callable[[], Refusal | None]] = [
-        lambda: _unknown(architecture, text),
+        lambda: _explain_unknown(architecture, text),
         lambda: _without_torchvision(text),
         lambda: _norm_before_gate(text),
     ]
     if cpu:
         checks += [
-            lambda: _sparse(text),
+            lambda: _is_sparse(text),
             lambda: _mamba_1(text),
             lambda: _gated_delta(text, dtype),
             lambda: _head_size(text),
@@ -65,8 +65,8 @@ def refusal(config: Any, architecture: str, dtype: str, cpu: bool) -> Refusal | 
     return next((found for check in checks if (found := check()) is not None), None)
 
 
-def _unknown(architecture: str, text: Any) -> Refusal | None:
-    known = _architectures()
+def _explain_unknown(architecture: str, text: Any) -> Refusal | None:
+    known = _served_architectures()
     if not known or architecture in known or _falls_back(architecture, text):
         return None
     return Refusal(
@@ -121,7 +121,7 @@ def _mamba_1(text: Any) -> Refusal | None:
     )
 
 
-def _sparse(text: Any) -> Refusal | None:
+def _is_sparse(text: Any) -> Refusal | None:
     if text.model_type not in SPARSE:
         return None
     return Refusal(
@@ -162,11 +162,11 @@ def _head_size(text: Any) -> Refusal | None:
 
 
 @cache
-def _architectures() -> frozenset[str]:
+def _served_architectures() -> frozenset[str]:
     """All architectures in the tables of vLLM's registry for models that write text."""
     tables = {"_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS"}
     found: set[str] = set()
-    for node in ast.walk(_source(REGISTRY)):
+    for node in ast.walk(_parse_vllm_file(REGISTRY)):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
             continue
         if any(isinstance(target, ast.Name) and target.id in tables for target in node.targets):
@@ -178,7 +178,7 @@ def _architectures() -> frozenset[str]:
 def engine_arguments() -> frozenset[str]:
     """Names of all arguments that an engine takes; empty without vLLM."""
     found: set[str] = set()
-    for node in ast.walk(_source(ENGINE_ARGUMENTS)):
+    for node in ast.walk(_parse_vllm_file(ENGINE_ARGUMENTS)):
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
             fields = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
             found |= {field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_")}
@@ -187,14 +187,14 @@ def engine_arguments() -> frozenset[str]:
 
 @cache
 def _supported_sizes(file: str) -> tuple[int, ...]:
-    for node in ast.walk(_source(file)):
+    for node in ast.walk(_parse_vllm_file(file)):
         if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
             answers = [part.value for part in node.body if isinstance(part, ast.Return) and part.value is not None]
             return tuple(ast.literal_eval(answers[0]))
     return ()
 
 
-def _source(file: str) -> ast.Module:
+def _parse_vllm_file(file: str) -> ast.Module:
     """Syntax tree of a file of the installed vLLM; empty without vLLM, or if this version has no such file."""
     spec = importlib.util.find_spec("vllm")
     places = [Path(place) / file for place in (spec.submodule_search_locations or ()) if spec] if spec else []

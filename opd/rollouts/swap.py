@@ -30,11 +30,11 @@ class StreamedSwap:
         self._llm = llm
         llm.collective_rpc("opd_begin_stream", args=(whole,))
 
-    def take(self, bucket: Bucket) -> None:
+    def take_bucket(self, bucket: Bucket) -> None:
         """Some weights, by their names in the files; each process of the engine keeps its part of them."""
         self._llm.collective_rpc("opd_take_bucket", args=(bucket,))
 
-    def finish(self) -> None:
+    def finish_swap(self) -> None:
         """All have come. Raises: RunError as `swap_weights`."""
         self._llm.collective_rpc("opd_finish_stream")
         reset_prefix_cache(self._llm)

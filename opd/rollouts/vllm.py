@@ -16,13 +16,13 @@ from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.engines import Engines, Telling, worker_name
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.episodes.spec import LIMITS, EpisodeOptions, EpisodeRequest, refuse_many_broken
-from opd.rollouts.episodes.trace import Sample
+from opd.rollouts.episodes.trace import EpisodeKey
 from opd.rollouts.groups import Early
 from opd.rollouts.partial import Cuts
 from opd.rollouts.processes import engine_env
 from opd.rollouts.responses import (
     WHOLE,
-    begin,
+    begin_response,
     carried_on,
     group_id,
     refuse_unknown,
@@ -93,7 +93,9 @@ class VLLMRolloutEngine(Engines):
         gpus = spec.gpus * size  # a Ray worker and all its GPUs are on one machine
 
         def spawn(index: int) -> Worker[VLLMWorker]:
-            return cluster.spawn(VLLMWorker, options, spec.stop_token_ids, name=worker_name(index), env=env, gpus=gpus)
+            return cluster.spawn_worker(
+                VLLMWorker, options, spec.stop_token_ids, name=worker_name(index), env=env, gpus=gpus
+            )
 
         super().__init__(spawn, spec.workers, model_dir, (spec.start_timeout_s, spec.timeout_s))
 
@@ -111,10 +113,10 @@ class VLLMRolloutEngine(Engines):
         answering = [p for p in prompts if p.domain not in self._spec.episodes or p.domain in replayed]
         if early is not None:
             for prompt, sample_id in zip(prompts, sample_ids(prompts, step), strict=True):
-                if not _fits(prompt, self._spec.engine.max_model_len):
+                if not _fits_context(prompt, self._spec.engine.max_model_len):
                     early.written(sample_id, ())
-        answers = self._respond(answering, step, policy_version, cuts, early)
-        acts = self._act(acting, step, policy_version, early)
+        answers = self._sample_responses(answering, step, policy_version, cuts, early)
+        acts = self._play_step(acting, step, policy_version, early)
         restarted, self._restarted = tuple(self._restarted), []
         return replace(
             answers,
@@ -124,16 +126,18 @@ class VLLMRolloutEngine(Engines):
             episodes=acts.episodes,
         )
 
-    def _respond(
+    def _sample_responses(
         self, prompts: Sequence[Prompt], step: int, policy_version: int, cuts: Cuts, early: Early | None
     ) -> RolloutBatch:
         """One response to each prompt, and the next part of those that were begun."""
         limit, context = self._spec.max_new_tokens, self._spec.engine.max_model_len
-        fitting = [(p, s) for p, s in zip(prompts, sample_ids(prompts, step), strict=True) if _fits(p, context)]
+        fitting = [(p, s) for p, s in zip(prompts, sample_ids(prompts, step), strict=True) if _fits_context(p, context)]
         # New ones first: the responses to a prompt are dealt out together.
-        begun = [begin(p, s, step) for p, s in fitting] + [replace(rollout, step=step) for rollout in cuts.begun]
+        begun = [begin_response(p, s, step) for p, s in fitting] + [
+            replace(rollout, step=step) for rollout in cuts.begun
+        ]
         left = [min(limit, context - len(r.prompt_ids)) - len(r.response_ids) for r in begun]
-        rooms = [cuts.room(len(r.response_ids), all_of_it) for r, all_of_it in zip(begun, left, strict=True)]
+        rooms = [cuts.tokens_allowed(len(r.response_ids), all_of_it) for r, all_of_it in zip(begun, left, strict=True)]
         requests = [
             request_of(r, room, self._spec.temperature, self._spec.seed) for r, room in zip(begun, rooms, strict=True)
         ]
@@ -143,24 +147,28 @@ class VLLMRolloutEngine(Engines):
             refuse_unknown(rollout.sample_id, out.token_ids, self._spec.engine.vocab_size)
             return carried_on(rollout, out, self._spec.untrained.get(rollout.domain, frozenset()), policy_version)
 
-        sampled = self._generate(requests, self._spec.n, _teller(early, begun, lambda place, out: (grown(place, out),)))
+        sampled = self._generate(
+            requests, self._spec.n, _make_progress_callback(early, begun, lambda place, out: (grown(place, out),))
+        )
         written: dict[bool, list[Rollout]] = {True: [], False: []}
         for place, (out, room, all_of_it) in enumerate(zip(sampled, rooms, left, strict=True)):
             written[out.stop_reason == "stop" or room == all_of_it].append(grown(place, out))
         return RolloutBatch(
             rollouts=tuple(written[True]),
-            quarantined=tuple(_refused(p, context) for p in prompts if not _fits(p, context)),
+            quarantined=tuple(_refuse_prompt(p, context) for p in prompts if not _fits_context(p, context)),
             unfinished=tuple(written[False]),
             carried_on=frozenset(rollout.sample_id for rollout in cuts.begun),
         )
 
-    def _act(self, prompts: Sequence[Prompt], step: int, policy_version: int, early: Early | None) -> RolloutBatch:
+    def _play_step(
+        self, prompts: Sequence[Prompt], step: int, policy_version: int, early: Early | None
+    ) -> RolloutBatch:
         """One episode for each prompt. Raises: RunError if too many of a domain break."""
         room = self._spec.engine.max_model_len
         requests = [
-            self._in_step(p, Sample(sample_id=sample_id, group=group_id(step, p), step=step, domain=p.domain))
+            self._in_step(p, EpisodeKey(sample_id=sample_id, group=group_id(step, p), step=step, domain=p.domain))
             for p, sample_id in zip(prompts, sample_ids(prompts, step), strict=True)
-            if _fits(p, room)
+            if _fits_context(p, room)
         ]
 
         def known(_: int, result: EpisodeResult) -> tuple[Rollout, ...]:
@@ -168,8 +176,8 @@ class VLLMRolloutEngine(Engines):
                 refuse_unknown(rollout.sample_id, rollout.response_ids, self._spec.engine.vocab_size)
             return result.rollouts
 
-        telling = _teller(early, [request.sample for request in requests], known)
-        results = self._play(requests, self._spec.temperature, policy_version, telling)
+        telling = _make_progress_callback(early, [request.sample for request in requests], known)
+        results = self._play_episodes(requests, self._spec.temperature, policy_version, telling)
         stats = {
             domain: EpisodeStats.of(
                 result for request, result in zip(requests, results, strict=True) if request.prompt.domain == domain
@@ -179,19 +187,19 @@ class VLLMRolloutEngine(Engines):
         for domain, found in stats.items():
             refuse_many_broken(domain, found, self._spec.episodes[domain].max_broken)
         rollouts = tuple(r for place, result in enumerate(results) for r in known(place, result))
-        refused = [_refused(p, room) for p in prompts if not _fits(p, room)]
-        refused += [_unplayed(q.prompt, r) for q, r in zip(requests, results, strict=True) if not r.rollouts]
+        refused = [_refuse_prompt(p, room) for p in prompts if not _fits_context(p, room)]
+        refused += [_is_unplayed(q.prompt, r) for q, r in zip(requests, results, strict=True) if not r.rollouts]
         return RolloutBatch(rollouts=rollouts, quarantined=tuple(refused), episodes=stats)
 
-    def _in_step(self, prompt: Prompt, sample: Sample) -> EpisodeRequest:
+    def _in_step(self, prompt: Prompt, sample: EpisodeKey) -> EpisodeRequest:
         """An episode of training: what is done about drift depends on the step."""
-        request, drift = self._request(prompt, sample), self._spec.drift.get(prompt.domain)
+        request, drift = self._make_episode_request(prompt, sample), self._spec.drift.get(prompt.domain)
         if drift is None or not isinstance(request.options, EpisodeOptions):
             return request
-        limit = drift.limit(sample.step, request.options.max_turns)
-        return replace(request, cut_after=limit, guide=drift.guide(sample.step))
+        limit = drift.turn_limit(sample.step, request.options.max_turns)
+        return replace(request, cut_after=limit, guide=drift.guide_at_step(sample.step))
 
-    def _request(self, prompt: Prompt, sample: Sample) -> EpisodeRequest:
+    def _make_episode_request(self, prompt: Prompt, sample: EpisodeKey) -> EpisodeRequest:
         options, untrained = self._spec.episodes[prompt.domain], self._spec.untrained
         sub_agents = None if isinstance(options, AgentOptions) else options.sub_agents
         return EpisodeRequest(
@@ -203,7 +211,7 @@ class VLLMRolloutEngine(Engines):
             masked_by_domain={d: untrained[d] for d in (sub_agents.domains if sub_agents else ()) if d in untrained},
         )
 
-    def _play(
+    def _play_episodes(
         self,
         requests: Sequence[EpisodeRequest],
         temperature: float,
@@ -222,7 +230,7 @@ class VLLMRolloutEngine(Engines):
         def as_they_end(worker: Worker[VLLMWorker], index: int, groups: list[int]) -> Pending[None]:
             return worker.submit(VLLMWorker.begin_episodes, requests[index::num], temperature, policy_version, groups)
 
-        return self._dealt(dealt, all_of_them, as_they_end, telling)
+        return self._dispatch_requests(dealt, all_of_them, as_they_end, telling)
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
         limit, room = self._spec.max_answer_tokens, self._spec.engine.max_model_len
@@ -236,13 +244,13 @@ class VLLMRolloutEngine(Engines):
                 seed=seed_of(self._spec.seed, f"answer/{p.id}#{i}") if temperature else None,
             )
             for p, i in asked
-            if _fits(p, room) and p.domain not in self._spec.episodes
+            if _fits_context(p, room) and p.domain not in self._spec.episodes
         ]
         answers = iter(self._generate(requests, n))
         return [
-            _played(p, next(played) if _fits(p, room) else None)
+            _episode_completion(p, next(played) if _fits_context(p, room) else None)
             if p.domain in self._spec.episodes
-            else self._completion(p, next(answers) if _fits(p, room) else None)
+            else self._make_completion(p, next(answers) if _fits_context(p, room) else None)
             for p, _ in asked
         ]
 
@@ -250,14 +258,16 @@ class VLLMRolloutEngine(Engines):
         """The episodes of those prompts whose domain has them, and that fit."""
         room, limit = self._spec.engine.max_model_len, self._spec.max_answer_tokens
         requests = [
-            self._request(p, Sample(sample_id=f"answer/{p.id}#{i}", group=p.id, step=0, domain=p.domain))
+            self._make_episode_request(
+                p, EpisodeKey(sample_id=f"answer/{p.id}#{i}", group=p.id, step=0, domain=p.domain)
+            )
             for p, i in asked
-            if p.domain in self._spec.episodes and _fits(p, room)
+            if p.domain in self._spec.episodes and _fits_context(p, room)
         ]
         turns = [replace(r, options=replace(r.options, max_turn_tokens=limit)) for r in requests]
-        return self._play(turns, temperature)
+        return self._play_episodes(turns, temperature)
 
-    def _completion(self, prompt: Prompt, sampled: Generated | None) -> Completion:
+    def _make_completion(self, prompt: Prompt, sampled: Generated | None) -> Completion:
         ids = sampled.token_ids if sampled else ()
         return Completion(
             prompt=prompt,
@@ -279,11 +289,13 @@ class VLLMRolloutEngine(Engines):
         def as_they_end(worker: Worker[VLLMWorker], index: int, groups: list[int]) -> Pending[None]:
             return worker.submit(VLLMWorker.begin_generate, [requests[j] for j in dealt[index]], groups)
 
-        return self._dealt(dealt, all_of_them, as_they_end, telling)
+        return self._dispatch_requests(dealt, all_of_them, as_they_end, telling)
 
 
-def _teller(
-    early: Early | None, asked: Sequence[Rollout] | Sequence[Sample], rollouts: Callable[[int, R], Sequence[Rollout]]
+def _make_progress_callback(
+    early: Early | None,
+    asked: Sequence[Rollout] | Sequence[EpisodeKey],
+    rollouts: Callable[[int, R], Sequence[Rollout]],
 ) -> Telling[R] | None:
     """Who is told what came of each of these; None if nobody is."""
     if early is None:
@@ -296,17 +308,17 @@ def _teller(
     return Telling([hears.group_of[one.sample_id] for one in asked], tell)
 
 
-def _fits(prompt: Prompt, room: int) -> bool:
+def _fits_context(prompt: Prompt, room: int) -> bool:
     return 0 < len(prompt.token_ids) < room
 
 
-def _refused(prompt: Prompt, room: int) -> Quarantined:
+def _refuse_prompt(prompt: Prompt, room: int) -> Quarantined:
     num = len(prompt.token_ids)
     reason = f"{num} tokens, rollout.max_model_len is {room}: no room for a response" if num else "no tokens"
     return Quarantined(prompt_id=prompt.id, domain=prompt.domain, reason=reason)
 
 
-def _played(prompt: Prompt, result: EpisodeResult | None) -> Completion:
+def _episode_completion(prompt: Prompt, result: EpisodeResult | None) -> Completion:
     """An episode as an answer; None: the prompt did not fit."""
     return Completion(
         prompt=prompt,
@@ -317,7 +329,7 @@ def _played(prompt: Prompt, result: EpisodeResult | None) -> Completion:
     )
 
 
-def _unplayed(prompt: Prompt, result: EpisodeResult) -> Quarantined:
+def _is_unplayed(prompt: Prompt, result: EpisodeResult) -> Quarantined:
     """An episode in which the policy took no turn."""
     reason = f"the episode ended before the first turn ({result.stop_reason}) {result.error}".strip()
     return Quarantined(prompt_id=prompt.id, domain=prompt.domain, reason=reason)

@@ -26,14 +26,14 @@ from opd.models.buckets import Bucket
 from opd.prompts import load_tokenizer
 from opd.records.episodes import EpisodeResult
 from opd.records.types import TurnStop
-from opd.rollouts.early import Part, in_groups, sampled
+from opd.rollouts.early import Part, in_groups, sample_requests
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest
 from opd.rollouts.inside import EXTENSION
 from opd.rollouts.on_cpu import cpu_settings
 from opd.rollouts.own_files import own_files
-from opd.rollouts.processes import bind_processes, drop_service_port, explained
+from opd.rollouts.processes import bind_processes, drop_service_port, explain_failed_start
 from opd.rollouts.repairs import RESTARTED
 from opd.rollouts.served import HF_FORMAT
 from opd.rollouts.swap import Incoming, StreamedSwap, reset_prefix_cache, swap_weights
@@ -110,53 +110,60 @@ class VLLMWorker:
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Sample (or, at temperature 0, decode greedily) every request. Caches are empty at the start: what is written must not
         depend on what was written before, which a resumed run has not seen. Raises: RunError on NaN log-probs."""
-        self._wake()
+        self._wake_engine()
         reset_prefix_cache(self._llm)
-        params = [self._params(r.max_tokens, r.temperature, r.seed) for r in requests]
+        params = [self._sampling_params(r.max_tokens, r.temperature, r.seed) for r in requests]
         prompts: Any = [{"prompt_token_ids": list(r.token_ids)} for r in requests]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        self._sleep()
-        return [_generated(output.outputs[0]) for output in outputs]
+        self._sleep_engine()
+        return [_read_output(output.outputs[0]) for output in outputs]
 
     def begin_generate(self, requests: Sequence[GenerateRequest], groups: Sequence[int]) -> None:
         """The same, but `next_part` gives what is done while others are written, whole groups at a time. `groups`: by request."""
-        self._parts = in_groups(self._sampled(requests), groups)
+        self._parts = in_groups(self._sample_requests(requests), groups)
 
-    def _sampled(self, requests: Sequence[GenerateRequest]) -> Iterator[Part]:
-        self._wake()
+    def _sample_requests(self, requests: Sequence[GenerateRequest]) -> Iterator[Part]:
+        self._wake_engine()
         reset_prefix_cache(self._llm)
-        asked = [(r.token_ids, self._final(self._params(r.max_tokens, r.temperature, r.seed))) for r in requests]
-        yield from sampled(self._llm.llm_engine, asked, _generated)
-        self._sleep()
+        asked = [
+            (r.token_ids, self._only_final_output(self._sampling_params(r.max_tokens, r.temperature, r.seed)))
+            for r in requests
+        ]
+        yield from sample_requests(self._llm.llm_engine, asked, _read_output)
+        self._sleep_engine()
 
     def episodes(
         self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int
     ) -> list[EpisodeResult]:
         """Play every episode to its end, all turns in one batch; those that an expert guides in a batch for each expert, which is
         loaded once. Raises: RunError; ModelError if the chat template cannot append."""
-        found = dict(chain.from_iterable(self._played(requests, temperature, policy_version)))
+        found = dict(chain.from_iterable(self._play_as_they_end(requests, temperature, policy_version)))
         return [found[place] for place in range(len(requests))]
 
     def begin_episodes(
         self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int, groups: Sequence[int]
     ) -> None:
         """The same, but `next_part` gives what has ended while others are played, whole groups at a time. `groups`: by request."""
-        self._parts = in_groups(self._played(requests, temperature, policy_version), groups)
+        self._parts = in_groups(self._play_as_they_end(requests, temperature, policy_version), groups)
 
     def next_part(self) -> Part | None:
         """Go on with what was begun until a group is done: its places among the requests, and answers; None after the last."""
         return next(self._parts, None)
 
-    def _played(self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int) -> Iterator[Part]:
+    def _play_as_they_end(
+        self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int
+    ) -> Iterator[Part]:
         """Episodes as they end."""
         guides = [None if request.guide is None else request.guide.model_dir for request in requests]
         for guide in dict.fromkeys(guides):
             mine = [place for place, other in enumerate(guides) if other == guide]
-            expert = None if guide is None else self._holding(guide)
-            for part in self._play([requests[place] for place in mine], temperature, policy_version, expert):
+            expert = None if guide is None else self._engine_with_weights(guide)
+            for part in self._play_with_expert(
+                [requests[place] for place in mine], temperature, policy_version, expert
+            ):
                 yield [(mine[place], result) for place, result in part]
 
-    def _holding(self, model_dir: Path) -> VLLMWorker:
+    def _engine_with_weights(self, model_dir: Path) -> VLLMWorker:
         """The engine beside the student's, with these weights and empty caches: what it writes must not depend on what it
         wrote in a step before, which a resumed run has not seen."""
         if self._expert is None:
@@ -167,7 +174,7 @@ class VLLMWorker:
             self._expert.load(model_dir)
         return self._expert
 
-    def _play(
+    def _play_with_expert(
         self,
         requests: Sequence[EpisodeRequest],
         temperature: float,
@@ -175,33 +182,39 @@ class VLLMWorker:
         expert: VLLMWorker | None,
     ) -> Iterator[Part]:
         """Episodes with one expert beside the policy, or none, as they end."""
-        from opd.rollouts.endpoint.episode import play  # its HTTP server is not there where engines are not installed
+        from opd.rollouts.endpoint.episode import (
+            play_episodes,  # its HTTP server is not there where engines are not installed
+        )
 
-        self._wake()
+        self._wake_engine()
         reset_prefix_cache(self._llm)
         for spec in {r.options.guard.digest: r.options.guard for r in requests if r.options.guard is not None}.values():
             shared_guard(spec)  # a judge's model is loaded here, before another thread plays the episodes
 
         def params(max_tokens: int, seed: int) -> Any:
-            return self._final(self._params(max_tokens, temperature, seed if temperature else None))
+            return self._only_final_output(
+                self._sampling_params(max_tokens, temperature, seed if temperature else None)
+            )
 
         context = self._options.max_model_len
-        sampling = Sampling(params=params, read=_generated, context=context, policy_version=policy_version)
+        sampling = Sampling(params=params, read=_read_output, context=context, policy_version=policy_version)
         engine = BatchEngine(self._llm.llm_engine, sampling)
-        beside = None if expert is None else engine.beside(expert._llm.llm_engine)
+        beside = None if expert is None else engine.add_engine(expert._llm.llm_engine)
 
         def told(place: int, found: EpisodeResult) -> None:
-            engine.tell((place, found))
+            engine.publish((place, found))
 
         asked = [dataclasses.replace(r, told=partial(told, place)) for place, r in enumerate(requests)]
-        yield from engine.steps(lambda: play(asked, engine, self._dialogues, context, policy_version, beside))
-        self._sleep()
+        yield from engine.iterate_steps(
+            lambda: play_episodes(asked, engine, self._dialogues, context, policy_version, beside)
+        )
+        self._sleep_engine()
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """[sequence][token - 1] log-prob of every token after the first, at temperature 1."""
         from vllm import SamplingParams
 
-        self._wake()
+        self._wake_engine()
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompts: Any = [{"prompt_token_ids": list(ids)} for ids in sequences]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
@@ -215,7 +228,7 @@ class VLLMWorker:
         holds others. Raises: RunError if the caches could not be reset."""
         if base is not None and base != self._base:
             self.load(base)
-        self._wake()
+        self._wake_engine()
         self._base = None  # until all weights are there
         if base is not None:
             swap_weights(self._llm, model_dir, whole=False)
@@ -233,21 +246,21 @@ class VLLMWorker:
         fits = can_swap(self._shape, shape) if whole else model_dir == self._base
         if not fits:
             self.load(model_dir)
-        self._wake()
+        self._wake_engine()
         self._base = None  # until all weights are there
         self._stream = Incoming(StreamedSwap(self._llm, whole=whole), None if whole else model_dir)
 
     def take_bucket(self, bucket: Bucket) -> None:
         """Some of the weights."""
         assert self._stream is not None
-        self._stream.swap.take(bucket)
+        self._stream.swap.take_bucket(bucket)
 
     def finish_stream(self) -> None:
         """Hold the weights that came, caches reset; nothing if none are coming. Raises: as `load`."""
         if self._stream is None:
             return
         done, self._stream = self._stream, None
-        done.swap.finish()
+        done.swap.finish_swap()
         if done.base is None:
             cut_vocabulary(self._llm, self._options.vocab_size)
         self._base = done.base
@@ -263,7 +276,7 @@ class VLLMWorker:
             self._llm = start_engine(dataclasses.replace(self._options, model_dir=model_dir))
             self._shape = shape
 
-    def _params(self, max_tokens: int, temperature: float, seed: int | None) -> Any:
+    def _sampling_params(self, max_tokens: int, temperature: float, seed: int | None) -> Any:
         from vllm import SamplingParams
 
         return SamplingParams(
@@ -278,7 +291,7 @@ class VLLMWorker:
         )
 
     @staticmethod
-    def _final(params: Any) -> Any:
+    def _only_final_output(params: Any) -> Any:
         """Nothing is told of a response before its end."""
         from vllm.sampling_params import RequestOutputKind
 
@@ -291,13 +304,13 @@ class VLLMWorker:
         tokenizer = load_tokenizer(self._options.model_dir, self._options.add_special_tokens)
         return Dialogues(tokenizer, self._stop)
 
-    def _sleep(self) -> None:
+    def _sleep_engine(self) -> None:
         """Level 1: weights wait in the machine's memory, since after an evaluation no new ones come."""
         if self._options.sleep:
             self._llm.sleep(level=1)
             self._asleep = True
 
-    def _wake(self) -> None:
+    def _wake_engine(self) -> None:
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
@@ -352,8 +365,8 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
 
     is_cpu = current_platform.is_cpu()
     on_cpu = cpu_settings(options.model_dir, shares_prompts=options.share_prompts) if is_cpu else {}
-    settings = _settings(options) | on_cpu | more
-    with leftovers.owned(), own_files(), explained(options.tensor_parallel_size):
+    settings = _engine_settings(options) | on_cpu | more
+    with leftovers.own_children(), own_files(), explain_failed_start(options.tensor_parallel_size):
         llm = LLM(**{**options.engine_args, **settings})
     bind_processes(llm)
     llm.collective_rpc("opd_count_no_ranks")
@@ -365,7 +378,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     return llm
 
 
-def _settings(options: EngineOptions) -> dict[str, Any]:
+def _engine_settings(options: EngineOptions) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "model": str(options.model_dir),
         **HF_FORMAT,
@@ -396,7 +409,7 @@ def stop_engine(llm: Any | None) -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _generated(output: Any) -> Generated:
+def _read_output(output: Any) -> Generated:
     logprobs = tuple(float(step[token].logprob) for token, step in zip(output.token_ids, output.logprobs, strict=True))
     # NaN weights make vLLM emit token 0 for ever without an error; NaN is the one value unequal to itself.
     if any(value != value for value in logprobs):

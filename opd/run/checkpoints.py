@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from blake3 import blake3
 
 from opd.errors import RunDirError, RunError
-from opd.files import blake3_file, replace_dir, storing
+from opd.files import blake3_file, raise_storage_errors, replace_dir
 from opd.records.types import SavedCheckpoint, WrittenFile
-from opd.run.paths import step_name, step_of
+from opd.run.paths import parse_step_name, step_name
 
 if TYPE_CHECKING:  # it needs pydantic, which those who only list checkpoints do not
     from opd.config.sections import CheckpointConfig
@@ -33,7 +33,7 @@ MANIFEST = "checkpoint.json"
 FORMAT = 2
 FALL_BACK = "`--resume-from latest-valid` goes on from the newest checkpoint that is whole"
 LATEST, LATEST_VALID = "latest", "latest-valid"
-ASIDE = "superseded-"
+SUPERSEDED_PREFIX = "superseded-"
 """Before the name of a checkpoint that a resume went back behind."""
 
 
@@ -51,7 +51,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class _Writing:
+class _OpenCheckpoint:
     """A checkpoint whose files are being written."""
 
     step: int
@@ -62,7 +62,7 @@ class _Writing:
     """Name -> BLAKE3 and size of the files that are no rank's."""
 
 
-class Saves(Protocol):
+class CheckpointSource(Protocol):
     """The part of a trainer that a checkpoint needs; see `opd.interfaces.Trainer`."""
 
     def begin_save(self, path: Path) -> None: ...
@@ -70,10 +70,10 @@ class Saves(Protocol):
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None: ...
 
 
-class SavesBeside:
+class CompanionSaver:
     """Saves a trainer, and something else in a directory of its own beside the trainer's files."""
 
-    def __init__(self, trainer: Saves, other: Saves, directory: str) -> None:
+    def __init__(self, trainer: CheckpointSource, other: CheckpointSource, directory: str) -> None:
         self._trainer = trainer
         self._other = other
         self._directory = directory
@@ -81,7 +81,7 @@ class SavesBeside:
     def begin_save(self, path: Path) -> None:
         """Let both copy their states. Raises: StorageError."""
         own = path / self._directory
-        with storing(own):
+        with raise_storage_errors(own):
             own.mkdir()
         self._trainer.begin_save(path)
         self._other.begin_save(own)
@@ -102,7 +102,7 @@ class CheckpointStore:
     def __init__(
         self,
         root: Path,
-        trainer: Saves,
+        trainer: CheckpointSource,
         keep: CheckpointConfig,
         *,
         world_size: int,
@@ -114,7 +114,7 @@ class CheckpointStore:
         self._keep = keep
         self._facts = {"world_size": world_size, "identity": dict(identity)}
         self._timeout_s = timeout_s
-        self._writing: _Writing | None = None
+        self._writing: _OpenCheckpoint | None = None
         self._committed: SavedCheckpoint | None = None
 
     def save(self, step: int, policy_version: int, carried: Mapping[str, bytes] | None = None) -> None:
@@ -123,28 +123,28 @@ class CheckpointStore:
         Raises: as `committed`.
         """
         carried = carried or {}
-        self._commit(wait=True)
+        self._commit_files(wait=True)
         temporary = self._root / f".tmp-{step_name(step)}"
         shutil.rmtree(temporary, ignore_errors=True)
         try:
-            with storing(temporary):
+            with raise_storage_errors(temporary):
                 temporary.mkdir(parents=True)
                 for name, content in carried.items():
                     (temporary / name).write_bytes(content)
             self._trainer.begin_save(temporary.absolute())
         except RunError:
-            _give_room_back(temporary)
+            _delete_partial(temporary)
             raise
         facts = {name: {"blake3": blake3(raw).hexdigest(), "bytes": len(raw)} for name, raw in carried.items()}
-        self._writing = _Writing(step, policy_version, temporary, time.monotonic() + self._timeout_s, facts)
+        self._writing = _OpenCheckpoint(step, policy_version, temporary, time.monotonic() + self._timeout_s, facts)
 
     def committed(self, wait: bool) -> SavedCheckpoint | None:
         """Implements `opd.interfaces.Checkpoints.committed`."""
-        self._commit(wait)
+        self._commit_files(wait)
         saved, self._committed = self._committed, None
         return saved
 
-    def _commit(self, wait: bool) -> None:
+    def _commit_files(self, wait: bool) -> None:
         writing = self._writing
         if writing is None:
             return
@@ -168,45 +168,45 @@ class CheckpointStore:
                 **self._facts,
                 "files": {**written, **writing.carried},
             }
-            with storing(writing.path):
+            with raise_storage_errors(writing.path):
                 (writing.path / MANIFEST).write_text(json.dumps(manifest, indent=2))
                 replace_dir(writing.path, self._root / step_name(writing.step))
         except RunError:
             self._writing = None
-            _give_room_back(writing.path)
+            _delete_partial(writing.path)
             raise
         self._committed = SavedCheckpoint(step=writing.step, background_s=max(f.seconds for f in files), size=size)
         self._drop_old(writing.step)
 
     def _drop_old(self, newest: int) -> None:
-        steps = [step for step in steps_of(self._root) if step <= newest]
+        steps = [step for step in list_checkpoint_steps(self._root) if step <= newest]
         every = self._keep.keep_every
         for step in steps[: -self._keep.keep]:
             if not every or step % every:
                 shutil.rmtree(self._root / step_name(step))
-        for path in self._root.glob(f"{ASIDE}step-*"):
-            passed = step_of(path.name.removeprefix(ASIDE))
+        for path in self._root.glob(f"{SUPERSEDED_PREFIX}step-*"):
+            passed = parse_step_name(path.name.removeprefix(SUPERSEDED_PREFIX))
             if passed is not None and passed <= newest:
                 shutil.rmtree(path)
 
 
-def _give_room_back(temporary: Path) -> None:
+def _delete_partial(temporary: Path) -> None:
     """Delete what was written of a checkpoint that will not be one: the disk may be full."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def steps_of(root: Path) -> list[int]:
+def list_checkpoint_steps(root: Path) -> list[int]:
     """Steps that have a committed checkpoint, whole or damaged since, the oldest first."""
-    steps = [step_of(path.name) for path in root.glob("step-*")]
+    steps = [parse_step_name(path.name) for path in root.glob("step-*")]
     return sorted(step for step in steps if step is not None)
 
 
-def choose(root: Path, wanted: str, say: Callable[[str], None]) -> Checkpoint | None:
+def choose_checkpoint(root: Path, wanted: str, say: Callable[[str], None]) -> Checkpoint | None:
     """Choose the checkpoint to go on from: `latest`, `latest-valid` or a step. None if the run has no checkpoint at all.
 
     `say` gets a sentence about each damaged one that `latest-valid` passes over. Raises: RunDirError naming what is wrong.
     """
-    steps = steps_of(root)
+    steps = list_checkpoint_steps(root)
     if wanted not in (LATEST, LATEST_VALID):
         if not wanted.isdigit() or int(wanted) not in steps:
             raise RunDirError.at(
@@ -215,14 +215,14 @@ def choose(root: Path, wanted: str, say: Callable[[str], None]) -> Checkpoint | 
                 wanted=f"{LATEST}, {LATEST_VALID} or the step of a checkpoint",
                 fix="name one of these steps, or leave the option out",
             )
-        return verify(root / step_name(int(wanted)))
+        return verify_checkpoint(root / step_name(int(wanted)))
     if not steps:
         return None
     if wanted == LATEST:
-        return verify(root / step_name(steps[-1]))
+        return verify_checkpoint(root / step_name(steps[-1]))
     for step in reversed(steps):
         try:
-            return verify(root / step_name(step))
+            return verify_checkpoint(root / step_name(step))
         except DamagedCheckpoint as error:
             where, found, *_ = str(error).split("\n")
             say(f"{step_name(step)} is passed over: {where}: {found.removeprefix('  found:').strip()}")
@@ -238,7 +238,7 @@ class DamagedCheckpoint(RunDirError):
     """A file of a checkpoint is missing, cut or changed."""
 
 
-def verify(path: Path) -> Checkpoint:
+def verify_checkpoint(path: Path) -> Checkpoint:
     """Check every byte of a checkpoint before any of it is used.
 
     Raises: DamagedCheckpoint naming the file; RunDirError if a newer release wrote it.
@@ -283,14 +283,14 @@ def _verify_file(path: Path, digest: str, size: int) -> None:
         raise DamagedCheckpoint.at(path, found=f"BLAKE3 {found[:16]}", wanted=f"BLAKE3 {digest[:16]}", fix=FALL_BACK)
 
 
-def supersede(root: Path, step: int) -> list[str]:
+def set_newer_aside(root: Path, step: int) -> list[str]:
     """Set the checkpoints after `step` aside, so that nothing resumes from them while the run takes those steps again.
 
     They are deleted when the run has passed them. Returns their names. Raises: OSError.
     """
-    newer = [step_name(s) for s in steps_of(root) if s > step]
+    newer = [step_name(s) for s in list_checkpoint_steps(root) if s > step]
     for name in newer:
-        aside = root / f"{ASIDE}{name}"
+        aside = root / f"{SUPERSEDED_PREFIX}{name}"
         shutil.rmtree(aside, ignore_errors=True)
         (root / name).rename(aside)
     return newer

@@ -25,33 +25,35 @@ def events_until(manifest: Mapping[str, Any], step: int) -> list[dict[str, Any]]
     return [e for e in events if (e["step"] <= step if e["event"] == BRANCHED else e["after_step"] < step)]
 
 
-def sentences(events: Sequence[Mapping[str, Any]]) -> list[str]:
+def format_events(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """One sentence for each event. Paths are cut to their last part: the reader may sit at another machine."""
-    return [_branched(event) if event["event"] == BRANCHED else _extended(event) for event in events]
+    return [_format_branch(event) if event["event"] == BRANCHED else _format_extension(event) for event in events]
 
 
-def commands(manifest: Mapping[str, Any]) -> list[str]:
+def list_commands(manifest: Mapping[str, Any]) -> list[str]:
     """The commands that made the run: the one that began it, and those that made it longer. Those of the run that it comes from
     are not its own."""
     events = manifest.get(LINEAGE, ())
-    branch = max((place for place, event in enumerate(events) if event["event"] == BRANCHED), default=-1)
+    branch = max((index for index, event in enumerate(events) if event["event"] == BRANCHED), default=-1)
     return [command for command in (manifest.get("command"), *(e["command"] for e in events[branch + 1 :])) if command]
 
 
-def _branched(event: Mapping[str, Any]) -> str:
-    changed = [f"{key} {_shown(before)} → {_shown(now)}" for key, (before, now) in event["changed"].items()]
+def _format_branch(event: Mapping[str, Any]) -> str:
+    changed = [
+        f"{key} {_format_value(before)} → {_format_value(now)}" for key, (before, now) in event["changed"].items()
+    ]
     more = f" and {len(changed) - _MOST_KEYS} more keys" if len(changed) > _MOST_KEYS else ""
     what = f"changed: {', '.join(changed[:_MOST_KEYS])}{more}" if changed else "nothing changed"
     return f"branched from step {event['step']} of {Path(event['run']).name}, with weights and optimiser; {what}"
 
 
-def _extended(event: Mapping[str, Any]) -> str:
+def _format_extension(event: Mapping[str, Any]) -> str:
     before, now = event["steps"]
     kind = event["lr_scheduler_type"]
     rates = "" if kind == "constant" else f"; up to there the {kind} decay was that of {before} steps"
     return f"extended after step {event['after_step']} from {before} to {now} steps{rates}"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:60]} …"

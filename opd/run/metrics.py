@@ -31,23 +31,23 @@ class MetricsFile:
 
         Raises: ValueError for a line that is no JSON, TypeError for one that is no record.
         """
-        return [StepRecord.from_json(json.loads(line)) for line in self._lines()]
+        return [StepRecord.from_json(json.loads(line)) for line in self._read_lines()]
 
     def rewind(self, step: int) -> None:
         """Forget the records of steps after `step`: a resume takes those steps again."""
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= step]
-        atomic_write_text(self._path, "".join(f"{line}\n" for line in kept))
+        lines = [line for line in self._read_lines() if json.loads(line)["step"] <= step]
+        atomic_write_text(self._path, "".join(f"{line}\n" for line in lines))
 
-    def _lines(self) -> list[str]:
+    def _read_lines(self) -> list[str]:
         return self._path.read_text(encoding="utf-8").split("\n")[:-1] if self._path.exists() else []
 
 
-def steps_and_tokens(records: Sequence[StepRecord]) -> tuple[int, int]:
+def count_steps_and_tokens(records: Sequence[StepRecord]) -> tuple[int, int]:
     """Steps that a merge has taken, and response tokens that it was trained on in them."""
-    return len(records), sum(map(trained_tokens, records))
+    return len(records), sum(map(count_trained_tokens, records))
 
 
-def trained_tokens(record: StepRecord) -> int:
+def count_trained_tokens(record: StepRecord) -> int:
     """Response tokens that a step was trained on: of episodes the tokens with loss, not what an environment answered; none of a step
     that was skipped."""
     if record.skipped:
@@ -56,23 +56,23 @@ def trained_tokens(record: StepRecord) -> int:
 
 
 class PhaseClock:
-    """Seconds per phase since the last `take`."""
+    """Seconds per phase since the last `take_seconds`."""
 
     def __init__(self, tell: Callable[[str], None] = lambda phase: None) -> None:
         """`tell` gets the name of each phase that begins."""
         self._seconds: dict[str, float] = {}
-        self._tell = tell
+        self._on_phase = tell
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        self._tell(phase)
+        self._on_phase(phase)
         start = time.monotonic()
         try:
             yield
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - start
 
-    def take(self) -> dict[str, float]:
+    def take_seconds(self) -> dict[str, float]:
         """Return the seconds by phase, and start again from zero."""
         seconds, self._seconds = self._seconds, {}
         return {phase: round(value, 4) for phase, value in seconds.items()}

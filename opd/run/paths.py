@@ -37,16 +37,16 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def step_of(name: str) -> int | None:
+def parse_step_name(name: str) -> int | None:
     """Inverse of `step_name`; None for any other name."""
-    found = _STEP.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
 
 
-def _by_step(directory: Path) -> dict[int, Path]:
+def _list_by_step(directory: Path) -> dict[int, Path]:
     """Step -> the JSON file of that step in a directory, in order."""
-    found = {step_of(path.stem): path for path in directory.glob("step-*.json")}
-    return {step: found[step] for step in sorted(step for step in found if step is not None)}
+    paths = {parse_step_name(path.stem): path for path in directory.glob("step-*.json")}
+    return {step: paths[step] for step in sorted(step for step in paths if step is not None)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,8 @@ class RunPaths:
         """What `opd merge` does here at this moment, or how it ended, for `opd status`."""
         return self.root / ".live.json"
 
-    def scratch(self, name: str) -> Path:
-        """Path for something that is renamed when it is complete; `opd.files.sweep` clears what a killed process left there."""
+    def scratch_path(self, name: str) -> Path:
+        """Path for something that is renamed when it is complete; `opd.files.sweep_temporary_files` clears what a killed process left there."""
         return self.root / f".tmp-{name}"
 
     @property
@@ -148,45 +148,45 @@ class RunPaths:
     def evaluation(self) -> Path:
         return self.root / "evaluation"
 
-    def exam(self, name: str) -> Path:
+    def evaluation_file(self, name: str) -> Path:
         """The file of an evaluation: one of `EXAMS`, or the `step_name` of an evaluation on the way."""
         return self.evaluation / f"{name}.json"
 
     def exams_by_step(self) -> dict[int, Path]:
         """Step -> file of the evaluations on the way, in order."""
-        return _by_step(self.evaluation)
+        return _list_by_step(self.evaluation)
 
     @property
     def monitors(self) -> Path:
         return self.root / "monitors"
 
-    def alarms(self, step: int) -> Path:
+    def alarms_file(self, step: int) -> Path:
         """What the monitors saw that acted after this step."""
         return self.monitors / f"{step_name(step)}.json"
 
     def alarms_by_step(self) -> dict[int, Path]:
         """Step -> file, in order."""
-        return _by_step(self.monitors)
+        return _list_by_step(self.monitors)
 
     @property
     def traces(self) -> Path:
         return self.root / "traces"
 
-    def trace(self, step: int) -> Path:
+    def trace_file(self, step: int) -> Path:
         """The episodes that were kept of this step."""
         return self.traces / f"{step_name(step)}.json"
 
     def traces_by_step(self) -> dict[int, Path]:
         """Step -> file, in order."""
-        return _by_step(self.traces)
+        return _list_by_step(self.traces)
 
     @property
     def matrix(self) -> Path:
-        return self.exam("matrix")
+        return self.evaluation_file("matrix")
 
     @property
     def lm_eval(self) -> Path:
-        return self.exam("lm-eval")
+        return self.evaluation_file("lm-eval")
 
     @property
     def baselines(self) -> Path:
@@ -201,7 +201,7 @@ class RunPaths:
     def baseline_models(self) -> Path:
         return self.baselines / "models"
 
-    def baseline(self, name: str) -> Path:
+    def baseline_file(self, name: str) -> Path:
         """The file of one result."""
         return self.baselines / f"{name}.json"
 
@@ -221,7 +221,7 @@ class RunPaths:
         """The file that says what each round works on; only a merge in several rounds has it."""
         return self.root / "rounds.json"
 
-    def round(self, number: int) -> RunPaths:
+    def round_dir(self, number: int) -> RunPaths:
         """The run directory of a round, counted from 1."""
         return RunPaths(self.root / f"round-{number}")
 
@@ -239,10 +239,10 @@ class ComparisonPaths:
 
     root: Path
 
-    def seed(self, number: int) -> RunPaths:
+    def seed_dir(self, number: int) -> RunPaths:
         return RunPaths(self.root / f"seed-{number}")
 
-    def seeds(self) -> list[RunPaths]:
+    def seed_dirs(self) -> list[RunPaths]:
         """The run directories that are there."""
         return [RunPaths(path) for path in sorted(self.root.glob("seed-*"))]
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from opd.cluster import Background
+from opd.cluster import BackgroundCall
 from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.rollouts.groups import Early
 from opd.rollouts.partial import Cuts
@@ -39,7 +39,7 @@ class OneStepOff:
         self.max_staleness = spec.max_staleness
         self._spec = spec
         self._writer = Writer(spec.engine)
-        self._writing: tuple[int, Background[RolloutBatch]] | None = None
+        self._writing: tuple[int, BackgroundCall[RolloutBatch]] | None = None
         self._written: dict[int, RolloutBatch] = {}
 
     def rollouts(
@@ -48,7 +48,7 @@ class OneStepOff:
         """Take those that were written during the step before, by this process or by one that was killed. Before a run's first
         step there was none: they are written now. The pipeline keeps `early` away: here they come all at once."""
         batch = self._written.pop(step, None) or self._spec.log.written(step, policy_version - 1, prompts)
-        return batch or self._writer.write(step, policy_version, prompts, self._cuts(step, ()))
+        return batch or self._writer.write(step, policy_version, prompts, self._cut_responses(step, ()))
 
     def rest(self) -> None:
         """Do nothing: an engine that writes ahead never sleeps."""
@@ -62,11 +62,11 @@ class OneStepOff:
             return
 
         def write() -> RolloutBatch:
-            batch = self._writer.write(step, policy_version, prompts, self._cuts(step, unfinished))
+            batch = self._writer.write(step, policy_version, prompts, self._cut_responses(step, unfinished))
             self._spec.log.keep_written(step, policy_version, prompts, batch)
             return batch
 
-        self._writing = step, Background(write, f"rollouts of step {step}")
+        self._writing = step, BackgroundCall(write, f"rollouts of step {step}")
 
     def finish_writing(self) -> None:
         """Wait for the engine: its weights may be replaced now. Raises: what writing raised; RunError past the deadline."""
@@ -79,7 +79,7 @@ class OneStepOff:
         """The files with the responses of the step after `step`: older weights than the checkpoint's wrote them."""
         return self._spec.log.written_files(step + 1)
 
-    def _cuts(self, step: int, begun: Sequence[Rollout]) -> Cuts | None:
+    def _cut_responses(self, step: int, begun: Sequence[Rollout]) -> Cuts | None:
         """Where the responses of `step` are cut, and which ones go on."""
         cuts = self._spec.cuts
         last = step == self._spec.last_step

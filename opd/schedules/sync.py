@@ -10,7 +10,7 @@ from opd.rollouts.groups import Early
 from opd.schedules.spec import ScheduleSpec, Writer
 
 
-class Sync:
+class SyncSchedule:
     """Implements `opd.interfaces.Schedule`."""
 
     STEPS_AHEAD: ClassVar[int] = 0

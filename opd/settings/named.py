@@ -22,13 +22,13 @@ def is_place(name: Any) -> bool:
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
 
 
-def imported(place: str) -> Any:
+def import_object(place: str) -> Any:
     """Import the object that `module:name` names."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 
-def users(place: str, where: str, wanted: str) -> Any:
+def import_user_object(place: str, where: str, wanted: str) -> Any:
     """Import the object that a user's `module:name` names. The current directory is searched last, after Python's own path.
 
     `where` and `wanted` go into the error. Raises: ConfigError if it cannot be imported, or cannot be called.

@@ -61,7 +61,7 @@ NO_KEY = {
 """Name in other tools -> the way out, where we have no such key."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def find_nearest(word: str, known: Iterable[str]) -> str | None:
     """The known name that is most like `word`; None if none is."""
     names = {name.casefold(): name for name in reversed(list(known))}
     near = difflib.get_close_matches(word.casefold(), names, n=1)
@@ -70,7 +70,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
     """The `fix` of an error about an unknown name: the nearest known one, or what you say if there is none."""
-    near = nearest(word, known)
+    near = find_nearest(word, known)
     return f"did you mean `{near}`?" if near else otherwise
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from opd.settings.near import nearest
+from opd.settings.near import find_nearest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -75,7 +75,7 @@ _BOUNDS = {
 """Type of an error -> the bound's name in its context, and the words around it."""
 
 
-def wanted(error: ErrorDetails) -> str:
+def describe_wanted(error: ErrorDetails) -> str:
     """What the field wants in place of what it was given. Our own errors have worded it already."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in WANTED:
@@ -90,16 +90,16 @@ def wanted(error: ErrorDetails) -> str:
     return re.sub(r"^(Value error|Assertion failed), |^Input should be (a valid )?", "", error["msg"])
 
 
-def described(error: ErrorDetails) -> str:
+def describe_error(error: ErrorDetails) -> str:
     """What was found and what is wanted, in one phrase, for errors that name their place by themselves."""
     if error["type"] in ("missing", "json_invalid"):
         return "no value" if error["type"] == "missing" else error["msg"]
-    return f"{error['input']!r:.60}, not {wanted(error)}"
+    return f"{error['input']!r:.60}, not {describe_wanted(error)}"
 
 
-def wanted_of(errors: Sequence[ErrorDetails]) -> str:
+def describe_alternatives(errors: Sequence[ErrorDetails]) -> str:
     """What is wanted where several forms would do, of which each has its own error."""
-    return " or ".join(dict.fromkeys(wanted(error) for error in errors))
+    return " or ".join(dict.fromkeys(describe_wanted(error) for error in errors))
 
 
 def leads_to(data: Any, key: int | str) -> bool:
@@ -116,5 +116,5 @@ def _one_of(found: Any, expected: str) -> str:
         return expected  # numbers, true and false are listed without quotes
     if len(names) == 1:
         return names[0]
-    near = nearest(found, names) if isinstance(found, str) else None
+    near = find_nearest(found, names) if isinstance(found, str) else None
     return (f"did you mean `{near}`? " if near else "") + f"one of: {', '.join(names)}"

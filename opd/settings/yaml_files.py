@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from opd.errors import ConfigError
-from opd.settings.near import nearest, of_key_elsewhere
-from opd.settings.wording import leads_to, wanted, wanted_of
+from opd.settings.near import find_nearest, of_key_elsewhere
+from opd.settings.wording import describe_alternatives, describe_wanted, leads_to
 
 MERGE = "tag:yaml.org,2002:merge"
 """Tag of the key `<<`."""
@@ -150,7 +150,7 @@ def no_such_yaml(path: Path, shipped: Iterable[str], what: str, otherwise: str) 
     """The error about a name that is neither a file nor shipped, with the name or the file beside it that is most like it."""
     names = {name: name for name in shipped}
     files = {file.stem: str(file) for file in path.parent.glob("*.y*ml")} if path.parent.is_dir() else {}
-    near = nearest(path.stem, [*names, *files])
+    near = find_nearest(path.stem, [*names, *files])
     return ConfigError.at(
         path,
         found="no such file",
@@ -210,7 +210,7 @@ def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any
     return data
 
 
-def validate(model: type[M], data: Mapping[str, Any], source: object) -> M:
+def validate_section(model: type[M], data: Mapping[str, Any], source: object) -> M:
     """Check `data` against `model`; `source` names the file in messages.
 
     Raises: ConfigError naming the first offending key, what was found and what is wanted.
@@ -218,7 +218,7 @@ def validate(model: type[M], data: Mapping[str, Any], source: object) -> M:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise _explain(error.errors(), model, data, source) from None
+        raise _explain_error(error.errors(), model, data, source) from None
 
 
 _TAG = re.compile(r"(bool|int|float|str|none)$|(list|dict|tuple|literal|function-\w+|constrained-\w+)\b.*\[.*")
@@ -248,11 +248,11 @@ def found_in(error: ErrorDetails) -> str:
     return str(error.get("ctx", {}).get("found", "nothing" if error["type"] == "missing" else repr(error["input"])))
 
 
-def moved(errors: ValidationError, above: Sequence[str], data: Any) -> PydanticCustomError:
+def move_error(errors: ValidationError, above: Sequence[str], data: Any) -> PydanticCustomError:
     """The first error about a part of a file, as an error about the whole, in which the part lies at the keys `above`."""
     error = errors.errors()[0]
     where = ".".join([*above, *keys_of(error, data)])
-    told = {"wanted": wanted(error), "found": found_in(error), "where": where}
+    told = {"wanted": describe_wanted(error), "found": found_in(error), "where": where}
     return PydanticCustomError(error["type"], "{wanted}", {**error.get("ctx", {}), **told})
 
 
@@ -260,22 +260,22 @@ def every_key(model: type[BaseModel], above: str = "", within: tuple[type[BaseMo
     """All keys of a file, written from the top with dots; a name that the user chooses is NAME."""
     for name, field in model.model_fields.items():
         yield above + name
-        for section, keyed in _sections(field.annotation):
+        for section, keyed in _find_sections(field.annotation):
             if section not in within:
                 yield from every_key(section, f"{above}{name}.{'NAME.' if keyed else ''}", (*within, section))
 
 
-def _sections(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
+def _find_sections(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
     """The models in a field's annotation, and whether each is a value of a mapping of names."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, False
     keyed = getattr(annotation, "__origin__", None) is dict
     for part in get_args(annotation):
-        for section, _ in _sections(part):
+        for section, _ in _find_sections(part):
             yield section, keyed
 
 
-def _explain(errors: Sequence[ErrorDetails], model: type[BaseModel], data: Any, source: object) -> ConfigError:
+def _explain_error(errors: Sequence[ErrorDetails], model: type[BaseModel], data: Any, source: object) -> ConfigError:
     error = errors[0]
     keys = keys_of(error, data)
     context = error.get("ctx", {})
@@ -296,6 +296,6 @@ def _explain(errors: Sequence[ErrorDetails], model: type[BaseModel], data: Any, 
     return ConfigError.at(
         f"{source}: {where}",
         found=found_in(error),
-        wanted=wanted_of(same) if in_union else wanted(error),
+        wanted=describe_alternatives(same) if in_union else describe_wanted(error),
         fix="`opd pipelines schema` lists every key with its type",
     )

@@ -30,7 +30,7 @@ value, the run directory and the last step whose record is kept; the steps after
 
 def refuse_missing(config: LoggingConfig) -> None:
     """Refuse a sink whose package is not installed. Raises: ConfigError."""
-    for key in _asked(config):
+    for key in _enabled_sinks(config):
         if importlib.util.find_spec(key) is None:
             raise ConfigError.at(
                 f"logging.{key}",
@@ -44,8 +44,8 @@ def refuse_missing(config: LoggingConfig) -> None:
 def open_sinks(config: LoggingConfig, run_dir: Path, done: int) -> Iterator[list[Sink]]:
     """Open the sinks that the pipeline asks for; they are closed however the run ends."""
     with ExitStack() as stack:
-        yield [stack.enter_context(SINKS[key](getattr(config, key), run_dir, done)) for key in _asked(config)]
+        yield [stack.enter_context(SINKS[key](getattr(config, key), run_dir, done)) for key in _enabled_sinks(config)]
 
 
-def _asked(config: LoggingConfig) -> list[str]:
+def _enabled_sinks(config: LoggingConfig) -> list[str]:
     return [key for key in SINKS if getattr(config, key)]

@@ -10,8 +10,8 @@ from types import TracebackType
 from opd.errors import RunError
 from opd.records.step import StepRecord
 from opd.run.paths import RunPaths
-from opd.sinks.run_id import kept_id
-from opd.sinks.scalars import scalars
+from opd.sinks.run_id import load_or_create_id
+from opd.sinks.scalars import flatten_record
 
 EXPERIMENT = "opd-merge"
 
@@ -31,16 +31,18 @@ class MLflowSink:
         self._metric, self._refused = Metric, MlflowException
         self._client = MlflowClient(tracking_uri=uri)
         try:
-            self._id = kept_id(RunPaths(run_dir).mlflow_id, lambda: self._create(run_dir.name))
+            self._id = load_or_create_id(RunPaths(run_dir).mlflow_id, lambda: self._create_run(run_dir.name))
             self._client.update_run(self._id, status="RUNNING")
             history = self._client.get_metric_history(self._id, "step/loss")
         except MlflowException as error:
             raise RunError(f"logging.mlflow: {uri}: {error}") from error
         self._sent = max((metric.step for metric in history), default=0)
 
-    def _create(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(EXPERIMENT)
-        experiment = found.experiment_id if found else self._client.create_experiment(EXPERIMENT)
+    def _create_run(self, name: str) -> str:
+        experiment_record = self._client.get_experiment_by_name(EXPERIMENT)
+        experiment = (
+            experiment_record.experiment_id if experiment_record else self._client.create_experiment(EXPERIMENT)
+        )
         return self._client.create_run(experiment, run_name=name).info.run_id
 
     def step(self, record: StepRecord) -> None:
@@ -49,7 +51,7 @@ class MLflowSink:
         if step <= self._sent:
             return
         now = int(1000 * time.time())
-        metrics = [self._metric(name, value, now, step) for name, value in scalars(record).items()]
+        metrics = [self._metric(name, value, now, step) for name, value in flatten_record(record).items()]
         try:
             self._client.log_batch(self._id, metrics=metrics)
         except self._refused as error:

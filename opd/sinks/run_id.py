@@ -8,7 +8,7 @@ from pathlib import Path
 from opd.files import atomic_write_text
 
 
-def kept_id(file: Path, make: Callable[[], str]) -> str:
+def load_or_create_id(file: Path, make: Callable[[], str]) -> str:
     """Read the name from the file. Without a file, take the name from `make` and write it there."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from opd.records.step import StepRecord
 from opd.run.paths import RunPaths
-from opd.sinks.scalars import scalars
+from opd.sinks.scalars import flatten_record
 
 
 class TensorBoardSink:
@@ -26,7 +26,7 @@ class TensorBoardSink:
 
         All numbers are one event: `add_scalar` would make one of each, which took seven times as long.
         """
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars(record).items()]
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in flatten_record(record).items()]
         self._writer.file_writer.add_summary(self._summary(value=values), record.step)
         self._writer.flush()
 

@@ -9,8 +9,8 @@ from uuid import uuid4
 from opd.errors import RunError
 from opd.records.step import StepRecord
 from opd.run.paths import RunPaths
-from opd.sinks.run_id import kept_id
-from opd.sinks.scalars import scalars
+from opd.sinks.run_id import load_or_create_id
+from opd.sinks.scalars import flatten_record
 
 
 class WandbSink:
@@ -26,7 +26,7 @@ class WandbSink:
             self._run = wandb.init(
                 project=project,
                 name=run_dir.name,
-                id=kept_id(RunPaths(run_dir).wandb_id, lambda: uuid4().hex[:12]),
+                id=load_or_create_id(RunPaths(run_dir).wandb_id, lambda: uuid4().hex[:12]),
                 resume="allow",
                 dir=str(run_dir),
             )
@@ -36,7 +36,7 @@ class WandbSink:
     def step(self, record: StepRecord) -> None:
         """Log the step, unless the service has it already: a step cannot be taken back."""
         if record.step >= self._run.step:
-            self._run.log(scalars(record), step=record.step)
+            self._run.log(flatten_record(record), step=record.step)
 
     def __enter__(self) -> WandbSink:
         return self

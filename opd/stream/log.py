@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from opd import cluster
-from opd.cluster import Background
+from opd.cluster import BackgroundCall
 from opd.errors import StorageError
-from opd.files import replace_dir, storing
+from opd.files import raise_storage_errors, replace_dir
 from opd.interfaces import TeacherPool
 from opd.records.episodes import EpisodeStats
 from opd.records.types import Prompt, Rollout, RolloutBatch
-from opd.run.paths import step_name, step_of
+from opd.run.paths import parse_step_name, step_name
 from opd.stream.rollouts import read_file
 from opd.stream.schema import PartRecord, StreamError
 from opd.stream.targets import Asked, Expected, TargetStream
@@ -40,9 +40,9 @@ from opd.stream.written import (
     beside_rollouts,
     facts_of,
     files_of,
-    question,
     read_whole,
     refuse_other_question,
+    request_digest,
 )
 
 MANIFEST = "step.json"
@@ -80,7 +80,7 @@ class ArrowTargetLog:
 
         Taking parts and settling raise: StorageError.
         """
-        final = self._path(step)
+        final = self._step_path(step)
         temporary = final.with_name(f".tmp-{final.name}")
         shutil.rmtree(temporary, ignore_errors=True)
         files: dict[str, dict[str, Any]] = {}
@@ -89,25 +89,25 @@ class ArrowTargetLog:
             (temporary / name).write_bytes(raw)
             files[name] = facts_of(raw)
 
-        asked = question(FORMAT, step, policy_version, prompts)
+        asked = request_digest(FORMAT, step, policy_version, prompts)
 
         def finish() -> None:
-            with _making(temporary):
+            with _write_directory(temporary):
                 for name, raw in files_of(batch, ROLLOUTS).items():
                     write(name, raw)
-                manifest = {**asked, "files": files, **_beside(batch, targets)}
+                manifest = {**asked, "files": files, **_step_facts(batch, targets)}
                 (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
                 replace_dir(temporary, final)
 
         def sink(record: PartRecord | None, raw: np.ndarray | None) -> Callable[[], None] | None:
             if record is None or raw is None:
-                finishing = Background(finish, f"target log of step {step}")
+                finishing = BackgroundCall(finish, f"target log of step {step}")
                 return partial(finishing.result, timeout_s=self._timeout_s)
-            with _making(temporary):
+            with _write_directory(temporary):
                 write(f"worker-{record.worker}-part-{record.number:04d}.arrow", raw.data)
             return None
 
-        targets.tee(sink)
+        targets.add_sink(sink)
 
     def replay(
         self, step: int, policy_version: int, prompts: Sequence[Prompt]
@@ -116,24 +116,24 @@ class ArrowTargetLog:
 
         Later ones too: they were written by weights that came from another course of this step.
         """
-        if self._path(step).exists():
+        if self._step_path(step).exists():
             try:
                 return self._read(step, policy_version, prompts)
             except (*UNREADABLE, StreamError) as error:
                 self._say(f"warning: step {step} is rolled out again, the target log cannot be used: {error}")
-        self._drop(lambda logged: logged >= step)
+        self._drop_steps(lambda logged: logged >= step)
         # The weights before this step wrote the responses of the next one.
-        self._written.drop(lambda written: written > step + 1)
+        self._written.drop_steps(lambda written: written > step + 1)
         return None
 
     def prune(self, step: int) -> None:
         """Drop the steps up to `step`, which a checkpoint holds now."""
-        self._drop(lambda logged: logged <= step)
-        self._written.drop(lambda written: written <= step)
+        self._drop_steps(lambda logged: logged <= step)
+        self._written.drop_steps(lambda written: written <= step)
 
     def keep_written(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
         """Implements `TargetLog.keep_written`."""
-        self._written.keep(step, policy_version, prompts, batch)
+        self._written.store_rollouts(step, policy_version, prompts, batch)
 
     def written(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch | None:
         """Implements `TargetLog.written`."""
@@ -141,7 +141,7 @@ class ArrowTargetLog:
 
     def written_files(self, step: int) -> dict[str, bytes]:
         """Implements `TargetLog.written_files`."""
-        return self._written.files(step)
+        return self._written.read_files(step)
 
     def bring_back(self, step: int, directory: Path) -> None:
         """Implements `TargetLog.bring_back`."""
@@ -149,9 +149,9 @@ class ArrowTargetLog:
 
     def _read(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, TargetStream]:
         """Raises: ValueError and others if anything is not as it was written or not what was asked."""
-        manifest = json.loads((self._path(step) / MANIFEST).read_text(encoding="utf-8"))
-        refuse_other_question(manifest, question(FORMAT, step, policy_version, prompts), MANIFEST)
-        raw = {name: read_whole(self._path(step) / name, facts) for name, facts in manifest["files"].items()}
+        manifest = json.loads((self._step_path(step) / MANIFEST).read_text(encoding="utf-8"))
+        refuse_other_question(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
+        raw = {name: read_whole(self._step_path(step) / name, facts) for name, facts in manifest["files"].items()}
         stored = {name: raw.pop(name) for name in (ROLLOUTS, UNFINISHED) if name in raw}
         batch = batch_of(stored, ROLLOUTS, manifest, self._vocab_size)
         teachers = {
@@ -164,7 +164,7 @@ class ArrowTargetLog:
         if unknown:
             raise ValueError(f"no teacher has the output head {unknown[0][:16]}")
         targets = TargetStream(
-            (cluster.put(part) for part in raw.values()),
+            (cluster.put_object(part) for part in raw.values()),
             Asked(
                 rollouts=batch.rollouts,
                 teachers=teachers,
@@ -174,24 +174,24 @@ class ArrowTargetLog:
             ),
             heads={key: heads[key] for key in keys},
         )
-        targets.collect()  # now, while the step can still be rolled out instead
+        targets.wait_for_parts()  # now, while the step can still be rolled out instead
         return batch, targets
 
-    def _path(self, step: int) -> Path:
+    def _step_path(self, step: int) -> Path:
         return self._root / step_name(step)
 
-    def _drop(self, unwanted: Callable[[int], bool]) -> None:
+    def _drop_steps(self, unwanted: Callable[[int], bool]) -> None:
         for path in self._root.glob("step-*"):
-            step = step_of(path.name)
+            step = parse_step_name(path.name)
             if step is not None and unwanted(step):
                 shutil.rmtree(path)
 
 
 @contextmanager
-def _making(temporary: Path) -> Iterator[None]:
+def _write_directory(temporary: Path) -> Iterator[None]:
     """Within, files of a directory are written. Raises: StorageError, with the directory gone: a full disk needs the room."""
     try:
-        with storing(temporary):
+        with raise_storage_errors(temporary):
             temporary.mkdir(parents=True, exist_ok=True)
             yield
     except StorageError:
@@ -199,7 +199,7 @@ def _making(temporary: Path) -> Iterator[None]:
         raise
 
 
-def _beside(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
+def _step_facts(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
     """What neither rollouts nor parts tell of a step."""
     return {
         "kind": targets.asked.kind,
@@ -212,7 +212,7 @@ def _beside(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
 
 def logged_steps(root: Path) -> list[int]:
     """The steps that a log has, in order."""
-    return sorted(step for path in root.glob("step-*") if (step := step_of(path.name)) is not None)
+    return sorted(step for path in root.glob("step-*") if (step := parse_step_name(path.name)) is not None)
 
 
 def logged_rollouts(root: Path, step: int, vocab_size: int) -> list[Rollout]:

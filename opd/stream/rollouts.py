@@ -86,14 +86,14 @@ def rollout_of(values: Mapping[str, Any]) -> Rollout:
         prompt_ids=tuple(values["prompt_ids"]),
         response_ids=tuple(values["response_ids"]),
         behaviour_logprobs=tuple(values["behaviour_logprobs"]),
-        spans=_spans(values),
+        spans=_read_spans(values),
         stop_reason=values["stop_reason"],
         reward=values["reward"],
         origin="main" if values["origin"] is None else values["origin"],
         parent=values["parent"],
         next=values["next"],
     )
-    wrong = _contradiction(rollout, values["policy_version"])
+    wrong = _find_contradiction(rollout, values["policy_version"])
     if wrong:
         raise RolloutError(f"rollout {sample_id}: {wrong}")
     return rollout
@@ -103,7 +103,7 @@ def _usual_spans(num: int, policy_version: int) -> tuple[Span, ...]:
     return (Span(length=num, origin="policy", policy_version=policy_version),)
 
 
-def _spans(values: Mapping[str, Any]) -> tuple[Span, ...]:
+def _read_spans(values: Mapping[str, Any]) -> tuple[Span, ...]:
     """Raises: RolloutError for an origin that does not exist."""
     if values["spans"] is None:
         return _usual_spans(len(values["response_ids"]), values["policy_version"])
@@ -115,7 +115,7 @@ def _spans(values: Mapping[str, Any]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def _contradiction(rollout: Rollout, policy_version: int) -> str:
+def _find_contradiction(rollout: Rollout, policy_version: int) -> str:
     """What cannot be true of a rollout, empty if nothing; `policy_version` is what its column says."""
     num, lengths = len(rollout.response_ids), [span.length for span in rollout.spans]
     if not lengths or min(lengths) < 0 or not num == len(rollout.behaviour_logprobs) == sum(lengths):
@@ -142,7 +142,7 @@ def _odd_place(rollout: Rollout) -> str:
     return ""
 
 
-def encode(rollouts: Sequence[Rollout]) -> pa.RecordBatch:
+def encode_rollouts(rollouts: Sequence[Rollout]) -> pa.RecordBatch:
     """The rollouts as Arrow, in order."""
     values = [values_of(rollout) for rollout in rollouts]
     return pa.RecordBatch.from_arrays([pa.array([v[f.name] for v in values], f.type) for f in SCHEMA], schema=SCHEMA)
@@ -157,8 +157,8 @@ def check_schema(schema: pa.Schema) -> None:
         raise RolloutError(f"rollouts with columns {schema.names}, wanted {SCHEMA.names}")
 
 
-def decode(batches: Iterable[pa.RecordBatch], vocab_size: int) -> list[Rollout]:
-    """Inverse of `encode`, for batches whose schema was checked.
+def decode_rollouts(batches: Iterable[pa.RecordBatch], vocab_size: int) -> list[Rollout]:
+    """Inverse of `encode_rollouts`, for batches whose schema was checked.
 
     Raises: RolloutError for damaged columns, a rollout that contradicts itself, an id that no token of the vocabulary has,
     and a sample id that comes twice.
@@ -187,7 +187,7 @@ def write_file(rollouts: Sequence[Rollout]) -> pa.Buffer:
     """The bytes of a file that holds these rollouts."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SCHEMA) as writer:
-        writer.write_batch(encode(rollouts))
+        writer.write_batch(encode_rollouts(rollouts))
     return sink.getvalue()
 
 
@@ -201,7 +201,7 @@ def read_file(source: pa.Buffer | bytes | memoryview, vocab_size: int) -> list[R
         raise RolloutError(f"rollouts: not a whole Arrow stream: {error}") from None
     if len(batches) != 1:
         raise RolloutError(f"rollouts: {len(batches)} batches, wanted 1: the file was cut")
-    return decode(batches, vocab_size)
+    return decode_rollouts(batches, vocab_size)
 
 
 def incomplete_column(batch: pa.RecordBatch) -> str | None:

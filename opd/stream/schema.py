@@ -75,7 +75,7 @@ class TargetRow:
     answer: Answer
     """What the teacher says of the trained tokens; its class is the payload's."""
 
-    def weighted(self, weight: float) -> TargetRow:
+    def with_weight(self, weight: float) -> TargetRow:
         """The same row with another weight."""
         return self if weight == self.weight else replace(self, weight=weight)
 
@@ -118,7 +118,7 @@ def write_stream(
     schema = stream_schema(dtype, payload)
     record = json.dumps(asdict(part), separators=(",", ":"))
     with pa.ipc.new_stream(sink, schema) as writer:
-        writer.write_batch(_encode(rows, schema), custom_metadata={"opd.part": record})
+        writer.write_batch(_encode_rows(rows, schema), custom_metadata={"opd.part": record})
     return sink.getvalue()
 
 
@@ -150,8 +150,8 @@ def write_parts(
     yield write_stream(rows, dtype, payload, end)
 
 
-def _encode(rows: Sequence[TargetRow], schema: pa.Schema) -> pa.RecordBatch:
-    values = [_values(row) for row in rows]
+def _encode_rows(rows: Sequence[TargetRow], schema: pa.Schema) -> pa.RecordBatch:
+    values = [_row_values(row) for row in rows]
     columns = [
         _encode_shared(values, f.type) if f.name == SHARED else pa.array([v[f.name] for v in values], f.type)
         for f in schema
@@ -168,7 +168,7 @@ def _encode_shared(values: Sequence[Mapping[str, Any]], kind: pa.DictionaryType)
     return pa.DictionaryArray.from_arrays(pa.array([numbers[e] for e in entries], kind.index_type), dictionary)
 
 
-def _values(row: TargetRow) -> dict[str, Any]:
+def _row_values(row: TargetRow) -> dict[str, Any]:
     """What a row says in each column, and in each field of the dictionary column."""
     own = {name: getattr(row.answer, name) for name, _ in (*row.answer.GROUP, *row.answer.ROW)}
     return rollouts.values_of(row.rollout) | {"teacher": row.teacher, "weight": row.weight} | own
@@ -276,7 +276,9 @@ def _rows_of(batch: pa.RecordBatch, answers: type[Answer]) -> Iterator[TargetRow
     columns = {name: batch.column(name) for name in batch.schema.names}
     shared = columns.pop(SHARED)
     entries, numbers = shared.dictionary.to_pylist(), shared.indices.to_pylist()
-    lists = {name: _views(c) if pa.types.is_large_binary(c.type) else c.to_pylist() for name, c in columns.items()}
+    lists = {
+        name: _binary_views(c) if pa.types.is_large_binary(c.type) else c.to_pylist() for name, c in columns.items()
+    }
     answered = [name for name, _ in (*answers.GROUP, *answers.ROW)]
     for i, number in enumerate(numbers):
         values = entries[number] | {name: column[i] for name, column in lists.items()}
@@ -288,7 +290,7 @@ def _rows_of(batch: pa.RecordBatch, answers: type[Answer]) -> Iterator[TargetRow
         )
 
 
-def _views(binary: pa.LargeBinaryArray) -> list[memoryview]:
+def _binary_views(binary: pa.LargeBinaryArray) -> list[memoryview]:
     """The values without a copy, out of the buffers: a scalar's `as_buffer` would copy."""
     _, raw_offsets, data = binary.buffers()
     offsets = memoryview(raw_offsets)[8 * binary.offset : 8 * (binary.offset + len(binary) + 1)].cast("q")

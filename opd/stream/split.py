@@ -10,15 +10,17 @@ import numpy as np
 import pyarrow as pa
 
 from opd import cluster
-from opd.stream.targets import Part
+from opd.stream.targets import StreamPart
 
 
-def split_part(part: Part, rank_of: Callable[[str], int]) -> dict[int, Any]:
+def split_part(part: StreamPart, rank_of: Callable[[str], int]) -> dict[int, Any]:
     """Rank -> handle to the part's rows of that rank; `rank_of` takes a sample id. A part of one rank goes as it is."""
     ranks = {rank_of(sample_id) for sample_id in part.samples}
     if len(ranks) <= 1:
         return dict.fromkeys(ranks, part.handle)
-    return {rank: cluster.put(raw) for rank, raw in split_stream(cluster.fetch(part.handle), rank_of).items()}
+    return {
+        rank: cluster.put_object(raw) for rank, raw in split_stream(cluster.fetch_object(part.handle), rank_of).items()
+    }
 
 
 def split_stream(raw: np.ndarray, rank_of: Callable[[str], int]) -> dict[int, np.ndarray]:
@@ -28,10 +30,10 @@ def split_stream(raw: np.ndarray, rank_of: Callable[[str], int]) -> dict[int, np
     rows: dict[int, list[int]] = defaultdict(list)
     for number, sample_id in enumerate(batch.column("sample_id").to_pylist()):
         rows[rank_of(sample_id)].append(number)
-    return {rank: _stream(batch.take(pa.array(numbers)), metadata) for rank, numbers in rows.items()}
+    return {rank: _write_stream(batch.take(pa.array(numbers)), metadata) for rank, numbers in rows.items()}
 
 
-def _stream(batch: pa.RecordBatch, metadata: pa.KeyValueMetadata) -> np.ndarray:
+def _write_stream(batch: pa.RecordBatch, metadata: pa.KeyValueMetadata) -> np.ndarray:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch, custom_metadata=metadata)

@@ -49,7 +49,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StreamPart:
     """Some rows of a step. The driver keeps no row: it has looked at them, the trainer reads them."""
 
     handle: Any
@@ -96,7 +96,7 @@ class TargetStream:
         self._sent = {r.sample_id: r for r in asked.rollouts}
         self._missing = {(r.sample_id, name) for r in asked.rollouts for name in asked.teachers[r.domain]}
         self._to_take = Counter(sample_id for sample_id, _ in self._missing)
-        self._collected: deque[Part] = deque()
+        self._collected: deque[StreamPart] = deque()
         self._width: int | None = None
         """What all answers have in common, such as the K of a top-k."""
         self._records: dict[int, list[PartRecord]] = {}
@@ -105,39 +105,39 @@ class TargetStream:
         self._sinks: list[Sink] = []
         self._unsettled: list[Callable[[], object]] = []
 
-    def tee(self, sink: Sink) -> None:
+    def add_sink(self, sink: Sink) -> None:
         """Show every part's record and bytes to `sink` before anybody trains on it, then None when all have come. What it returns
-        `settle` calls."""
+        `wait_for_sinks` calls."""
         self._sinks.append(sink)
 
-    def settle(self) -> None:
+    def wait_for_sinks(self) -> None:
         """Wait until everybody who was shown the parts has done with them. Raises: what they raise."""
         unsettled, self._unsettled = self._unsettled, []
         for wait in unsettled:
             wait()
 
-    def collect(self) -> None:
-        """Wait for all parts; `take` gives them afterwards. Raises: as `take`."""
-        while (part := self._next()) is not None:
+    def wait_for_parts(self) -> None:
+        """Wait for all parts; `take_part` gives them afterwards. Raises: as `take_part`."""
+        while (part := self._next_part()) is not None:
             self._collected.append(part)
 
-    def take(self) -> Part | None:
+    def take_part(self) -> StreamPart | None:
         """The next part, waiting for it; None after the last.
 
         Raises: StreamError for a part that is not what was asked; RunError if a teacher fails, or if more than
         `max_quarantined` of the responses could not be scored (one always may).
         """
-        part = self._collected.popleft() if self._collected else self._next()
+        part = self._collected.popleft() if self._collected else self._next_part()
         if part is not None:
             self._to_take.subtract(part.samples)
         return part
 
     @property
-    def collected(self) -> Sequence[Part]:
+    def collected(self) -> Sequence[StreamPart]:
         """Parts that came and were not taken yet."""
         return tuple(self._collected)
 
-    def has(self, sample_ids: Sequence[str]) -> bool:
+    def has_samples(self, sample_ids: Sequence[str]) -> bool:
         """True once every teacher's row of these samples was taken, or the sample is quarantined."""
         return all(not self._to_take[i] or i in self.quarantined for i in sample_ids)
 
@@ -146,17 +146,17 @@ class TargetStream:
         """Rows of the samples that are not quarantined: one for each teacher of a sample."""
         return sum(len(self.asked.teachers[r.domain]) for i, r in self._sent.items() if i not in self.quarantined)
 
-    def _next(self) -> Part | None:
+    def _next_part(self) -> StreamPart | None:
         if self.arrived:
             return None
         handle = next(self._source, None)
         if handle is None:
             self._check_whole()
             self.busy_s = self._busy_s()
-            self._show(None, None)
+            self._show_to_sinks(None, None)
             self.arrived = True
             return None
-        raw = cluster.fetch(handle)
+        raw = cluster.fetch_object(handle)
         try:
             stream = read_stream(memoryview(raw))
         except StreamError as error:
@@ -167,13 +167,13 @@ class TargetStream:
             )
         for row in stream.rows:
             self._check(row)
-        self._keep(stream.part, stream.rows)
-        self._show(stream.part, raw)
+        self._keep_part(stream.part, stream.rows)
+        self._show_to_sinks(stream.part, raw)
         self.num_parts += 1
         self.nbytes += raw.nbytes
-        return Part(handle=handle, nbytes=raw.nbytes, samples=tuple(row.rollout.sample_id for row in stream.rows))
+        return StreamPart(handle=handle, nbytes=raw.nbytes, samples=tuple(row.rollout.sample_id for row in stream.rows))
 
-    def _show(self, record: PartRecord | None, raw: np.ndarray | None) -> None:
+    def _show_to_sinks(self, record: PartRecord | None, raw: np.ndarray | None) -> None:
         self._unsettled += [wait for sink in self._sinks if (wait := sink(record, raw)) is not None]
 
     def _check(self, row: TargetRow) -> None:
@@ -186,7 +186,7 @@ class TargetStream:
         expected = self.asked.teachers[rollout.domain][row.teacher]
         if row.weight != float(np.float32(expected.weight)) or row.answer.head_key() != expected.head:
             raise StreamError(f"{who}: another weight or head")
-        if not _same(row.rollout, rollout):
+        if not _equal_as_sent(row.rollout, rollout):
             raise StreamError(f"{who}: not the rollout that was sent")
         width = row.answer.width(rollout.num_trained)
         self._width = width if self._width is None else self._width
@@ -194,7 +194,7 @@ class TargetStream:
             raise StreamError(f"{who}: an answer of width {width}, others have {self._width}")
         self._missing.remove((sample_id, row.teacher))
 
-    def _keep(self, record: PartRecord, rows: Sequence[TargetRow]) -> None:
+    def _keep_part(self, record: PartRecord, rows: Sequence[TargetRow]) -> None:
         records = self._records.setdefault(record.worker, [])
         if record.number != len(records) or (records and records[-1].teachers is not None):
             raise StreamError(
@@ -239,7 +239,7 @@ def refuse_many_broken(broken: Mapping[str, str], num_rollouts: int, max_share: 
 _OTHER_FIELDS = attrgetter(*(field.name for field in fields(Rollout) if field.name != "behaviour_logprobs"))
 
 
-def _same(came: Rollout, sent: Rollout) -> bool:
+def _equal_as_sent(came: Rollout, sent: Rollout) -> bool:
     """Whether all fields are equal; log-probs travel as float32."""
     ours, theirs = (np.array(rollout.behaviour_logprobs, np.float32) for rollout in (sent, came))
     return _OTHER_FIELDS(came) == _OTHER_FIELDS(sent) and np.array_equal(ours, theirs)

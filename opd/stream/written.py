@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 
-from opd.files import replace_dir, storing
+from opd.files import raise_storage_errors, replace_dir
 from opd.records.episodes import EpisodeStats
 from opd.records.types import Prompt, Quarantined, RolloutBatch
 from opd.stream.rollouts import RolloutError, read_file, write_file
@@ -43,52 +43,52 @@ class WrittenRollouts:
         self._vocab_size = vocab_size
         self._say = say
 
-    def keep(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
+    def store_rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
         """Store a step's rollouts, all or none. Raises: StorageError."""
         files = files_of(batch, ROLLOUTS)
         manifest = {
-            **question(FORMAT, step, policy_version, prompts),
+            **request_digest(FORMAT, step, policy_version, prompts),
             **beside_rollouts(batch),
             "files": {name: facts_of(raw) for name, raw in files.items()},
         }
-        self._store(step, {**files, MANIFEST: json.dumps(manifest).encode()})
+        self._store_files(step, {**files, MANIFEST: json.dumps(manifest).encode()})
 
     def read(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch | None:
         """The rollouts as they were stored; None if there are none, or if they are damaged or answer another question."""
-        path = self._path(step)
+        path = self._step_path(step)
         if not path.exists():
             return None
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            refuse_other_question(manifest, question(FORMAT, step, policy_version, prompts), MANIFEST)
+            refuse_other_question(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
             raw = {name: read_whole(path / name, facts) for name, facts in manifest["files"].items()}
             return batch_of(raw, ROLLOUTS, manifest, self._vocab_size)
         except UNREADABLE as error:
             self._say(f"warning: step {step} is rolled out again, what was written ahead cannot be used: {error}")
             return None
 
-    def files(self, step: int) -> dict[str, bytes]:
+    def read_files(self, step: int) -> dict[str, bytes]:
         """Name -> content; empty if nothing is there."""
-        return _whole_files(self._path(step))
+        return _whole_files(self._step_path(step))
 
     def bring_back(self, step: int, directory: Path) -> None:
-        """Store the files that `files` gave, from a directory that may have them. Raises: StorageError."""
+        """Store the files that `read_files` gave, from a directory that may have them. Raises: StorageError."""
         if (directory / MANIFEST).exists():
-            self._store(step, _whole_files(directory))
+            self._store_files(step, _whole_files(directory))
 
-    def drop(self, unwanted: Callable[[int], bool]) -> None:
+    def drop_steps(self, unwanted: Callable[[int], bool]) -> None:
         """Delete the rollouts of the unwanted steps."""
         for path in self._root.glob("written-*"):
             number = path.name.removeprefix("written-")
             if number.isdigit() and unwanted(int(number)):
                 shutil.rmtree(path)
 
-    def _store(self, step: int, files: Mapping[str, bytes | memoryview]) -> None:
-        final = self._path(step)
+    def _store_files(self, step: int, files: Mapping[str, bytes | memoryview]) -> None:
+        final = self._step_path(step)
         temporary = final.with_name(f".tmp-{final.name}")
         shutil.rmtree(temporary, ignore_errors=True)
         try:
-            with storing(temporary):
+            with raise_storage_errors(temporary):
                 temporary.mkdir(parents=True)
                 for name, content in files.items():
                     (temporary / name).write_bytes(content)
@@ -96,7 +96,7 @@ class WrittenRollouts:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
 
-    def _path(self, step: int) -> Path:
+    def _step_path(self, step: int) -> Path:
         return self._root / f"written-{step:06d}"
 
 
@@ -138,7 +138,7 @@ def batch_of(
     )
 
 
-def question(form: int, step: int, policy_version: int, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def request_digest(form: int, step: int, policy_version: int, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """What stored rollouts answer: ids, domains and token ids of the prompts in their order, as a hash, and for whom."""
     asked = json.dumps([[p.id, p.domain, list(p.token_ids)] for p in prompts]).encode()
     return {"format": form, "step": step, "policy_version": policy_version, "prompts": blake3(asked).hexdigest()}

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opd.cluster import nodes, put
-from opd.models.buckets import Bucket, BucketWriter, WeightStream, padded
+from opd.cluster import list_nodes, put_object
+from opd.models.buckets import Bucket, BucketWriter, WeightStream, padded_bytes
 from opd.models.files import weight_files
 
 if TYPE_CHECKING:
@@ -17,33 +17,33 @@ if TYPE_CHECKING:
 def stream_files(model_dir: Path, like: Path, nbytes: int) -> WeightStream:
     """All weights of a directory whose files have Hugging Face's names, in buckets of at most `nbytes` unless a tensor is larger. `like` is a
     model of this shape that the engines can read. Taking buckets raises: OSError; WorkerDied if Ray is gone."""
-    handles: Iterator[Any] = (put(bucket) for bucket in buckets(_tensors(model_dir), nbytes))
-    return WeightStream(model_dir=like.absolute(), whole=True, buckets=handles, node=nodes()[0].id)
+    handles: Iterator[Any] = (put_object(bucket) for bucket in split_into_buckets(_iterate_tensors(model_dir), nbytes))
+    return WeightStream(model_dir=like.absolute(), whole=True, buckets=handles, node=list_nodes()[0].id)
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:
+def split_into_buckets(tensors: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:
     """Tensors in order, by name, as many to a bucket as it has room for."""
     held: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        if held and _size(held) + padded(tensor) > nbytes:
-            yield _bucket(held)
+        if held and _total_bytes(held) + padded_bytes(tensor) > nbytes:
+            yield _write_bucket(held)
             held = {}
         held[name] = tensor
     if held:
-        yield _bucket(held)
+        yield _write_bucket(held)
 
 
-def _bucket(tensors: dict[str, Tensor]) -> Bucket:
-    writer = BucketWriter(_size(tensors))
+def _write_bucket(tensors: dict[str, Tensor]) -> Bucket:
+    writer = BucketWriter(_total_bytes(tensors))
     writer.add(tensors)
-    return writer.bucket()
+    return writer.finish_bucket()
 
 
-def _size(tensors: dict[str, Tensor]) -> int:
-    return sum(map(padded, tensors.values()))
+def _total_bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(map(padded_bytes, tensors.values()))
 
 
-def _tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
+def _iterate_tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
     for path in weight_files(model_dir):

@@ -72,8 +72,8 @@ class ProvenSync(ABC):
         How far they are apart is then rounding, which kernels and types decide, and later weights may be rounded as much.
         Raises: RunError if they are further apart than the tolerance.
         """
-        gap = self.measure()
-        self._refuse(gap, "before the first step", "they compute different distributions from the same files")
+        gap = self.measure_gap()
+        self._refuse_gap(gap, "before the first step", "they compute different distributions from the same files")
         if self._spec.adapts:
             self._tolerance = max(self._tolerance, ROUNDING * gap)
 
@@ -83,19 +83,19 @@ class ProvenSync(ABC):
         Raises: RunError if any engine's log-probs still differ from the trainer's by more than the tolerance.
         """
         gap = self._push(version)
-        if not self._agree(gap):
+        if not self._is_within_tolerance(gap):
             self._spec.tell(f"weight push {version}: engine and trainer differ by {gap:.4f} nats a token; pushed again")
             gap = self._push(version)
-        self._refuse(gap, f"weight push {version}", "the engine does not hold the trainer's weights")
+        self._refuse_gap(gap, f"weight push {version}", "the engine does not hold the trainer's weights")
         return PushReport(version=version, gap=gap)
 
-    def _agree(self, gap: float) -> bool:
+    def _is_within_tolerance(self, gap: float) -> bool:
         """NaN does not."""
         return gap <= self._tolerance
 
-    def _refuse(self, gap: float, when: str, therefore: str) -> None:
+    def _refuse_gap(self, gap: float, when: str, therefore: str) -> None:
         """Raises: RunError if the two sides do not agree."""
-        if self._agree(gap):
+        if self._is_within_tolerance(gap):
             return
         allowed = f"sync.tolerance is {self._spec.tolerance:.4g}"
         if self._tolerance > self._spec.tolerance:
@@ -108,16 +108,16 @@ class ProvenSync(ABC):
         )
 
     def _push(self, version: int) -> float:
-        """Push once; returns what `measure` finds afterwards."""
+        """Push once; returns what `measure_gap` finds afterwards."""
         self._ours = None
         self.bring(version)
-        return self.measure()
+        return self.measure_gap()
 
     def ask_trainer(self) -> None:
-        """Have the trainer score the probe from now on, beside whatever the engines do; `measure` waits for it."""
+        """Have the trainer score the probe from now on, beside whatever the engines do; `measure_gap` waits for it."""
         self._ours = self._spec.trainer.begin_logprobs(self._probe)
 
-    def measure(self) -> float:
+    def measure_gap(self) -> float:
         """Largest mean |trainer - engine| log-prob gap over the probe tokens among the engines, nats."""
         if self._ours is None:
             self.ask_trainer()

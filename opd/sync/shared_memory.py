@@ -27,12 +27,12 @@ class SharedMemorySync(ProvenSync):
 
     def bring(self, version: int) -> None:
         with ExitStack() as files:
-            directory = Path(files.enter_context(self._place(version)))
+            directory = Path(files.enter_context(self._choose_directory(version)))
             base = self._spec.trainer.export_changed(directory)
             self.ask_trainer()  # its cores have nothing else to do while the engines load
-            again: Callable[[], AbstractContextManager[Path]] = partial(self._exported, version)
+            again: Callable[[], AbstractContextManager[Path]] = partial(self._exported_weights, version)
             if self._spec.keeps:
-                again = partial(_kept, directory)
+                again = partial(_keep_files, directory)
             self._spec.engine.load(directory, again=again, base=base)
             if self._spec.keeps:
                 self._kept.close()
@@ -40,13 +40,13 @@ class SharedMemorySync(ProvenSync):
                 self._kept_nbytes = 0 if self._on_disk else self._spec.nbytes
 
     @contextmanager
-    def _exported(self, version: int) -> Iterator[Path]:
+    def _exported_weights(self, version: int) -> Iterator[Path]:
         """The pushed weights as files once more, which exist within the context."""
-        with self._place(version) as directory:
+        with self._choose_directory(version) as directory:
             self._spec.trainer.export_changed(Path(directory))
             yield Path(directory)
 
-    def _place(self, version: int) -> tempfile.TemporaryDirectory[str]:
+    def _choose_directory(self, version: int) -> tempfile.TemporaryDirectory[str]:
         """A directory in shared memory if it has room for twice the weights, those that are kept there among them, else on disk:
         containers often get 64 MiB."""
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
@@ -61,10 +61,10 @@ class SharedMemorySync(ProvenSync):
                 else f"{SHARED_MEMORY} has room again: new weights go through it"
             )
         return tempfile.TemporaryDirectory(
-            prefix=f"{leftovers.prefix()}weights-{version:06d}-", dir=None if small else SHARED_MEMORY
+            prefix=f"{leftovers.directory_prefix()}weights-{version:06d}-", dir=None if small else SHARED_MEMORY
         )
 
 
-def _kept(directory: Path) -> AbstractContextManager[Path]:
+def _keep_files(directory: Path) -> AbstractContextManager[Path]:
     """Files that stay where they are."""
     return nullcontext(directory)

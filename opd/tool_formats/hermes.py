@@ -15,11 +15,11 @@ from opd.tool_formats.records import (
     BEGINS,
     CLOSE,
     OPEN,
-    Written,
+    WrittenCalls,
     between_tags,
     call_of,
     in_tags,
-    parsed,
+    parse_json,
 )
 
 WHERE = "between the tags"
@@ -35,9 +35,9 @@ class Hermes:
 {{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}
 {CLOSE}"""
 
-    def read(self, text: str, tools: Sequence[Tool]) -> Written:
+    def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
         found, around = between_tags(text)
-        return Written(tuple(call_of(parsed(inside, WHERE), WHERE) for inside in found), around)
+        return WrittenCalls(tuple(call_of(parse_json(inside, WHERE), WHERE) for inside in found), around)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return in_tags([json.dumps({"name": call.name, "arguments": dict(call.arguments)}) for call in calls])

@@ -12,7 +12,7 @@ from typing import Any
 
 from opd.records.environments import Tool, ToolCall
 from opd.records.json_fields import STRICT
-from opd.tool_formats.records import BadCall, Uncounted, Written, arguments_of
+from opd.tool_formats.records import BadCall, Uncounted, WrittenCalls, arguments_of
 
 TAG = "<|python_tag|>"
 _BEGUN = re.compile(r'\{\s*("name"|"parameters"|"arguments"|"type"\s*:\s*"function")')
@@ -29,11 +29,11 @@ class Llama3Json:
     told = """To call one, answer with a JSON object of its name and its arguments; you may write several, with "; " in between:
 {"name": "NAME", "parameters": {"ARGUMENT": "VALUE"}}"""
 
-    def read(self, text: str, tools: Sequence[Tool]) -> Written:
+    def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
         calls: list[ToolCall] = []
         around: list[str] = []
         end = 0
-        for begin, after, call in _objects(text):
+        for begin, after, call in _find_objects(text):
             between = text[end:begin].replace(TAG, "")
             around.append(between if not calls or between.strip() not in ("", ";") else "")
             calls.append(call)
@@ -42,13 +42,13 @@ class Llama3Json:
             raise BadCall(f'wanted {{"name": ..., "parameters": {{...}}}} after {TAG}')
         rest = text[end:]
         around.append(rest if not calls or rest.strip() not in ("", ";") else "")
-        return Written(tuple(calls), "".join(around))
+        return WrittenCalls(tuple(calls), "".join(around))
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return "; ".join(json.dumps({"name": call.name, "parameters": dict(call.arguments)}) for call in calls)
 
 
-def _objects(text: str) -> Iterator[tuple[int, int, ToolCall]]:
+def _find_objects(text: str) -> Iterator[tuple[int, int, ToolCall]]:
     """Begin, end and content of each call. Raises: BadCall for one that was begun and is no JSON, or has no parameters."""
     uncounted, end = Uncounted(text), 0
     while (found := _OBJECT.search(text, end)) is not None:
@@ -63,12 +63,12 @@ def _objects(text: str) -> Iterator[tuple[int, int, ToolCall]]:
         except (ValueError, RecursionError) as error:
             raise BadCall(f"a call that is no JSON: {error}") from None
         else:
-            call = _call(data)
+            call = _read_call(data)
             if call is not None:
                 yield begin, end, call
 
 
-def _call(data: dict[str, Any]) -> ToolCall | None:
+def _read_call(data: dict[str, Any]) -> ToolCall | None:
     """The call that an object is; None for other JSON. Raises: BadCall for parameters that are no object."""
     key = next((key for key in ("parameters", "arguments") if key in data), None)
     if key is None or not isinstance(data.get("name"), str):

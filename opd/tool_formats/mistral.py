@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from opd.records.environments import Tool, ToolCall
-from opd.tool_formats.records import BadCall, Written, arguments_of, call_of, parsed
+from opd.tool_formats.records import BadCall, WrittenCalls, arguments_of, call_of, parse_json
 
 MARK, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 WHERE = f"after {MARK}"
@@ -27,18 +27,18 @@ class Mistral:
     told = f"""To call them, end your answer with a list of calls:
 {MARK}[{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}]"""
 
-    def read(self, text: str, tools: Sequence[Tool]) -> Written:
+    def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
         around, *parts = text.split(MARK)
-        return Written(tuple(call for part in parts for call in _calls(part.strip())), around)
+        return WrittenCalls(tuple(call for part in parts for call in _read_calls(part.strip())), around)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return MARK + json.dumps([{"name": call.name, "arguments": dict(call.arguments)} for call in calls])
 
 
-def _calls(part: str) -> list[ToolCall]:
+def _read_calls(part: str) -> list[ToolCall]:
     """The calls after one special token, one at least. Raises: BadCall."""
     if part[:1] in ("[", "{"):
-        data = parsed(part, WHERE)
+        data = parse_json(part, WHERE)
         found = [call_of(one, WHERE) for one in (data if isinstance(data, list) else [data])]
         if found:
             return found
@@ -46,4 +46,4 @@ def _calls(part: str) -> list[ToolCall]:
     if named is None:
         raise BadCall(f"wanted NAME{ARGS}{{...}}, or a list of calls, {WHERE}")
     name, arguments = named.groups()
-    return [ToolCall(name=name, arguments=arguments_of(name, parsed(arguments, f"{WHERE}{name:.60}{ARGS}")))]
+    return [ToolCall(name=name, arguments=arguments_of(name, parse_json(arguments, f"{WHERE}{name:.60}{ARGS}")))]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from opd.records.environments import Tool, ToolCall
-from opd.tool_formats.records import BadCall, Written
+from opd.tool_formats.records import BadCall, WrittenCalls
 
 _BEGINS = re.compile(r"\[\s*[A-Za-z_]\w*\s*\(")
 _TOO_LARGE = 10**4300
@@ -33,17 +33,17 @@ class Pythonic:
         """`marks` may stand around the list."""
         self.marks = marks
 
-    def read(self, text: str, tools: Sequence[Tool]) -> Written:
+    def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
         bare = text
         for mark in self.marks:
             bare = bare.replace(mark, "")
         bare = bare.strip()
         if _BEGINS.match(bare):
-            return Written(tuple(map(_call, _listed(bare))), "")
+            return WrittenCalls(tuple(map(_call, _read_list(bare))), "")
         names = "|".join(re.escape(tool.name) for tool in tools)
         if (names and re.search(rf"\[\s*({names})\s*\(", bare)) or bare != text.strip():
             raise BadCall("a list of calls has to be the whole turn")
-        return Written((), text)
+        return WrittenCalls((), text)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         def written(call: ToolCall) -> str:
@@ -52,7 +52,7 @@ class Pythonic:
         return f"[{', '.join(map(written, calls))}]"
 
 
-def _listed(text: str) -> list[ast.expr]:
+def _read_list(text: str) -> list[ast.expr]:
     """What the list holds. Raises: BadCall if the text is no list."""
     try:
         with warnings.catch_warnings():
@@ -72,10 +72,10 @@ def _call(node: ast.expr) -> ToolCall:
     arguments = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
     if node.args or len(arguments) < len(node.keywords):
         raise BadCall(f"{node.func.id:.60}: every argument needs its name, as in {node.func.id:.60}(ARGUMENT=3)")
-    return ToolCall(name=node.func.id, arguments={key: _value(value) for key, value in arguments.items()})
+    return ToolCall(name=node.func.id, arguments={key: _read_literal(value) for key, value in arguments.items()})
 
 
-def _value(node: ast.expr | None) -> Any:
+def _read_literal(node: ast.expr | None) -> Any:
     """A literal that JSON has, too. Raises: BadCall for anything else."""
     match node:
         case ast.Constant(value=int() as value) if value >= _TOO_LARGE:
@@ -89,13 +89,13 @@ def _value(node: ast.expr | None) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value) as number) if (
             not isinstance(value, bool)
         ):
-            return -_value(number)
+            return -_read_literal(number)
         case ast.List(elts=elements):
-            return [_value(element) for element in elements]
+            return [_read_literal(element) for element in elements]
         case ast.Dict(keys=keys, values=values) if all(
             isinstance(key, ast.Constant) and isinstance(key.value, str) for key in keys
         ):
-            return {_value(key): _value(value) for key, value in zip(keys, values, strict=True)}
+            return {_read_literal(key): _read_literal(value) for key, value in zip(keys, values, strict=True)}
     raise BadCall(
         "arguments have to be texts in quotes, numbers, True, False, None, and lists and dictionaries of them"
     )

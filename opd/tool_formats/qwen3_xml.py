@@ -18,8 +18,8 @@ from typing import Any
 
 from opd.records.environments import Tool, ToolCall
 from opd.records.json_fields import strict_json
-from opd.tool_formats.records import BEGINS, CLOSE, OPEN, BadCall, Written, between_tags, in_tags
-from opd.tool_formats.schema import fits_type, properties, types_of
+from opd.tool_formats.records import BEGINS, CLOSE, OPEN, BadCall, WrittenCalls, between_tags, in_tags
+from opd.tool_formats.schema import fits_type, schema_properties, types_of
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*", re.DOTALL)
@@ -41,17 +41,17 @@ VALUE
 </function>
 {CLOSE}"""
 
-    def read(self, text: str, tools: Sequence[Tool]) -> Written:
+    def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
         found, around = between_tags(text)
         if "<function=" in around:
             raise BadCall(f"every <function=...> stands between {OPEN} and {CLOSE}")
-        return Written(tuple(_call(inside, tools) for inside in found), around)
+        return WrittenCalls(tuple(_call(inside, tools) for inside in found), around)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        return in_tags([_written(call) for call in calls])
+        return in_tags([_write_call(call) for call in calls])
 
 
-def _written(call: ToolCall) -> str:
+def _write_call(call: ToolCall) -> str:
     values = ((name, v if isinstance(v, str) else json.dumps(v, default=dict)) for name, v in call.arguments.items())
     inside = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values)
     return f"<function={call.name}>\n{inside}</function>"
@@ -63,16 +63,16 @@ def _call(inside: str, tools: Sequence[Tool]) -> ToolCall:
     if found is None:
         raise BadCall("wanted <function=NAME>...</function> between the tags")
     name, body = found[1].strip(), found[2]
-    known = next((properties(tool.parameters) for tool in tools if tool.name == name), {})
+    known = next((schema_properties(tool.parameters) for tool in tools if tool.name == name), {})
     arguments: dict[str, Any] = {}
-    for key, text in _parameters(name, body):
+    for key, text in _read_parameters(name, body):
         if key in arguments:
             raise BadCall(f"{name:.60}: the parameter {key!r:.60} is there twice")
-        arguments[key] = _value(text, known.get(key, {}))
+        arguments[key] = _read_value(text, known.get(key, {}))
     return ToolCall(name=name, arguments=arguments)
 
 
-def _parameters(name: str, body: str) -> Iterator[tuple[str, str]]:
+def _read_parameters(name: str, body: str) -> Iterator[tuple[str, str]]:
     """Name and text of each. Raises: BadCall for anything else in the function."""
     at, end = 0, len(body.rstrip())
     while at < end:
@@ -83,7 +83,7 @@ def _parameters(name: str, body: str) -> Iterator[tuple[str, str]]:
         at = found.end()
 
 
-def _value(text: str, schema: Mapping[str, Any]) -> Any:
+def _read_value(text: str, schema: Mapping[str, Any]) -> Any:
     """The value that a text stands for, of the type that the schema wants; the text itself if it fits none."""
     kinds = types_of(schema)
     word = text.strip().lower()

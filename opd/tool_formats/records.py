@@ -36,7 +36,7 @@ class Uncounted(str):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenCalls:
     """A turn as a format reads it."""
 
     calls: tuple[ToolCall, ...]
@@ -57,7 +57,7 @@ class ToolFormat(Protocol):
     ends: str
     """What ends it; empty: the end of the turn."""
 
-    def read(self, text: str, tools: Sequence[Tool]) -> Written:
+    def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
         """The calls of a turn. `tools` decide the types of arguments that are written without quotes.
 
         Raises: BadCall for a call that was begun and cannot be read.
@@ -83,7 +83,7 @@ def in_tags(insides: Sequence[str]) -> str:
     return "\n".join(f"{OPEN}\n{inside}\n{CLOSE}" for inside in insides)
 
 
-def parsed(text: str, where: str) -> Any:
+def parse_json(text: str, where: str) -> Any:
     """The JSON of a text. Raises: BadCall that says where it stands."""
     try:
         return strict_json(text)

@@ -17,11 +17,11 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def problem_with(value: Any, schema: Mapping[str, Any], where: str) -> str:
-    """Why a value does not fit a JSON schema, empty if it does. Knows `type`, `enum`, `properties`, `required`,
-    `additionalProperties` (by default false beside `properties`) and `items`; other words of a schema, and these in a form that
+    """Why a value does not fit a JSON schema, empty if it does. Knows `type`, `enum`, `schema_properties`, `required`,
+    `additionalProperties` (by default false beside `schema_properties`) and `items`; other words of a schema, and these in a form that
     JSON schema does not know, are for the policy."""
     kind = schema.get("type")
-    kinds = [kind] if isinstance(kind, str) else _texts(kind)
+    kinds = [kind] if isinstance(kind, str) else _collect_texts(kind)
     if kinds and not any(fits_type(value, kind) for kind in kinds):
         return f"{where} is {value!r:.60}, wanted {' or '.join(kinds)}"
     choices = schema.get("enum")
@@ -36,8 +36,8 @@ def problem_with(value: Any, schema: Mapping[str, Any], where: str) -> str:
 
 
 def _problem_inside(value: Mapping[str, Any], schema: Mapping[str, Any], where: str) -> str:
-    known = properties(schema)
-    missing = [key for key in _texts(schema.get("required")) if key not in value]
+    known = schema_properties(schema)
+    missing = [key for key in _collect_texts(schema.get("required")) if key not in value]
     if missing:
         return f"{where} lacks {missing[0]}"
     strange = [key for key in value if key not in known]
@@ -47,7 +47,7 @@ def _problem_inside(value: Mapping[str, Any], schema: Mapping[str, Any], where: 
     return next((problem for problem in problems if problem), "")
 
 
-def properties(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+def schema_properties(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Name -> schema of each property; a schema that is no object, such as `true`, takes anything."""
     found = schema.get("properties")
     if not isinstance(found, Mapping):
@@ -59,7 +59,7 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
     """The types that a schema names: by `type`, by the values of `enum`, or in one of its alternatives; empty if none."""
     kind, choices = schema.get("type"), schema.get("enum")
     if kind is not None:
-        return {kind} if isinstance(kind, str) else set(_texts(kind))
+        return {kind} if isinstance(kind, str) else set(_collect_texts(kind))
     if isinstance(choices, list | tuple):
         return {kind for kind in _TYPES for choice in choices if fits_type(choice, kind)}
     others = (schema.get(word) for word in ("anyOf", "oneOf", "allOf"))
@@ -74,5 +74,5 @@ def fits_type(value: Any, kind: str) -> bool:
     return kind in _TYPES and isinstance(value, _TYPES[kind])
 
 
-def _texts(value: Any) -> list[str]:
+def _collect_texts(value: Any) -> list[str]:
     return [text for text in value if isinstance(text, str)] if isinstance(value, list | tuple) else []

@@ -23,7 +23,7 @@ def episodes_of(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
     return found
 
 
-def chosen(episodes: Mapping[str, Sequence[Rollout]]) -> dict[str, tuple[Why, ...]]:
+def choose_episodes(episodes: Mapping[str, Sequence[Rollout]]) -> dict[str, tuple[Why, ...]]:
     """Episode id -> why it is shown; at most four episodes of a domain. Of several that fit, the first one is taken."""
     by_domain: dict[str, list[str]] = {}
     for name, segments in episodes.items():
@@ -35,10 +35,10 @@ def chosen(episodes: Mapping[str, Sequence[Rollout]]) -> dict[str, tuple[Why, ..
     return found
 
 
-def watched(rollouts: Iterable[Rollout]) -> frozenset[str]:
+def watched_samples(rollouts: Iterable[Rollout]) -> frozenset[str]:
     """Samples whose loss is kept token by token: the segments of the chosen episodes."""
     episodes = episodes_of(rollouts)
-    return frozenset(rollout.sample_id for name in chosen(episodes) for rollout in episodes[name])
+    return frozenset(rollout.sample_id for name in choose_episodes(episodes) for rollout in episodes[name])
 
 
 def _of_domain(names: Sequence[str], episodes: Mapping[str, Sequence[Rollout]]) -> dict[Why, str]:
@@ -50,11 +50,11 @@ def _of_domain(names: Sequence[str], episodes: Mapping[str, Sequence[Rollout]]) 
         found["best"] = best
         if rewards[worst] < rewards[best]:
             found["worst"] = worst
-    found["longest"] = max(names, key=lambda name: sum(map(_sampled, episodes[name])))
+    found["longest"] = max(names, key=lambda name: sum(map(_count_sampled, episodes[name])))
     found["first"] = names[0]
     return found
 
 
-def _sampled(rollout: Rollout) -> int:
+def _count_sampled(rollout: Rollout) -> int:
     """Tokens that the policy sampled."""
     return sum(span.length for span in rollout.spans if span.sampled)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from opd.files import storing
+from opd.files import raise_storage_errors
 from opd.interfaces import Decoder
 from opd.records.types import RolloutBatch, StepReport
 from opd.run.paths import RunPaths
-from opd.traces.choose import chosen, episodes_of
+from opd.traces.choose import choose_episodes, episodes_of
 from opd.traces.making import guard_events, trace_of
 from opd.traces.record import StepTraces
 
@@ -27,23 +27,23 @@ class TraceFiles:
 
     def keep(self, step: int, batch: RolloutBatch, trained: StepReport) -> None:
         """Store the chosen episodes of a step that is kept. Raises: StorageError."""
-        if not (_stays(step) or step % self._every == 0 or step == self._last):
+        if not (_is_kept_step(step) or step % self._every == 0 or step == self._last):
             return
         episodes, seen = episodes_of(batch.rollouts), guard_events(batch.episodes.values())
         kept = [
             trace_of(episodes[name], why, trained.token_losses, self._tokenizer, seen)
-            for name, why in chosen(episodes).items()
+            for name, why in choose_episodes(episodes).items()
         ]
         if not kept:
             return
-        with storing(self._paths.traces):
+        with raise_storage_errors(self._paths.traces):
             self._paths.traces.mkdir(exist_ok=True)
-            StepTraces(step=step, episodes=tuple(kept)).save(self._paths.trace(step))
+            StepTraces(step=step, episodes=tuple(kept)).save(self._paths.trace_file(step))
             for older, file in self._paths.traces_by_step().items():
-                if older < step and not _stays(older):
+                if older < step and not _is_kept_step(older):
                     file.unlink()
 
 
-def _stays(step: int) -> bool:
+def _is_kept_step(step: int) -> bool:
     """Whether the step is a power of two."""
     return step & (step - 1) == 0

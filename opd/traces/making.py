@@ -44,19 +44,19 @@ def trace_of(
         why=why,
         stop_reason=first.stop_reason,
         reward=first.reward,
-        segments=tuple(_segment(rollout, losses.get(rollout.sample_id, ()), tokenizer) for rollout in segments),
-        guard=tuple(event.told for event in seen if f"{event.episode}/".startswith(place)),
+        segments=tuple(_make_segment(rollout, losses.get(rollout.sample_id, ()), tokenizer) for rollout in segments),
+        guard=tuple(event.describe for event in seen if f"{event.episode}/".startswith(place)),
     )
 
 
-def _segment(rollout: Rollout, losses: Sequence[float], tokenizer: Decoder) -> SegmentTrace:
+def _make_segment(rollout: Rollout, losses: Sequence[float], tokenizer: Decoder) -> SegmentTrace:
     pieces, at, trained = [], 0, 0
     for span in rollout.spans:
         ids = rollout.response_ids[at : at + span.length]
         own = losses[trained : trained + span.length] if span.trained else ()
-        pieces.append(_piece(span, ids, own, tokenizer))
+        pieces.append(_make_piece(span, ids, own, tokenizer))
         at, trained = at + span.length, trained + span.length * span.trained
-    prompt, _ = _cut(tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False))
+    prompt, _ = _shorten_text(tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False))
     return SegmentTrace(
         sample_id=rollout.sample_id,
         domain=rollout.domain,
@@ -69,9 +69,9 @@ def _segment(rollout: Rollout, losses: Sequence[float], tokenizer: Decoder) -> S
     )
 
 
-def _piece(span: Span, ids: Sequence[int], losses: Sequence[float], tokenizer: Decoder) -> Piece:
+def _make_piece(span: Span, ids: Sequence[int], losses: Sequence[float], tokenizer: Decoder) -> Piece:
     if span.origin == "environment":
-        text, left_out = _cut(tokenizer.decode(ids, skip_special_tokens=False))
+        text, left_out = _shorten_text(tokenizer.decode(ids, skip_special_tokens=False))
         texts: Sequence[str] = (text,)
     else:
         texts, left_out = token_texts(ids[:MAX_TOKENS], tokenizer), max(0, len(ids) - MAX_TOKENS)
@@ -85,7 +85,7 @@ def _piece(span: Span, ids: Sequence[int], losses: Sequence[float], tokenizer: D
     )
 
 
-def _cut(text: str) -> tuple[str, int]:
+def _shorten_text(text: str) -> tuple[str, int]:
     """The text, or its first and last part, and how many characters are missing."""
     missing = len(text) - MAX_TEXT
     if missing <= 0:

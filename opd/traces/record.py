@@ -80,7 +80,7 @@ class EpisodeTrace:
         """Turns of the policy in all segments."""
         return sum(max((turn for turn, _ in segment.turns), default=0) for segment in self.segments)
 
-    def kind(self, segment: SegmentTrace) -> str:
+    def segment_kind(self, segment: SegmentTrace) -> str:
         """What one of its segments is, in words."""
         if segment.origin == "main" and segment.sample_id in {other.next for other in self.segments}:
             return "continuation without thoughts"
@@ -125,7 +125,7 @@ class StepTraces:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepTraces:
         """Inverse of what `save` writes. Raises: KeyError or TypeError for anything else."""
-        return check_types(cls(step=data["step"], episodes=tuple(map(_episode, data["episodes"]))))
+        return check_types(cls(step=data["step"], episodes=tuple(map(_read_episode, data["episodes"]))))
 
 
 def read_traces(path: Path) -> StepTraces:
@@ -144,14 +144,15 @@ def read_traces(path: Path) -> StepTraces:
         ) from None
 
 
-def _episode(data: Mapping[str, Any]) -> EpisodeTrace:
+def _read_episode(data: Mapping[str, Any]) -> EpisodeTrace:
     segments = tuple(
-        SegmentTrace(**{**segment, "pieces": tuple(map(_piece, segment["pieces"]))}) for segment in data["segments"]
+        SegmentTrace(**{**segment, "pieces": tuple(map(_read_piece, segment["pieces"]))})
+        for segment in data["segments"]
     )
     return EpisodeTrace(
         **{**data, "why": tuple(data["why"]), "segments": segments, "guard": tuple(data.get("guard", ()))}
     )
 
 
-def _piece(data: Mapping[str, Any]) -> Piece:
+def _read_piece(data: Mapping[str, Any]) -> Piece:
     return Piece(**{**data, "texts": tuple(data["texts"]), "losses": tuple(data["losses"])})

@@ -41,13 +41,13 @@ class DeepSpeedCritic(Ranks[CriticRank]):
         Raises: what `opd.cluster.wait` raises.
         """
         by_id = {rollout.sample_id: rollout for rollout in rollouts}
-        self._plan = self.plan(rollouts)
+        self._plan = self.plan_micro_batches(rollouts)
         pending = [
             rank.submit(CriticRank.values, [[by_id[i] for i in ids] for ids in part])
             for rank, part in zip(self._ranks, self._plan, strict=True)
         ]
         found: dict[str, Floats] = {}
-        for answer in cluster.wait(pending, timeout_s=self._timeout_s):
+        for answer in cluster.wait_for_all(pending, timeout_s=self._timeout_s):
             found |= answer
         return found
 
@@ -63,11 +63,11 @@ class DeepSpeedCritic(Ranks[CriticRank]):
             mine = [i for ids in part for i in ids]
             work = UpdateWork(
                 step=step,
-                lr=self._rate.at(step),
+                lr=self._rate.rate_at_step(step),
                 returns={i: returns[i] for i in mine},
                 values={i: values[i] for i in mine},
                 weight=weight,
             )
             pending.append(rank.submit(CriticRank.update, work))
-        results = cluster.wait(pending, timeout_s=self._timeout_s)
+        results = cluster.wait_for_all(pending, timeout_s=self._timeout_s)
         return sum(result.loss for result in results), results[0].grad_norm

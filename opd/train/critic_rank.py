@@ -13,7 +13,7 @@ import torch
 from opd.machine.devices import to_device
 from opd.records.types import Rollout
 from opd.train.load import load_share
-from opd.train.value import Critic, laid_out, states, value_batch
+from opd.train.value import Critic, laid_out, state_indices, value_batch
 from opd.train.zero import ModelOptions, ZeroEngine
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class CriticRank(ZeroEngine):
         found: dict[str, Floats] = {}
         for rollouts in micro_batches:
             packed = laid_out(rollouts, self._layout)
-            state_N = states(packed, rollouts)
+            state_N = state_indices(packed, rollouts)
             with torch.no_grad():
                 moved = to_device(packed, self._device), state_N.to(self._device)
                 value_N = self._engine.module.values(*moved).float().cpu()

@@ -17,11 +17,11 @@ from opd import cluster
 from opd.cluster import Pending
 from opd.models.buckets import WeightStream
 from opd.records.rewards import PolicyReport, RewardStep
-from opd.records.sums import added_up
+from opd.records.sums import sum_by_key
 from opd.records.types import Rollout, StepReport
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
-from opd.traces.choose import watched
+from opd.traces.choose import watched_samples
 from opd.train.batch import gather_samples, leave_one_out
 from opd.train.feed import Feed
 from opd.train.policy import RankPolicy, policy_work
@@ -72,22 +72,22 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         gradient; the optimiser divides by the share that was scored, of the divergence and of the policy gradient each its own.
         Raises: RunError if a rank fails or the step is broken.
         """
-        whole = self._work(step, rollouts, stale, reward)
+        whole = self._make_step_work(step, rollouts, stale, reward)
         skipped = StepReport(
             step=step, loss=0.0, grad_norm=0.0, lr=whole.lr, logprob_gap=0.0, domains={}, skipped=True
         )  # fmt: skip
         if not whole.weights:
-            targets.collect()
-            targets.settle()
+            targets.wait_for_parts()
+            targets.wait_for_sinks()
             return skipped
-        plan = self.plan(rollouts)
+        plan = self.plan_micro_batches(rollouts)
         start = self._spec.rank.start
-        rounds = start.rounds(plan, rollouts) if start else frozenset()
-        self._begin(replace(whole, baselines=self._baselines(targets), start_rounds=rounds), plan, targets)
+        rounds = start.scored_micro_batches(plan, rollouts) if start else frozenset()
+        self._begin(replace(whole, baselines=self._count_baselines(targets), start_rounds=rounds), plan, targets)
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         scored_share = partial(_scored_share, rollouts, whole.weights)
         trains = self._accumulate_all(feed, len(plan[0]), targets, scored_share)
-        targets.settle()
+        targets.wait_for_sinks()
         if not trains:
             return skipped
         share = self._turns_share() if self._spec.weighs_turns else scored_share(targets.quarantined)
@@ -95,7 +95,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             self._rescale_policy(
                 len(plan[0]), share, _scored_share(rollouts, whole.policy.weights, targets.quarantined)
             )
-        report = _report(step, whole.lr, self._call(TrainerRank.finish_step, share))
+        report = _make_step_report(step, whole.lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
         return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
 
@@ -112,17 +112,17 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             if not running:
                 return False
             index, pending = running.popleft()
-            cluster.wait(pending, timeout_s=self._timeout_s)
-            feed.trained(index)
+            cluster.wait_for_all(pending, timeout_s=self._timeout_s)
+            feed.mark_trained(index)
             return True
 
         # Rounds run while this loop fetches more rows: only a full queue (`Feed.parts`) and the end of the step wait.
         for index in range(rounds):
-            handles = feed.parts(index, finish_oldest)
+            handles = feed.send_rows(index, finish_oldest)
             left_out = frozenset(targets.quarantined)
             if index == rounds - 1 and not scored_share(left_out):
                 return False
-            running.append((index, self._accumulate(index, left_out, handles)))
+            running.append((index, self._submit_micro_batch(index, left_out, handles)))
         while finish_oldest():
             pass
         return True
@@ -134,7 +134,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         for index in range(rounds):
             self._call(TrainerRank.rescale_policy, index, more)
 
-    def _work(
+    def _make_step_work(
         self, step: int, rollouts: Sequence[Rollout], stale: frozenset[str], reward: RewardStep | None
     ) -> RankWork:
         """The work of all ranks, not cut into micro-batches yet; without weights if no token is trained."""
@@ -143,8 +143,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         rewards = policy is not None and policy.weight > 0
         teaches = not waits and (rewards or self._objective.HAS_DIVERGENCE)
         weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
-        lr = self._spec.rate.at(step)
-        known: dict[str, Any] = {"stale": stale, "policy": policy, "watched": watched(rollouts)}
+        lr = self._spec.rate.rate_at_step(step)
+        known: dict[str, Any] = {"stale": stale, "policy": policy, "watched": watched_samples(rollouts)}
         known["first_turns"] = first_turns(rollouts)
         return RankWork(step=step, lr=lr, micro_batches=(), weights=weights, **known)
 
@@ -152,7 +152,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         """What the weights of the step's tokens add up to, once turns have changed them and all are trained."""
         return math.fsum(self._call(TrainerRank.weight_sum))
 
-    def _baselines(self, targets: TargetStream) -> dict[str, float] | None:
+    def _count_baselines(self, targets: TargetStream) -> dict[str, float] | None:
         """What the objective takes off its samples' advantages, None if it takes nothing. Raises: as `TargetStream.take`."""
         return whole_step_baselines(targets) if self._objective.wants_baseline else None
 
@@ -161,7 +161,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         for rank, part in zip(self._ranks, plan, strict=True):
             rank.submit(TrainerRank.begin_step, whole.of(part), dict(targets.heads))
 
-    def _accumulate(
+    def _submit_micro_batch(
         self, index: int, left_out: frozenset[str], handles: Sequence[Sequence[Any]]
     ) -> list[Pending[None]]:
         """Each rank's micro-batch `index`, with the handles of the parts that came for it."""
@@ -177,8 +177,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         refuse_gap(report.step, report.domains, self._spec.tolerance)
 
     def begin_logprobs(self, token_ids: Sequence[Sequence[int]]) -> Callable[[], list[list[float]]]:
-        asked = self._submit(TrainerRank.logprobs, token_ids)
-        return lambda: cluster.wait(asked, timeout_s=self._timeout_s)[0]
+        asked = self._submit_to_all(TrainerRank.logprobs, token_ids)
+        return lambda: cluster.wait_for_all(asked, timeout_s=self._timeout_s)[0]
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """What `begin_logprobs` gives, waited for."""
@@ -193,18 +193,18 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
 
     def stream_changed(self, nbytes: int) -> WeightStream:
         (whole, count), *_ = self._call(TrainerRank.begin_stream, nbytes)
-        node = self._ranks[0].node_id().result(timeout_s=self._timeout_s)
+        node = self._ranks[0].node_id().wait_for_result(timeout_s=self._timeout_s)
         model_dir = self._spec.rank.model_dir.absolute()
-        return WeightStream(model_dir=model_dir, whole=whole, buckets=self._buckets(count), node=node)
+        return WeightStream(model_dir=model_dir, whole=whole, buckets=self._iterate_buckets(count), node=node)
 
-    def _buckets(self, count: int) -> Iterator[Any]:
+    def _iterate_buckets(self, count: int) -> Iterator[Any]:
         """Handles to the buckets of a stream. While one is used the ranks gather the next. Raises: as `opd.cluster.wait`."""
-        gathering = self._submit(TrainerRank.gather_bucket)
+        gathering = self._submit_to_all(TrainerRank.gather_bucket)
         for left in reversed(range(count)):
-            cluster.wait(gathering, timeout_s=self._timeout_s)
+            cluster.wait_for_all(gathering, timeout_s=self._timeout_s)
             handle = self._ranks[0].submit(TrainerRank.gathered_bucket).handle
             if left:
-                gathering = self._submit(TrainerRank.gather_bucket)
+                gathering = self._submit_to_all(TrainerRank.gather_bucket)
             yield handle
 
     def export_adapter(self, path: Path) -> None:
@@ -216,8 +216,10 @@ def whole_step_baselines(targets: TargetStream) -> dict[str, float]:
 
     Waits for all parts. Raises: what `TargetStream.take` raises.
     """
-    targets.collect()
-    rows = (row for part in targets.collected for row in read_stream(pa.py_buffer(cluster.fetch(part.handle))).rows)
+    targets.wait_for_parts()
+    rows = (
+        row for part in targets.collected for row in read_stream(pa.py_buffer(cluster.fetch_object(part.handle))).rows
+    )
     return leave_one_out(gather_samples(row for row in rows if row.rollout.sample_id not in targets.quarantined))
 
 
@@ -229,8 +231,8 @@ def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], lef
     return sum(weight for i, weight in each.items() if i not in left_out) / sum(each.values())
 
 
-def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
-    domains = added_up(result.domains for result in results)
+def _make_step_report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
+    domains = sum_by_key(result.domains for result in results)
     return StepReport(
         step=step,
         loss=sum(r.loss for r in results),
@@ -239,8 +241,8 @@ def _report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
         logprob_gap=mean_gap(domains),
         drift=mean_drift(domains),
         domains=dict(sorted(domains.items())),
-        positions=dict(sorted(added_up(result.positions for result in results).items())),
-        turns=dict(sorted(added_up(result.turns for result in results).items())),
+        positions=dict(sorted(sum_by_key(result.positions for result in results).items())),
+        turns=dict(sorted(sum_by_key(result.turns for result in results).items())),
         token_losses={i: losses for result in results for i, losses in result.token_losses.items()},
         policy=_policy_report([r.policy for r in results if r.policy is not None]),
     )
@@ -250,7 +252,7 @@ def _policy_report(results: Sequence[RankPolicy]) -> PolicyReport | None:
     """The policy gradient's numbers of all ranks; None without one."""
     if not results:
         return None
-    domains = added_up(result.domains for result in results)
+    domains = sum_by_key(result.domains for result in results)
     compared = [result.compared for result in results if result.compared is not None]
     weight = sum(result.weight for result in results)
     return PolicyReport(

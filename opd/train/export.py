@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from opd.errors import StorageError
-from opd.files import storing
-from opd.models.buckets import Bucket, BucketWriter, padded
+from opd.files import raise_storage_errors
+from opd.models.buckets import Bucket, BucketWriter, padded_bytes
 from opd.models.files import ModelFiles
 from opd.models.weights import FileGroup, State, file_groups, persistent_buffers, whole_shape
 from opd.train.lora import PlainWeight
 
 
-def gathered(params: Sequence[Any]) -> AbstractContextManager[None]:
+def gather_parameters(params: Sequence[Any]) -> AbstractContextManager[None]:
     """Within, these parameters are whole on every rank; those that were whole before stay so.
 
     DeepSpeed keeps small parameters whole between steps. Its own context would cut them into shards at the end, and the next
@@ -54,7 +54,7 @@ class FileTensors:
         self._buffers = dict(persistent_buffers(lm)) if complete else {}
         self.groups = file_groups(lm, [*self._sources, *self._buffers])
 
-    def planned(self) -> Iterator[State]:
+    def planned_tensors(self) -> Iterator[State]:
         """The tensors of each group without values."""
         shapes = {name: (whole_shape(weight.own), self._dtype) for name, weight in self._sources.items()}
         shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
@@ -64,20 +64,20 @@ class FileTensors:
             # A part has the memory of the whole.
             yield {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in made.items()}
 
-    def whole(self, group: FileGroup) -> AbstractContextManager[None]:
-        """Within, `values` can be asked for. All ranks enter it together."""
-        return gathered(
+    def gather_group(self, group: FileGroup) -> AbstractContextManager[None]:
+        """Within, `group_tensors` can be asked for. All ranks enter it together."""
+        return gather_parameters(
             [param for name in group.names if name in self._sources for param in self._sources[name].params]
         )
 
-    def values(self, group: FileGroup) -> State:
+    def group_tensors(self, group: FileGroup) -> State:
         """The tensors of a group where the model is; they may be parts of weights that are gathered."""
-        return group.to_files(self.lm, {name: self._value(name) for name in group.names})
+        return group.to_files(self.lm, {name: self._gathered_tensor(name) for name in group.names})
 
-    def _value(self, name: str) -> Tensor:
+    def _gathered_tensor(self, name: str) -> Tensor:
         if name in self._buffers:
             return self._buffers[name]
-        return self._sources[name].value().to(self._dtype)
+        return self._sources[name].read_tensor().to(self._dtype)
 
 
 def write_model(tensors: FileTensors, path: Path | None) -> None:
@@ -89,18 +89,18 @@ def write_model(tensors: FileTensors, path: Path | None) -> None:
     failed: list[StorageError] = []
     with ExitStack() as stack:
         if path is not None:
-            with _noted(failed, path):
-                planned = {name: tensor for group in tensors.planned() for name, tensor in group.items()}
+            with _note_failed_write(failed, path):
+                planned = {name: tensor for group in tensors.planned_tensors() for name, tensor in group.items()}
                 files = stack.enter_context(ModelFiles(path, planned))
         for group in tensors.groups:
-            with tensors.whole(group):
+            with tensors.gather_group(group):
                 if files is not None and not failed:
-                    with _noted(failed, files.path):
-                        whole = {name: tensor.cpu() for name, tensor in tensors.values(group).items()}
+                    with _note_failed_write(failed, files.path):
+                        whole = {name: tensor.cpu() for name, tensor in tensors.group_tensors(group).items()}
                         files.write(whole)
                         del whole  # else it is there while the next are gathered
         if files is not None and not failed:
-            with _noted(failed, files.path):
+            with _note_failed_write(failed, files.path):
                 files.finish()
                 tensors.lm.config.save_pretrained(files.path)
     if failed:
@@ -108,49 +108,51 @@ def write_model(tensors: FileTensors, path: Path | None) -> None:
 
 
 @contextmanager
-def _noted(failed: list[StorageError], path: Path) -> Iterator[None]:
+def _note_failed_write(failed: list[StorageError], path: Path) -> Iterator[None]:
     """Within, a write that the disk refuses is noted."""
     try:
-        with storing(path):
+        with raise_storage_errors(path):
             yield
     except StorageError as error:
         failed.append(error)
 
 
-class Sending:
+class WeightSender:
     """The same tensors in buckets. All ranks make the same ones, each when it is asked for, and one rank has their values."""
 
     def __init__(self, tensors: FileTensors, nbytes: int) -> None:
         """`nbytes`: most that a bucket holds, or as much as the largest tensor takes if that is more: of several machines that
         pass buckets on each would wait for the one that has the largest."""
         self._tensors = tensors
-        planned = [{name: padded(tensor) for name, tensor in group.items()} for group in tensors.planned()]
+        planned = [
+            {name: padded_bytes(tensor) for name, tensor in group.items()} for group in tensors.planned_tensors()
+        ]
         room = max((nbytes, *(size for sizes in planned for size in sizes.values())))
-        self._left = deque(_cut(tensors.groups, planned, room))
+        self._left = deque(_split_groups(tensors.groups, planned, room))
         self._made: deque[Bucket | None] = deque()
         """Buckets of weights that were gathered together, which are still to be given away."""
         self.count = sum(len(part.buckets) for part in self._left)
         """Buckets that there are."""
 
-    def gather(self, *, mine: bool) -> Bucket | None:
+    def gather_bucket(self, *, mine: bool) -> Bucket | None:
         """The next bucket where it is `mine`, else None. All ranks ask together."""
         if not self._made:
-            self._made.extend(self._gather(self._left.popleft(), mine))
+            self._made.extend(self._gather_part(self._left.popleft(), mine))
         return self._made.popleft()
 
-    def _gather(self, part: _Part, mine: bool) -> list[Bucket | None]:
+    def _gather_part(self, part: _GatheredPart, mine: bool) -> list[Bucket | None]:
         writers = [BucketWriter(sum(sizes.values())) for sizes in part.buckets] if mine else []
         for group in part.groups:
-            with self._tensors.whole(group):
+            with self._tensors.gather_group(group):
                 if mine:
-                    values = self._tensors.values(group)
+                    values = self._tensors.group_tensors(group)
                     for writer, sizes in zip(writers, part.buckets, strict=True):
                         writer.add({name: tensor for name, tensor in values.items() if name in sizes})
-        return [writer.bucket() for writer in writers] if mine else [None] * len(part.buckets)
+        return [writer.finish_bucket() for writer in writers] if mine else [None] * len(part.buckets)
 
 
 @dataclass(slots=True)
-class _Part:
+class _GatheredPart:
     """What is gathered at a time: groups that share a bucket, or one that needs several, such as the experts of a layer."""
 
     groups: list[FileGroup]
@@ -158,16 +160,18 @@ class _Part:
     """Bytes of each tensor in a bucket, by name."""
 
 
-def _cut(groups: Sequence[FileGroup], planned: Sequence[Mapping[str, int]], room: int) -> Iterator[_Part]:
-    """The groups in order, as many to a bucket as it has room for. `planned`: the bytes of each one's tensors, which fit alone."""
-    held, bytes_held = _Part([], [{}]), 0
+def _split_groups(
+    groups: Sequence[FileGroup], planned: Sequence[Mapping[str, int]], room: int
+) -> Iterator[_GatheredPart]:
+    """The groups in order, as many to a bucket as it has room for. `planned_tensors`: the bytes of each one's tensors, which fit alone."""
+    held, bytes_held = _GatheredPart([], [{}]), 0
     for group, sizes in zip(groups, planned, strict=True):
         size = sum(sizes.values())
         if held.groups and bytes_held + size > room:
             yield held
-            held, bytes_held = _Part([], [{}]), 0
+            held, bytes_held = _GatheredPart([], [{}]), 0
         if size > room:
-            yield _Part([group], list(_divided(sizes, room)))
+            yield _GatheredPart([group], list(_split_group(sizes, room)))
         else:
             held.groups.append(group)
             held.buckets[0].update(sizes)
@@ -176,7 +180,7 @@ def _cut(groups: Sequence[FileGroup], planned: Sequence[Mapping[str, int]], room
         yield held
 
 
-def _divided(sizes: Mapping[str, int], room: int) -> Iterator[dict[str, int]]:
+def _split_group(sizes: Mapping[str, int], room: int) -> Iterator[dict[str, int]]:
     """One group's tensors, as many to a bucket as it has room for."""
     held: dict[str, int] = {}
     for name, size in sizes.items():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from opd.stream.split import split_part
-from opd.stream.targets import Part, TargetStream
+from opd.stream.targets import StreamPart, TargetStream
 
 
 class Feed:
@@ -26,8 +26,8 @@ class Feed:
         self._rounds = [[i for part in plan for i in part[index]] for index in range(len(plan[0]))]
         self._round_of = {i: index for index, ids in enumerate(self._rounds) for i in ids}
         self._queue_bytes = queue_bytes
-        self._new: list[Part] = []
-        self._untrained: list[Part] = []
+        self._new: list[StreamPart] = []
+        self._untrained: list[StreamPart] = []
         self._at_work = 0
         """Rounds that were handed out and have not ended."""
         self.waited_s = 0.0
@@ -37,20 +37,20 @@ class Feed:
         self.peak_bytes = 0
         """Most bytes of parts that were taken and not yet trained."""
 
-    def parts(self, index: int, finish_oldest: Callable[[], bool]) -> list[list[Any]]:
+    def send_rows(self, index: int, finish_oldest: Callable[[], bool]) -> list[list[Any]]:
         """Wait until the rows of round `index` are there, and give each rank handles to its rows that came since the last call.
 
         For the last round, wait for all rows. While the queue is full, `finish_oldest` waits for a round to end, which
-        calls `trained`, or returns False if no round is at work. Then the parts that this round needs are let in
+        calls `mark_trained`, or returns False if no round is at work. Then the parts that this round needs are let in
         although the queue is full: nothing else could ever empty it.
         Raises: what `TargetStream.take` raises.
         """
         every = index == len(self._rounds) - 1
-        while every or not self._targets.has(self._rounds[index]):
+        while every or not self._targets.has_samples(self._rounds[index]):
             if self._nbytes() >= self._queue_bytes and finish_oldest():
                 continue
             began = time.monotonic()
-            part = self._targets.take()
+            part = self._targets.take_part()
             self.waited_s += 0.0 if self._at_work else time.monotonic() - began
             if part is None:
                 break
@@ -66,7 +66,7 @@ class Feed:
         self._at_work += 1
         return handles
 
-    def trained(self, index: int) -> None:
+    def mark_trained(self, index: int) -> None:
         """Note that round `index` has ended, and all before it: parts without rows for a later round leave the budget."""
         self._at_work -= 1
         self._untrained = [p for p in self._untrained if any(self._round_of.get(i, -1) > index for i in p.samples)]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from opd.models.files import weight_files
-from opd.models.weights import Naming, attention
+from opd.models.weights import Naming, fastest_attention
 
 
 def load_share(model_dir: Path, dtype: torch.dtype, *, bucket: int | None = None, eager_attention: bool = False) -> Any:
@@ -34,14 +34,14 @@ def load_share(model_dir: Path, dtype: torch.dtype, *, bucket: int | None = None
     empty = Naming(AutoConfig.from_pretrained(model_dir, trust_remote_code=False), dtype).model
     config, cut = empty.config, _Cut(dtype, one_by_one=bucket is not None)
     rows = config.get_text_config(decoder=True).vocab_size
-    attends = "eager" if eager_attention else attention(config)
-    with _tensors(model_dir) as tensors, _one_after_the_other(), _cut_when_it_comes(cut, rows):
+    attends = "eager" if eager_attention else fastest_attention(config)
+    with _tensor_readers(model_dir) as tensors, _one_after_the_other(), _cut_when_it_comes(cut, rows):
         lm = type(empty).from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype, attn_implementation=attends
         )
     for param in lm.parameters():
         cut(param)
-    cut.number(lm)
+    cut.number_parameters(lm)
     lm.config.name_or_path = str(model_dir)
     return lm.to(cut.device)
 
@@ -67,7 +67,7 @@ class _Cut:
         param.data = param.data.contiguous()
         self._zero._convert_to_zero_parameters([param])
 
-    def number(self, lm: nn.Module) -> None:
+    def number_parameters(self, lm: nn.Module) -> None:
         """Number the parameters in the model's order, not in that of the files: DeepSpeed adds gradients up by number."""
         params: list[Any] = list(lm.parameters())
         for param, number in zip(params, sorted(param.ds_id for param in params), strict=True):
@@ -95,7 +95,7 @@ def _cut_when_it_comes(cut: _Cut, rows: int) -> Iterator[None]:
 
 
 @contextmanager
-def _tensors(model_dir: Path) -> Iterator[dict[str, Any]]:
+def _tensor_readers(model_dir: Path) -> Iterator[dict[str, Any]]:
     """Name -> what reads a tensor of the files when it is asked for all of it.
 
     It is read and not mapped, because a process that maps a file holds all pages of it that it has looked at.

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from opd.errors import ConfigError
-from opd.files import storing
-from opd.models.lora import ADAPTER_WEIGHTS, LoraSize, Update, merged
+from opd.files import raise_storage_errors
+from opd.models.lora import ADAPTER_WEIGHTS, LoraSize, Update, merge_update
 from opd.models.weights import to_files, whole_shape
 
 ALL_LINEAR = "all-linear"
@@ -49,7 +49,7 @@ class LoraOptions:
     """Decides the adapters' first values."""
 
 
-def adapt(lm: Any, options: LoraOptions) -> None:
+def add_adapters(lm: Any, options: LoraOptions) -> None:
     """Give the target modules of a transformers model adapters, in place, and freeze all else.
 
     The adapters add nothing yet. Equal seeds give equal ones, whatever chance was used for before.
@@ -70,12 +70,12 @@ def adapt(lm: Any, options: LoraOptions) -> None:
         try:
             inject_adapter_in_model(config, lm, low_cpu_mem_usage=next(lm.parameters()).is_meta)
         except ValueError as error:  # such as a module whose weight its owner reads without running it
-            raise _refused(lm, str(error)) from None
+            raise _make_module_error(lm, str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """A tensor of the model as if it had no adapters. Under ZeRO-3 `params` have to be whole for `value`."""
+    """A tensor of the model as if it had no adapters. Under ZeRO-3 `params` have to be whole for `read_tensor`."""
 
     name: str
     """Its name without adapters."""
@@ -92,10 +92,10 @@ class PlainWeight:
         """Full name of the module that has the tensor."""
         return self.name.rpartition(".")[0]
 
-    def value(self) -> Tensor:
+    def read_tensor(self) -> Tensor:
         """The tensor, in the parameter's type."""
         with torch.no_grad():
-            return merged(self.own, self.update) if self.update else self.own.detach()
+            return merge_update(self.own, self.update) if self.update else self.own.detach()
 
 
 def plain_weights(lm: Any) -> list[PlainWeight]:
@@ -125,24 +125,24 @@ def changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeig
     adapted = {weight.module for weight in every if weight.update}
     if not adapted:
         return every
-    parents = {_parent(module) for module in adapted}
+    parents = {_parent_module(module) for module in adapted}
     linear = adapted | {name for name, module in lm.named_modules() if isinstance(module, nn.Linear)}
-    changed = [w for w in every if w.module in linear and _parent(w.module) in parents]
+    changed = [w for w in every if w.module in linear and _parent_module(w.module) in parents]
     return changed if _is_apart(lm, changed, every) else every
 
 
-def fold(lm: Any) -> None:
+def fold_adapters(lm: Any) -> None:
     """Put what the adapters add into the model's own weights, and take them out, in place. Not for ZeRO-3."""
     for weight in plain_weights(lm):
-        weight.own.data.copy_(weight.value())
+        weight.own.data.copy_(weight.read_tensor())
     for name, module in list(lm.named_modules()):
         if hasattr(module, "base_layer"):
-            setattr(lm.get_submodule(_parent(name)), name.rpartition(".")[2], module.base_layer)
+            setattr(lm.get_submodule(_parent_module(name)), name.rpartition(".")[2], module.base_layer)
 
 
 @contextmanager
 def without_adapters(lm: Any) -> Iterator[None]:
-    """Within, a model that `adapt` has changed computes as if it had not."""
+    """Within, a model that `add_adapters` has changed computes as if it had not."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: list[Any] = [module for module in lm.modules() if isinstance(module, BaseTunerLayer)]
@@ -158,7 +158,7 @@ def without_adapters(lm: Any) -> Iterator[None]:
 
 
 def lora_size(lm: Any) -> LoraSize:
-    """The sizes for a model that `adapt` has changed; it may be on the meta device."""
+    """The sizes for a model that `add_adapters` has changed; it may be on the meta device."""
     every = plain_weights(lm)
     updates = [weight.update for weight in every if weight.update]
     return LoraSize(
@@ -173,12 +173,12 @@ def write_adapter(lm: Any, tensors: dict[str, Tensor], base: Path, path: Path) -
 
     config = lm.peft_config[_ADAPTER]
     config.base_model_name_or_path, config.inference_mode = str(base), True
-    with storing(path):
+    with raise_storage_errors(path):
         save_file(tensors, path / ADAPTER_WEIGHTS, {"format": "pt"})
         config.save_pretrained(path)
 
 
-def _parent(module: str) -> str:
+def _parent_module(module: str) -> str:
     return module.rpartition(".")[0]
 
 
@@ -202,17 +202,21 @@ def _refuse_targets(lm: Any, targets: str | tuple[str, ...]) -> None:
     if targets == ALL_LINEAR:
         without = _without_adapters(lm)
         if without or not linear:
-            raise _refused(lm, f"{ALL_LINEAR}, which cannot be had for {without[0] if without else 'this model'}")
+            raise _make_module_error(
+                lm, f"{ALL_LINEAR}, which cannot be had for {without[0] if without else 'this model'}"
+            )
         return
     names = [name for name, _ in lm.named_modules()]
     for target in targets:
         found = [name for name in names if name == target or name.endswith(f".{target}")]
         wrong = [name for name in found if name not in linear]
         if not found or wrong:
-            raise _refused(lm, f"`{target}`, " + (f"which is also {wrong[0]}" if wrong else "which is no module"))
+            raise _make_module_error(
+                lm, f"`{target}`, " + (f"which is also {wrong[0]}" if wrong else "which is no module")
+            )
 
 
-def _refused(lm: Any, found: str) -> ConfigError:
+def _make_module_error(lm: Any, found: str) -> ConfigError:
     names = sorted({name.rpartition(".")[2] for name in _linear_modules(lm)})
     return ConfigError.at(
         "student.lora.targets",

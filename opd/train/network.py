@@ -13,12 +13,14 @@ import torch
 from opd.machine.address import GLOO_DEVICE
 
 
-def listening(address: str) -> socket.socket:
+def open_listener(address: str) -> socket.socket:
     """A socket that listens on a free port of this address and no other. Raises: OSError."""
-    return socket.create_server((address, 0), family=_family(address))
+    return socket.create_server((address, 0), family=_address_family(address))
 
 
-def meet(address: str, port: int, rank: int, world_size: int, timeout: timedelta, door: socket.socket | None) -> None:
+def join_ranks(
+    address: str, port: int, rank: int, world_size: int, timeout: timedelta, door: socket.socket | None
+) -> None:
     """Join the other ranks at rank 0's `door`; None: at a rank that listens there, or will.
 
     By itself torch would listen on every address of the machine, at a port that somebody else may have taken meanwhile.
@@ -54,7 +56,7 @@ def gloo_towards(address: str) -> None:
 def device_towards(address: str) -> str:
     """Name of the network device through which this machine reaches an address, the loopback device for its own loopback;
     empty if there is none. An address of the machine's own is on the device that has it."""
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+    with socket.socket(_address_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # UDP: nothing is sent
         except OSError:
@@ -64,5 +66,5 @@ def device_towards(address: str) -> str:
     return next((name for name, has in devices.items() if any(one.address.partition("%")[0] == own for one in has)), "")
 
 
-def _family(address: str) -> socket.AddressFamily:
+def _address_family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET

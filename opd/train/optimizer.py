@@ -23,7 +23,7 @@ class AdamWOptions:
     """Weight decay, on matrices only."""
 
 
-def adamw(module: nn.Module, options: AdamWOptions, *, lr: float) -> torch.optim.AdamW:
+def build_adamw(module: nn.Module, options: AdamWOptions, *, lr: float) -> torch.optim.AdamW:
     """AdamW over all parameters of `module` that are trained: fused, one pass over the numbers that makes no further tensor. torch's
     default makes two of a parameter's size, and ZeRO-3 gives all weights of a rank as one parameter."""
     groups = parameter_groups(module, options.weight_decay)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opd.models.packing import units
+from opd.models.packing import packing_units
 from opd.records.types import Rollout
 
 
@@ -24,7 +24,7 @@ class RowSize:
 def row_sizes(rollouts: Sequence[Rollout], *, share: bool = False) -> list[RowSize]:
     """The rows of a step; with `share` those of a domain that begin alike are trees."""
     found = []
-    for unit in units(rollouts, share=share):
+    for unit in packing_units(rollouts, share=share):
         first, *others = unit.rollouts
         found.append(RowSize(first.sample_id, first.domain, unit.size, tuple(r.sample_id for r in others)))
     return found
@@ -50,16 +50,16 @@ def plan_micro_batches(
     num = max(1, -(-max(loads) // micro_batch_tokens))
     most = max(micro_batch_tokens, max((row.length for row in rows), default=0))
     # Padding fills a micro-batch to its longest row, so equal tokens may still be too large: cut finer until all fit.
-    while padded and max(_padded_size(part) for share in shares for part in _split(share, num)) > most:
+    while padded and max(_padded_size(part) for share in shares for part in _split_runs(share, num)) > most:
         num += max(1, num // 4)
-    return [[[i for row in part for i in (row.sample_id, *row.others)] for part in _split(s, num)] for s in shares]
+    return [[[i for row in part for i in (row.sample_id, *row.others)] for part in _split_runs(s, num)] for s in shares]
 
 
 def _padded_size(part: Sequence[RowSize]) -> int:
     return len(part) * max((row.length for row in part), default=0)
 
 
-def _split(rows: Sequence[RowSize], num: int) -> list[list[RowSize]]:
+def _split_runs(rows: Sequence[RowSize], num: int) -> list[list[RowSize]]:
     """Cut into `num` consecutive runs of about equal tokens."""
     total = sum(row.length for row in rows)
     parts: list[list[RowSize]] = [[] for _ in range(num)]

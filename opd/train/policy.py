@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opd.losses.chunked import RewardedStats
 from opd.records.rewards import Compared, PolicyStats, RewardStep
-from opd.records.sums import add_to
+from opd.records.sums import add_to_sums
 from opd.records.types import Rollout
 from opd.train.batch import MicroBatch
 from opd.train.totals import row_weights, token_weights
@@ -46,7 +46,7 @@ class PolicyWork:
             advantages={i: self.advantages[i] for i in mine},
         )
 
-    def tokens(self, batch: MicroBatch, sample_ids: Sequence[str]) -> tuple[Tensor, Tensor]:
+    def token_advantages(self, batch: MicroBatch, sample_ids: Sequence[str]) -> tuple[Tensor, Tensor]:
         """advantage_N and weight_N, in the policy gradient's own mean, of a micro-batch with these samples; 0 for samples
         that take no part."""
         columns = [
@@ -105,10 +105,10 @@ class PolicyTotals:
             tokens = int(rewarded.sum())
             if tokens:
                 row = PolicyStats(tokens=tokens, loss_sum=float(value.sum()), masked=int(masked.sum()))
-                add_to(self.domains, domain, row)
+                add_to_sums(self.domains, domain, row)
 
 
-class Comparison:
+class GradientComparison:
     """Tells the policy gradient from the divergence's in the sum that a rank holds of both."""
 
     def __init__(self) -> None:
@@ -119,13 +119,13 @@ class Comparison:
         """Note the rank's part of the sum, by parameter: a backward pass of the policy gradient alone follows."""
         self._before = before
 
-    def end(self, after: Sequence[Tensor]) -> None:
+    def note_after_pass(self, after: Sequence[Tensor]) -> None:
         """Note it again after that pass."""
         added = [new - old for new, old in zip(after, self._before, strict=True)]
         self._policy = [old + new for old, new in zip(self._policy, added, strict=True)] if self._policy else added
         self._before = ()
 
-    def result(self, both: Sequence[Tensor], share: float) -> Compared:
+    def compare_gradients(self, both: Sequence[Tensor], share: float) -> Compared:
         """Compare them, once all passes are done; `both` is the sum, which the optimiser divides by `share`."""
         divergence_sq = policy_sq = dot = 0.0
         for whole, policy in zip(both, self._policy, strict=True):

@@ -24,10 +24,10 @@ from opd.payloads.none import Unscored
 from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import MicroBatch, Scored, gather_samples, micro_batch
-from opd.train.export import Sending, gathered
+from opd.train.export import WeightSender, gather_parameters
 from opd.train.load import load_share
-from opd.train.lora import LoraOptions, adapt, plain_weights, write_adapter
-from opd.train.policy import Comparison, PolicyTotals, PolicyWork, RankPolicy
+from opd.train.lora import LoraOptions, add_adapters, plain_weights, write_adapter
+from opd.train.policy import GradientComparison, PolicyTotals, PolicyWork, RankPolicy
 from opd.train.start import StartTeacher
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
@@ -119,7 +119,7 @@ class TrainerRank(ZeroEngine):
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Take a step's work; heads, by content hash, are read when a micro-batch needs them."""
-        self._step = _Step(work, heads, self._options.vocab_size)
+        self._step = _StepInput(work, heads, self._options.vocab_size)
 
     def accumulate(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
         """Add the gradients of the step's micro-batch `index`; all ranks do at the same time.
@@ -129,14 +129,14 @@ class TrainerRank(ZeroEngine):
         sent does not count. With a reward, `rescale_policy` follows if it is not empty. Raises: RunError if rows are missing.
         """
         step = self._step
-        step.receive(parts)
+        step.keep_rows(parts)
         ids = [i for i in step.work.micro_batches[index] if i not in left_out]
         if index in step.work.start_rounds:
             self._ask_start(ids)
         batch = step.micro_batch(ids, self._layout)
         # Each once: a head that several blocks share would be fetched again where others drove it out.
         needed = dict.fromkeys(key for block in batch.blocks for key in block.head_keys())
-        heads = {key: self._head(step.heads[key]) for key in needed if key != OWN_HEAD}
+        heads = {key: self._fetch_head(step.heads[key]) for key in needed if key != OWN_HEAD}
         # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
         weight_N = token_weights(batch, [step.work.weights[i] for i in ids])
         if self._options.turn_weights:
@@ -145,17 +145,17 @@ class TrainerRank(ZeroEngine):
         inputs = (to_device(batch, self._device), heads, scaled_N)
         work = step.work.policy
         last = index == len(step.work.micro_batches) - 1 and not (work and left_out)
-        rewarded = work.tokens(batch, ids) if work else ()
+        rewarded = work.token_advantages(batch, ids) if work else ()
         if work and work.compare:
             inputs = self._divergence_alone(*inputs)
-        loss, stats = self.model(*inputs, *self._scaled(rewarded))
+        loss, stats = self.model(*inputs, *self._scaled_advantages(rewarded))
         self.add_gradients(loss, last=last)
         if work and work.compare:
-            step.comparison.end(self.local_gradients())
+            step.comparison.note_after_pass(self.local_gradients())
         stale = frozenset(place for place, i in enumerate(ids) if i in step.work.stale)
         stats = to_device(stats, torch.device("cpu"))
         step.totals.add(batch, weight_N, stats, stale)
-        step.totals.keep(batch, stats, {place: i for place, i in enumerate(ids) if i in step.work.watched})
+        step.totals.keep_token_losses(batch, stats, {place: i for place, i in enumerate(ids) if i in step.work.watched})
         if rewarded:
             step.policy_totals.add(batch, rewarded[1], stats)
 
@@ -166,26 +166,28 @@ class TrainerRank(ZeroEngine):
         work = step.work.policy
         assert work is not None
         rollouts = step.rewarded[index]
-        batch = micro_batch([_unscored(rollout) for rollout in rollouts], step.dtype, layout=self._layout)
-        advantage_N, weight_N = work.tokens(batch, [rollout.sample_id for rollout in rollouts])
+        batch = micro_batch([_without_scores(rollout) for rollout in rollouts], step.dtype, layout=self._layout)
+        advantage_N, weight_N = work.token_advantages(batch, [rollout.sample_id for rollout in rollouts])
         nothing_N = torch.zeros(len(weight_N), device=self._device)
         if work.compare:
             step.comparison.begin(self.local_gradients())
         loss, _ = self.model(
-            to_device(batch, self._device), {}, nothing_N, *self._scaled((advantage_N, weight_N * more))
+            to_device(batch, self._device), {}, nothing_N, *self._scaled_advantages((advantage_N, weight_N * more))
         )
         self.add_gradients(loss, last=index == len(step.work.micro_batches) - 1)
         if work.compare:
-            step.comparison.end(self.local_gradients())
+            step.comparison.note_after_pass(self.local_gradients())
 
     def _ask_start(self, ids: Sequence[str]) -> None:
         """Add what the student as the merge begins says of these samples to what other teachers sent."""
         start, step = self._options.start, self._step
         assert start is not None
-        step.add(start.rows(self._engine.module, step.rollouts(ids), self._layout, step.dtype, self._device))
+        step.add(
+            start.score_rollouts(self._engine.module, step.select_rollouts(ids), self._layout, step.dtype, self._device)
+        )
         self._give_back()
 
-    def _scaled(self, rewarded: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _scaled_advantages(self, rewarded: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What `PolicyWork.tokens` gave, on this device and with weights as in the loss."""
         if not rewarded:
             return ()
@@ -239,7 +241,7 @@ class TrainerRank(ZeroEngine):
         if work is None:
             return None
         totals = self._step.policy_totals
-        compared = self._step.comparison.result(self.local_gradients(), share) if work.compare else None
+        compared = self._step.comparison.compare_gradients(self.local_gradients(), share) if work.compare else None
         return RankPolicy(loss=totals.loss, weight=totals.weight, domains=totals.domains, compared=compared)
 
     def export_adapter(self, path: Path) -> None:
@@ -252,7 +254,7 @@ class TrainerRank(ZeroEngine):
             for letter, part in (("A", weight.update.a_K_I), ("B", weight.update.b_O_K))
         ]
         for name, part in parts:
-            with gathered([part]):
+            with gather_parameters([part]):
                 if self._rank == 0:
                     tensors[name] = part.detach().to("cpu", self._dtype, copy=True)
         if self._rank == 0:
@@ -262,12 +264,12 @@ class TrainerRank(ZeroEngine):
         """From now on `gather_bucket` gives the weights that training changes, in buckets of at most `nbytes`. Returns whether
         these are all weights, and how many buckets there are."""
         tensors = self._file_tensors(only_changed=True)
-        self._sending = Sending(tensors, nbytes)
+        self._sending = WeightSender(tensors, nbytes)
         return tensors.complete, self._sending.count
 
     def gather_bucket(self) -> None:
         """Gather the next bucket, which rank 0 keeps for `gathered_bucket`."""
-        self._gathered = self._sending.gather(mine=self._rank == 0)
+        self._gathered = self._sending.gather_bucket(mine=self._rank == 0)
 
     def gathered_bucket(self) -> Bucket:
         """Rank 0's bucket, which it forgets. The one method that is called on this rank alone."""
@@ -275,7 +277,7 @@ class TrainerRank(ZeroEngine):
         assert bucket is not None
         return bucket
 
-    def _head(self, source: HeadSource) -> Head:
+    def _fetch_head(self, source: HeadSource) -> Head:
         """The head on this device, in the type it was sent, kept while the least recently used ones make room."""
         key, budget = source.key, self._options.head_memory_bytes
         if key not in self._heads:
@@ -290,7 +292,7 @@ def _load_student(options: RankOptions) -> Student:
     dtype = getattr(torch, options.dtype)
     lm = load_share(options.model_dir, dtype, bucket=options.bucket, eager_attention=options.eager_attention)
     if options.lora is not None:
-        adapt(lm, options.lora)
+        add_adapters(lm, options.lora)
     loss = options.objective
     known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
     if loss.reward is not None:
@@ -298,12 +300,12 @@ def _load_student(options: RankOptions) -> Student:
     return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **known)
 
 
-def _unscored(rollout: Rollout) -> Scored:
+def _without_scores(rollout: Rollout) -> Scored:
     """The sample as if no teacher had been asked."""
     return (TargetRow(rollout=rollout, teacher="", answer=Unscored()),)
 
 
-class _Step:
+class _StepInput:
     """A step under way: its work, and the rows that came and were not yet trained."""
 
     def __init__(
@@ -317,7 +319,7 @@ class _Step:
         self.heads = heads
         self.totals = Totals()
         self.policy_totals = PolicyTotals()
-        self.comparison = Comparison()
+        self.comparison = GradientComparison()
         self.rewarded: list[tuple[Rollout, ...]] = []
         """The rollouts that have an advantage, by micro-batch, of those that were trained."""
         self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
@@ -325,7 +327,7 @@ class _Step:
         self.dtype = torch.float32
         """That of the parts that came."""
 
-    def receive(self, parts: Sequence[np.ndarray]) -> None:
+    def keep_rows(self, parts: Sequence[np.ndarray]) -> None:
         """Keep these rows until their micro-batch is trained."""
         import pyarrow as pa
 
@@ -341,7 +343,7 @@ class _Step:
             assert sample_id in self._mine, f"{sample_id} is of another rank"
             self._rows[sample_id].append(row)
 
-    def rollouts(self, ids: Sequence[str]) -> list[Rollout]:
+    def select_rollouts(self, ids: Sequence[str]) -> list[Rollout]:
         """The rollouts of these samples. Raises: as `micro_batch`."""
         self._refuse_missing(ids)
         return [self._rows[sample_id][0].rollout for sample_id in ids]

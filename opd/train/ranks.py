@@ -77,7 +77,7 @@ class Ranks(Generic[E]):
             env |= KEEPS_MEMORY if options.bucket is None else FREES_MEMORY
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         self._ranks: list[Worker[E]] = [
-            cluster.spawn(engine, options, rank, name=rank_name(role, rank), env=env, gpus=spec.gpus)
+            cluster.spawn_worker(engine, options, rank, name=rank_name(role, rank), env=env, gpus=spec.gpus)
             for rank in range(options.world_size)
         ]
         self._starting = self._submit_start(spec.one_machine, spec.start_timeout_s)
@@ -88,15 +88,15 @@ class Ranks(Generic[E]):
         rank_0 = self._ranks[0]
         # A machine's own name may stand for an address that no other machine reaches: Debian's hosts file has 127.0.1.1.
         address = "127.0.0.1" if one_machine else rank_0.node_address(timeout_s=timeout_s)
-        meeting = rank_0.submit(self._cls.meeting_point, address).result(timeout_s=timeout_s)
-        return self._submit(self._cls.start, *meeting)
+        meeting = rank_0.submit(self._cls.meeting_point, address).wait_for_result(timeout_s=timeout_s)
+        return self._submit_to_all(self._cls.start, *meeting)
 
     def wait_ready(self) -> None:
         """Block until every rank holds its shard, and find out how rows may be laid out for this model.
 
         Raises: RunError past the deadline, or if its rows see each other in every layout.
         """
-        cluster.wait(self._starting, timeout_s=self._ranks_spec.start_timeout_s)
+        cluster.wait_for_all(self._starting, timeout_s=self._ranks_spec.start_timeout_s)
         self.layout = prove_layout(self._layout_error, self._who, share=self._ranks_spec.share_prompts)
         self._call(self._cls.use_layout, self.layout.layout)
 
@@ -105,7 +105,7 @@ class Ranks(Generic[E]):
         errors = self._call(self._cls.layout_error, layout)
         return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
-    def plan(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
+    def plan_micro_batches(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
         """Plan the ranks' micro-batches for the layout that was proven."""
         layout = self.layout.layout
         sizes = row_sizes(rollouts, share=layout == SHARED)
@@ -118,20 +118,22 @@ class Ranks(Generic[E]):
 
     def saved(self, wait_s: float) -> list[WrittenFile] | None:
         """The files of the last `begin_save`; None if they are not all written after `wait_s`. Raises: StorageError."""
-        parts = cluster.wait(self._submit(self._cls.saved, wait_s), timeout_s=wait_s + self._timeout_s)
+        parts = cluster.wait_for_all(self._submit_to_all(self._cls.saved, wait_s), timeout_s=wait_s + self._timeout_s)
         return None if None in parts else [file for part in parts for file in part or ()]
 
     def load(self, path: Path) -> None:
         """Restore what `begin_save` wrote, by whatever number of ranks."""
         self._call(self._cls.load, path)
 
-    def _submit(self, method: Callable[Concatenate[E, P], R], *args: P.args, **kwargs: P.kwargs) -> list[Pending[R]]:
+    def _submit_to_all(
+        self, method: Callable[Concatenate[E, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Pending[R]]:
         """Call a method of all ranks with the same arguments; returns at once."""
         return [rank.submit(method, *args, **kwargs) for rank in self._ranks]
 
     def _call(self, method: Callable[Concatenate[E, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """The answers of all ranks to a call with the same arguments. Raises: what `opd.cluster.wait` raises."""
-        return cluster.wait(self._submit(method, *args, **kwargs), timeout_s=self._timeout_s)
+        return cluster.wait_for_all(self._submit_to_all(method, *args, **kwargs), timeout_s=self._timeout_s)
 
 
 def rank_name(role: str, rank: int) -> str:

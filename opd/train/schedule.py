@@ -23,7 +23,7 @@ class LearningRate:
     shorter: tuple[tuple[int, int], ...] = ()
     """Step and `steps` of the run before each time that it was made longer: up to that step the decay was the shorter run's."""
 
-    def at(self, step: int) -> float:
+    def rate_at_step(self, step: int) -> float:
         """Rate of optimiser step `step`, from 1."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps

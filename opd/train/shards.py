@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from opd.files import blake3_file, storing
+from opd.files import blake3_file, raise_storage_errors
 from opd.models.files import write_file
 from opd.records.types import WrittenFile
 
@@ -41,7 +41,7 @@ def write_shard(
     """Write and sync a rank's file, and the plan if it is rank 0. Raises: StorageError."""
     began = time.monotonic()
     paths = [directory / f"rank-{rank}.safetensors"]
-    with storing(paths[0]):
+    with raise_storage_errors(paths[0]):
         write_file(paths[0], tensors)
         if rank == 0:
             paths.append(directory / PLAN)
@@ -79,7 +79,7 @@ class Shards:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def part(self, name: str, numel: int, start: int, size: int) -> Tensor:
+    def read_slice(self, name: str, numel: int, start: int, size: int) -> Tensor:
         """[size] elements from `start` of the flat tensor `name` of `numel` elements; zeros past its end."""
         out = torch.zeros(size)
         offset = 0

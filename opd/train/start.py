@@ -35,12 +35,14 @@ class StartTeacher:
     payload: str
     """The kind of answer that the other teachers give."""
 
-    def rounds(self, plan: Sequence[Sequence[Sequence[str]]], rollouts: Sequence[Rollout]) -> frozenset[int]:
+    def scored_micro_batches(
+        self, plan: Sequence[Sequence[Sequence[str]]], rollouts: Sequence[Rollout]
+    ) -> frozenset[int]:
         """Which of the plan's micro-batches have, on any rank, a sample of these domains: ranks ask together or not at all."""
         asked = {r.sample_id for r in rollouts if r.domain in self.weights}
         return frozenset(index for part in plan for index, ids in enumerate(part) if asked.intersection(ids))
 
-    def rows(
+    def score_rollouts(
         self, student: Student, rollouts: Sequence[Rollout], layout: str, dtype: torch.dtype, device: torch.device
     ) -> list[TargetRow]:
         """A row for each rollout of these domains. All ranks have to call it at the same time, since they gather weights together: one
@@ -55,12 +57,12 @@ class StartTeacher:
         ]
 
 
-def _states(student: Student, packed: Packed, rollouts: Sequence[Rollout], dtype: torch.dtype) -> list[Answer]:
-    hidden_N_D = student.hidden(packed)[predict_trained(packed, rollouts)].to("cpu", dtype)
+def _state_answers(student: Student, packed: Packed, rollouts: Sequence[Rollout], dtype: torch.dtype) -> list[Answer]:
+    hidden_N_D = student.hidden_states(packed)[predict_trained(packed, rollouts)].to("cpu", dtype)
     return [HiddenStates.of(part_n_D, OWN_HEAD) for part_n_D in hidden_N_D.split([r.num_trained for r in rollouts])]
 
 
-def _logprobs(student: Student, packed: Packed, rollouts: Sequence[Rollout], dtype: torch.dtype) -> list[Answer]:
+def _logprob_answers(student: Student, packed: Packed, rollouts: Sequence[Rollout], dtype: torch.dtype) -> list[Answer]:
     token_N = torch.tensor([token for r in rollouts for token in r.trained_ids], dtype=torch.long)
     predict_N = predict_trained(packed, rollouts)
     logprob_N = student.logprobs(packed, predict_N, token_N.to(packed.input_ids_B_T.device)).cpu()
@@ -68,7 +70,7 @@ def _logprobs(student: Student, packed: Packed, rollouts: Sequence[Rollout], dty
 
 
 _ANSWERS: Mapping[str, Callable[[Student, Packed, Sequence[Rollout], torch.dtype], list[Answer]]] = {
-    "hidden_states": _states,
-    "sampled_logprobs": _logprobs,
+    "hidden_states": _state_answers,
+    "sampled_logprobs": _logprob_answers,
 }
 """Payload -> function; a target beyond the experts can be made of no other."""

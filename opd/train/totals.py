@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opd.errors import RunError
 from opd.losses.chunked import TokenStats
-from opd.records.sums import add_to
+from opd.records.sums import add_to_sums
 from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats
 from opd.train.batch import MicroBatch
 
@@ -172,7 +172,7 @@ class Totals:
         self._add_positions(batch, stats.kl_N)
         self._add_turns(batch, stats.kl_N, columns["gap_sum"], fresh_N & batch.own_N)
 
-    def keep(self, batch: MicroBatch, stats: TokenStats, samples: Mapping[int, str]) -> None:
+    def keep_token_losses(self, batch: MicroBatch, stats: TokenStats, samples: Mapping[int, str]) -> None:
         """Keep the losses of single tokens; `samples`: place of a row in the batch -> its sample id."""
         if samples:
             rows = stats.kl_N.split(list(batch.row_lengths))
@@ -194,7 +194,7 @@ class Totals:
             found: dict[str, Any] = {name: values[index] for name, values in sums.items()}
             found |= {name: round(found[name]) for name in ("taught_tokens", "stale_tokens")}
             row = DomainStats(tokens=tokens[index], samples=samples[index], **found)
-            add_to(self.domains, domain, row)
+            add_to_sums(self.domains, domain, row)
 
     def _add_positions(self, batch: MicroBatch, kl_N: Tensor) -> None:
         bits_N = torch.frexp(batch.place_N.double()).exponent  # of an integer: its number of bits
@@ -202,7 +202,7 @@ class Totals:
         sums = torch.bincount(bits_N, weights=kl_N.double()).tolist()
         for bits, (count, total) in enumerate(zip(tokens, sums, strict=True)):
             if count:
-                add_to(self.positions, bits, PositionStats(tokens=count, kl_sum=total))
+                add_to_sums(self.positions, bits, PositionStats(tokens=count, kl_sum=total))
 
     def _add_turns(self, batch: MicroBatch, kl_N: Tensor, gap_N: Tensor, fresh_N: Tensor) -> None:
         names = list(dict.fromkeys(batch.domains))
@@ -217,4 +217,4 @@ class Totals:
             if count:
                 name = (names[key // most], key % most)
                 row = TurnStats(tokens=count, kl_sum=kls[key], gap_sum=gaps[key], stale_tokens=round(stale[key]))
-                add_to(self.turns, name, row)
+                add_to_sums(self.turns, name, row)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opd.errors import ModelError
-from opd.losses.logits import upcast
+from opd.losses.logits import upcast_for_loss
 from opd.losses.value import value_loss
 from opd.models.layouts import LAYOUTS, Packed, predict_trained
 from opd.records.types import Rollout
@@ -50,7 +50,9 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
 
     def forward(self, hidden_N_D: Tensor) -> Tensor:
-        value_N_1: Tensor = nn.functional.linear(upcast(hidden_N_D), upcast(self.weight), upcast(self.bias))
+        value_N_1: Tensor = nn.functional.linear(
+            upcast_for_loss(hidden_N_D), upcast_for_loss(self.weight), upcast_for_loss(self.bias)
+        )
         return value_N_1.squeeze(-1)
 
 
@@ -73,10 +75,10 @@ class Critic(nn.Module):
 
     def values(self, packed: Packed, state_N: Tensor) -> Tensor:
         """[N] the value of each of these states, by flat index."""
-        value_N: Tensor = self.lm.get_output_embeddings()(self.hidden(packed)[state_N])
+        value_N: Tensor = self.lm.get_output_embeddings()(self.hidden_states(packed)[state_N])
         return value_N
 
-    def hidden(self, packed: Packed) -> Tensor:
+    def hidden_states(self, packed: Packed) -> Tensor:
         """[B*T, D] last hidden state after the final norm."""
         states_B_T_D: Tensor = self.lm.base_model(**packed.inputs(self.lm.dtype)).last_hidden_state
         return states_B_T_D.flatten(0, 1)
@@ -96,10 +98,10 @@ def freeze(lm: Any) -> None:
         layer.requires_grad_(False)
 
 
-def states(packed: Packed, rollouts: Sequence[Rollout]) -> Tensor:
+def state_indices(packed: Packed, rollouts: Sequence[Rollout]) -> Tensor:
     """Flat indices of the states before all trained tokens, then of the state behind the last token of each rollout."""
     lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rollouts]
-    ends_B = torch.tensor([packed.at(i, length - 1) for i, length in enumerate(lengths)], dtype=torch.long)
+    ends_B = torch.tensor([packed.flat_index(i, length - 1) for i, length in enumerate(lengths)], dtype=torch.long)
     return torch.cat([predict_trained(packed, rollouts), ends_B])
 
 

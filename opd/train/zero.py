@@ -40,8 +40,8 @@ from opd.train.exchange import (
 from opd.train.export import FileTensors, write_model
 from opd.train.gathered import gathered_together
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
-from opd.train.network import listening, meet
-from opd.train.optimizer import AdamWOptions, adamw
+from opd.train.network import join_ranks, open_listener
+from opd.train.optimizer import AdamWOptions, build_adamw
 from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
 
 
@@ -106,7 +106,7 @@ class ZeroEngine:
 
     def meeting_point(self, address: str) -> tuple[str, int]:
         """`address`, which is this machine's, with a port that this rank listens on. All ranks meet at that of rank 0."""
-        self._door = listening(address)
+        self._door = open_listener(address)
         return address, int(self._door.getsockname()[1])
 
     def start(self, address: str, port: int) -> None:
@@ -119,9 +119,9 @@ class ZeroEngine:
             MASTER_PORT=str(port),
         )
         timeout = timedelta(seconds=self._options.timeout_s)
-        meet(address, port, self._rank, self._options.world_size, timeout, self._door)
+        join_ranks(address, port, self._rank, self._options.world_size, timeout, self._door)
         self._door = None
-        self._engine = _start(self._options, self._build)
+        self._engine = _start_deepspeed(self._options, self._build)
         self._device = self._engine.device
 
     # Forward passes
@@ -172,7 +172,7 @@ class ZeroEngine:
         """Copies of this rank's part of the gradients that were added since the last step, by parameter."""
         from deepspeed.utils import safe_get_local_grad
 
-        return [safe_get_local_grad(param).clone() for _, param in self._trained()]
+        return [safe_get_local_grad(param).clone() for _, param in self._trained_parameters()]
 
     def take_step(self, step: int, lr: float, share: float = 1.0) -> float:
         """Take an optimiser step with the sum of the gradients, divided by `share`; returns their norm.
@@ -233,7 +233,7 @@ class ZeroEngine:
         if not self._adam_state():
             self._create_moments(0)  # no step has been taken yet: save the zeros with which AdamW would begin
         tensors = {}
-        for name, param in self._trained():
+        for name, param in self._trained_parameters():
             kept = part_sizes(param.ds_numel, self._options.world_size)[self._rank]
             local = {"param": safe_get_local_fp32_param(param)} | {
                 k: safe_get_local_optimizer_state(param, k) for k in MOMENTS
@@ -261,11 +261,11 @@ class ZeroEngine:
         optimizer.checkpoint_event_prologue()
         with Shards(path) as shards:
             self._create_moments(shards.adam_step)
-            for name, param in self._trained():
+            for name, param in self._trained_parameters():
                 size = param.ds_tensor.numel()
 
                 def part(kind: str, name: str = name, numel: int = param.ds_numel, size: int = size) -> Tensor:
-                    return shards.part(f"{kind}/{name}", numel, self._rank * size, size)
+                    return shards.read_slice(f"{kind}/{name}", numel, self._rank * size, size)
 
                 weights = part("param")
                 safe_set_local_fp32_param(param, weights)
@@ -274,7 +274,7 @@ class ZeroEngine:
                     safe_set_local_optimizer_state(param, part(kind), kind)
         optimizer.checkpoint_event_epilogue()
 
-    def _trained(self) -> list[tuple[str, Any]]:
+    def _trained_parameters(self) -> list[tuple[str, Any]]:
         """The parameters that training changes, by name."""
         return [(name, param) for name, param in self._engine.module.lm.named_parameters() if param.requires_grad]
 
@@ -294,7 +294,7 @@ class ZeroEngine:
             }
 
 
-def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
+def _start_deepspeed(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     """DeepSpeed's engine around what `build` gives, once all ranks have met."""
     import_lightly("deepspeed", TRANSFORMERS)
     import deepspeed
@@ -317,7 +317,7 @@ def _start(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
     module: Any = build()
     _without_chance(module, options.gradient_checkpointing)
     # Each step sets its own rate.
-    optimizer = adamw(module, options.adamw, lr=0.0)
+    optimizer = build_adamw(module, options.adamw, lr=0.0)
     together = gathered_together(module.lm, options.world_size, compiled=options.compile)
     if together:
         set_z3_leaf_modules(module.lm, together)

@@ -19,7 +19,7 @@ class MultipleChoice:
 
     choices: str = "ABCD"
 
-    def chosen(self, text: str) -> str | None:
+    def chosen_letter(self, text: str) -> str | None:
         """The letter, as a capital; None if the text names none."""
         letter = f"[{self.choices}]"
         if re.fullmatch(rf"[\s(]*{letter}[\s).:]*", text, re.IGNORECASE):
@@ -35,7 +35,7 @@ class MultipleChoice:
         return None
 
     def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
-        return float(self.chosen(text) == self.chosen(answer))
+        return float(self.chosen_letter(text) == self.chosen_letter(answer))
 
     def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
-        return "" if self.chosen(answer) else f"answer {answer!r}, none of the letters {self.choices}"
+        return "" if self.chosen_letter(answer) else f"answer {answer!r}, none of the letters {self.choices}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opd.errors import ConfigError
-from opd.settings.named import users
+from opd.settings.named import import_user_object
 
 WANTED = "a function(text, answer, metadata) that gives a score in 0..1"
 
@@ -27,7 +27,7 @@ class Python:
         _refuse_unfit(self.function)
 
     def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
-        score = float(load(self.function)(text, answer, metadata))
+        score = float(load_function(self.function)(text, answer, metadata))
         if not 0 <= score <= 1:  # NaN is not
             raise ValueError(f"{self.function} gave {score}, no score in 0..1")
         return score
@@ -36,15 +36,15 @@ class Python:
         return ""
 
 
-def load(function: str) -> Callable[..., Any]:
+def load_function(function: str) -> Callable[..., Any]:
     """The function of `module:function`. Raises: ConfigError."""
-    found: Callable[..., Any] = users(function, f"verifier {function}", WANTED)
+    found: Callable[..., Any] = import_user_object(function, f"verifier {function}", WANTED)
     return found
 
 
 def _refuse_unfit(function: str) -> None:
     """Raises: ConfigError for a function that is not there, or cannot be called with three arguments."""
-    found = load(function)
+    found = load_function(function)
     try:
         taken = inspect.signature(found)
     except ValueError:  # written in C, without a signature

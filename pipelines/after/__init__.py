@@ -1,1 +1,1 @@
-"""What a person does with a merged model: export it, serve it, talk to it."""
+"""Uses of a merged model: export it, serve it, talk to it."""

@@ -22,7 +22,7 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How the model answers."""
+    """Settings of the model's answers."""
 
     max_new_tokens: int = 512
     temperature: float = 0.0
@@ -53,19 +53,19 @@ class Chat:
         self._variables: dict[str, Any] = found.config.student.chat_template_kwargs if found.config else {}
         self._options, self._context = options, found.info.context
         self._stop_token_ids = found.info.eos_token_ids
-        self._model = _load(found, options)
+        self._model = _load_model(found, options)
         self._turns: list[dict[str, str]] = []
 
-    def forget(self) -> None:
+    def forget_dialogue(self) -> None:
         """Begin another dialogue."""
         self._turns = []
 
-    def answer(self, line: str, show: Show) -> str:
-        """What the model says to a line. Ctrl-C ends the answer where it is, and raises KeyboardInterrupt.
+    def answer_line(self, line: str, show: Show) -> str:
+        """Yield the model's answer to a line. Ctrl-C ends the answer where it is, and raises KeyboardInterrupt.
 
         Raises: PromptError if the line does not fit into the context, or the chat template refuses the dialogue.
         """
-        ids = self._ids(line)
+        ids = self._encode_dialogue(line)
         said: list[str] = []
 
         def piece(text: str) -> None:
@@ -76,14 +76,14 @@ class Chat:
             self._generate(ids, piece)
         finally:
             if self.templated:
-                self._turns += [_turn("user", line), _turn("assistant", "".join(said))]
+                self._turns += [_make_message("user", line), _make_message("assistant", "".join(said))]
         return "".join(said)
 
-    def _ids(self, line: str) -> tuple[int, ...]:
+    def _encode_dialogue(self, line: str) -> tuple[int, ...]:
         """Token ids of the dialogue with the new line; its oldest turns are forgotten until there is room for an answer."""
         turns = list(self._turns)
         while True:
-            ids = self._encoded(turns, line)
+            ids = self._encode_turns(turns, line)
             room = None if self._context is None else self._context - len(ids)
             # Alone, a line may leave room for a shorter answer than was asked for.
             if room is None or room >= self._options.max_new_tokens or (room > 0 and not turns):
@@ -98,14 +98,16 @@ class Chat:
                 )
             del turns[:2]
 
-    def _encoded(self, turns: Sequence[Mapping[str, str]], line: str) -> tuple[int, ...]:
+    def _encode_turns(self, turns: Sequence[Mapping[str, str]], line: str) -> tuple[int, ...]:
         from jinja2 import TemplateError
 
         if not self.templated:
             return encode_prompt(self._tokenizer, line)
-        system = [_turn("system", self._options.system)] if self._options.system else []
+        system = [_make_message("system", self._options.system)] if self._options.system else []
         try:
-            return encode_prompt(self._tokenizer, [*system, *map(dict, turns), _turn("user", line)], **self._variables)
+            return encode_prompt(
+                self._tokenizer, [*system, *map(dict, turns), _make_message("user", line)], **self._variables
+            )
         except (TemplateError, ValueError, TypeError) as error:
             raise PromptError.at(
                 "chat template",
@@ -137,11 +139,11 @@ class Chat:
         )
 
 
-def _turn(role: str, content: str) -> dict[str, str]:
+def _make_message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _load(found: Found, options: ChatOptions) -> Any:
+def _load_model(found: Found, options: ChatOptions) -> Any:
     """The model on the GPU if there is one, told how to choose tokens."""
     import torch
     from transformers import GenerationConfig
@@ -158,14 +160,14 @@ def _load(found: Found, options: ChatOptions) -> Any:
     return model
 
 
-def talk(chat: Chat, lines: Iterable[str], show: Show, tell: Callable[[str], None], *, patient: bool) -> None:
+def run_dialogue(chat: Chat, lines: Iterable[str], show: Show, tell: Callable[[str], None], *, patient: bool) -> None:
     """Answer every line. With `patient`, as at a terminal, an error or Ctrl-C ends an answer and not the talk."""
     for line in lines:
         if line.strip() == NEW:
-            chat.forget()
+            chat.forget_dialogue()
         elif line.strip():
             try:
-                chat.answer(line, show)
+                chat.answer_line(line, show)
             except PromptError as error:
                 if not patient:
                     raise

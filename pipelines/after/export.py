@@ -18,7 +18,7 @@ from experts.licences import FILES as LICENCE_FILES
 from experts.safetensors_header import Tensor, read_header
 from experts.weight_files import weight_shards
 from opd.errors import ModelError, RunDirError
-from opd.files import atomic_write_text, replace_dir, storing
+from opd.files import atomic_write_text, raise_storage_errors, replace_dir
 from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.models.files import ModelFiles
 from pipelines.after.gguf import find_converter, write_gguf
@@ -34,7 +34,7 @@ _FLOATS = {"F64", "F32", "BF16", "F16"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """How the copy differs from the model."""
+    """Differences of the copy from the model."""
 
     dtype: str | None = None
     """float32, bfloat16 or float16; None keeps each tensor's own."""
@@ -43,7 +43,7 @@ class ExportOptions:
     """Whether a GGUF file is written beside the safetensors."""
 
 
-def export(model: Found, output: Path, options: ExportOptions) -> list[Path]:
+def export_model(model: Found, output: Path, options: ExportOptions) -> list[Path]:
     """Write the copy to `output`, which must not exist. Returns its files. Raises: OpdError before anything is written; RunError
     if the converter fails, and then nothing is left."""
     if output.exists():
@@ -54,7 +54,7 @@ def export(model: Found, output: Path, options: ExportOptions) -> list[Path]:
     temporary = output.with_name(f".tmp-{output.name}")
     shutil.rmtree(temporary, ignore_errors=True)  # left by an export that was interrupted
     try:
-        with storing(output):
+        with raise_storage_errors(output):
             temporary.mkdir(parents=True)
             _write_weights(model.path, temporary, options)
             _write_config(model.path, temporary, options.dtype)
@@ -80,7 +80,7 @@ class _Cast:
         """Raises: ModelError for a number that would become infinite."""
         import torch
 
-        if not self._dtype or not self._changes(name, tensor):
+        if not self._dtype or not self._is_cast(name, tensor):
             return value
         made = value.to(getattr(torch, self._dtype))
         if not value.is_meta and bool((made.isinf() & ~value.isinf()).any()):
@@ -92,7 +92,7 @@ class _Cast:
             )
         return made
 
-    def _changes(self, name: str, tensor: Tensor) -> bool:
+    def _is_cast(self, name: str, tensor: Tensor) -> bool:
         return tensor.dtype in _FLOATS and not (self._kept and self._kept.search(name))
 
 

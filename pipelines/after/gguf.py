@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import ConfigError, RunError
-from opd.text import printable
+from opd.text import escape_control_characters
 
 CONVERTERS = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
 """Names under which llama.cpp's packages and its repository have the converter."""
@@ -54,5 +54,5 @@ def write_gguf(converter: Path, model_dir: Path, output: Path, dtype: str, name:
             f"{converter.name} took longer than {TIMEOUT_S / 3600:.0f} hours, and nothing was exported"
         ) from None
     if done.returncode or not output.is_file():
-        words = printable("\n  ".join(done.stdout.splitlines()[-_LAST:]))
+        words = escape_control_characters("\n  ".join(done.stdout.splitlines()[-_LAST:]))
         raise RunError(f"{converter.name} ended with {done.returncode}, and nothing was exported:\n  {words}")

@@ -25,7 +25,7 @@ class Found:
 
     @property
     def name(self) -> str:
-        """What to call it: the name of its run, else that of its directory."""
+        """Name for people: that of its run, else that of its directory."""
         return self.config.name if self.config else self.path.resolve().name
 
 

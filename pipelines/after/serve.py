@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NoReturn
 
-from opd.cluster.environment import SPINS
+from opd.cluster.environment import SPIN_SETTINGS
 from opd.errors import ConfigError
 from opd.machine.address import Address
 from opd.machine.compiler import keep_compiled_code_private
@@ -33,7 +33,7 @@ DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
-    **SPINS,
+    **SPIN_SETTINGS,
 }
 """Nothing is downloaded or reported, and threads that wait soon sleep."""
 
@@ -81,14 +81,14 @@ def check_serving(options: ServeOptions, environ: Mapping[str, str]) -> None:
 
 
 def is_for_cpus() -> bool:
-    """Whether vLLM's build for CPUs is installed."""
+    """Return True if vLLM's build for CPUs is installed."""
     try:
         return bool(version("vllm-cpu"))
     except PackageNotFoundError:
         return False
 
 
-def command(model: Found, options: ServeOptions) -> list[str]:
+def server_command(model: Found, options: ServeOptions) -> list[str]:
     """The command line of the server."""
     rollout = model.config.rollout if model.config else None
     variables = model.config.student.chat_template_kwargs if model.config else {}
@@ -114,19 +114,19 @@ def _on_cpu(model: Found) -> list[str]:
     return ["--enforce-eager", *(("--attention-backend", CPU_LATENT) if latent else ())]
 
 
-def environment(model: Found) -> dict[str, str]:
+def server_environment(model: Found) -> dict[str, str]:
     """Variables of the server where the user sets none."""
     rollout = model.config.rollout if model.config else None
     cache = {"VLLM_CPU_KVCACHE_SPACE": str(rollout.kv_cache_gib)} if rollout and rollout.kv_cache_gib else {}
     return DEFAULTS | cache
 
 
-def serve(model: Found, options: ServeOptions) -> NoReturn:
+def run_server(model: Found, options: ServeOptions) -> NoReturn:
     """Become the server. The sockets between its processes are in a folder of its own, which the next command removes."""
     sys.stdout.flush()
     sys.stderr.flush()
     keep_compiled_code_private()
-    arguments = command(model, options)
-    variables = environment(model) | {SOCKETS: own_folder()} | dict(os.environ)
+    arguments = server_command(model, options)
+    variables = server_environment(model) | {SOCKETS: own_folder()} | dict(os.environ)
     drop_service_port(variables)
     os.execve(arguments[0], arguments, variables)

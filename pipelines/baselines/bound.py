@@ -16,9 +16,9 @@ from opd.report.stale import other_budget
 from opd.run.paths import RunPaths
 from pipelines.baselines.jobs import BaselineJob
 from pipelines.inputs.read import Inputs
-from pipelines.merging.changes import identity, refuse_changed_inputs
+from pipelines.merging.changes import refuse_changed_inputs, run_identity
 from pipelines.merging.manifest import manifest_of, read_manifest
-from pipelines.merging.results import trained
+from pipelines.merging.results import trained_so_far
 
 NOT_OF_A_MODEL = ("logging",)
 """Sections of a pipeline that no result depends on."""
@@ -36,9 +36,9 @@ def refuse_other_inputs(root: Path, job: BaselineJob, inputs: Inputs) -> None:
         refuse_changed_inputs(read_manifest(paths), manifest_of(job.config, inputs), paths.manifest)
 
 
-def outdated(job: BaselineJob, found: BaselineResult, inputs: Inputs) -> str | None:
-    """Why a result has to be computed again; None if its digests show no reason."""
-    merge = _merge(job)
+def explain_outdated(job: BaselineJob, found: BaselineResult, inputs: Inputs) -> str | None:
+    """Return the reason to compute a result again; None if its digests show no reason."""
+    merge = _merge_progress(job)
     before = (found.merge_steps, found.merge_tokens)
     if merge and job.share is not None and found.merge_steps is not None and before != merge:
         return other_budget((found.merge_steps, found.merge_tokens or 0), merge)
@@ -47,9 +47,9 @@ def outdated(job: BaselineJob, found: BaselineResult, inputs: Inputs) -> str | N
     return None
 
 
-def bound(job: BaselineJob, result: BaselineResult, inputs: Inputs) -> BaselineResult:
+def bind_to_inputs(job: BaselineJob, result: BaselineResult, inputs: Inputs) -> BaselineResult:
     """Add to a result the digests of its model and inputs. The model lies on disk; the exam of a merge has the digests."""
-    steps, tokens = _merge(job) or (None, None)
+    steps, tokens = _merge_progress(job) or (None, None)
     weights = result.weights if job.method == "opd" else model_digest(job.model, weight_hashes(job.model))
     return replace(result, weights=weights, inputs=_inputs_digest(job, inputs), merge_steps=steps, merge_tokens=tokens)
 
@@ -57,27 +57,27 @@ def bound(job: BaselineJob, result: BaselineResult, inputs: Inputs) -> BaselineR
 def drop_other_merge(job: BaselineJob, inputs: Inputs) -> None:
     """Delete a shorter merge of other steps, settings, models or prompts: it must not be resumed, nor its exam be taken over."""
     paths = job.shorter_run
-    if paths.pipeline.exists() and _digest(job, read_manifest(paths)) != _inputs_digest(job, inputs):
+    if paths.pipeline.exists() and _manifest_digest(job, read_manifest(paths)) != _inputs_digest(job, inputs):
         shutil.rmtree(paths.root)
 
 
-def _merge(job: BaselineJob) -> tuple[int, int] | None:
+def _merge_progress(job: BaselineJob) -> tuple[int, int] | None:
     """Steps and response tokens of the run directory's merge; None if it has none."""
     paths = RunPaths(job.root)
-    return trained(paths.metrics) if paths.pipeline.exists() else None
+    return trained_so_far(paths.metrics) if paths.pipeline.exists() else None
 
 
 def _inputs_digest(job: BaselineJob, inputs: Inputs) -> str:
     """Digest of the contents of student, experts and prompts, and of the pipeline's keys that decide the method's result."""
-    return _digest(job, manifest_of(job.config, inputs))
+    return _manifest_digest(job, manifest_of(job.config, inputs))
 
 
-def _digest(job: BaselineJob, manifest: Mapping[str, Any]) -> str:
+def _manifest_digest(job: BaselineJob, manifest: Mapping[str, Any]) -> str:
     """`_inputs_digest` of what a manifest says."""
     without = NOT_OF_A_MODEL + (ONLY_OF_TRAINING if job.share is None else ())
     config = {key: value for key, value in manifest["config"].items() if key not in without}
     facts = {
-        **identity({**manifest, "config": config}),
+        **run_identity({**manifest, "config": config}),
         "prompts": {domain: list(files.values()) for domain, files in manifest["prompts"].items()},
         "steps": None if job.share is None else manifest["config"]["trainer"]["steps"],
     }

@@ -21,20 +21,20 @@ from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.files import atomic_file, atomic_write_text
 from opd.records.scores import Evaluation
-from opd.report import clear_domains, headroom
+from opd.report import clear_domains, recovered_share
 from opd.run.paths import EXAMS, ComparisonPaths, RunPaths
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.text import or_dash
 from pipelines.baselines.difference import Difference, Scores, compare_methods, t_quantile
-from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan, refuse_rounds
-from pipelines.baselines.run import check_methods, compute
+from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan_jobs, refuse_rounds
+from pipelines.baselines.run import check_methods, compute_results
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.inputs.read import Inputs, read_inputs, refuse_without_experts
 from pipelines.inputs.template_date import as_recorded, on_day
 from pipelines.merging import run as merging
 from pipelines.merging.changes import TEMPLATE_DATE, other_rules, refused_keys
-from pipelines.merging.manifest import read_manifest, resolved
-from pipelines.merging.results import trained
+from pipelines.merging.manifest import read_manifest, resolve_pipeline
+from pipelines.merging.results import trained_so_far
 
 FORMAT = 1
 WHOLE_SECTIONS = ("seed", "trainer", "rollout", "objective", "teachers", "evaluate")
@@ -105,7 +105,7 @@ Group = list[tuple[_OneSeed, BaselineResult]]
 """A method at one share: its result of each seed."""
 
 
-def compare(
+def run_comparison(
     config: PipelineConfig,
     root: Path,
     seeds: Sequence[int],
@@ -124,14 +124,14 @@ def compare(
     inputs = read_inputs(config)
     check_methods(config, inputs, methods)  # before hours of the first merge
     config = on_day(config, config.student.template_date or inputs.template_date)
-    merges = [(config.model_copy(update={"seed": seed}), paths.seed(seed)) for seed in seeds]
+    merges = [(config.model_copy(update={"seed": seed}), paths.seed_dir(seed)) for seed in seeds]
     for seeded, its in merges:
         _refuse_another_merge(seeded, inputs, its)
     _tell_of_older_seeds(merges, tell)
     # Merges of weights that do not depend on the seed are made once.
     again = [m for m in methods if m not in WEIGHT_METHODS or WEIGHT_METHODS[m].random]
     found = [_one_seed(*one, methods if one is merges[0] else again, shares, tell) for one in merges]
-    rows = table(found)
+    rows = comparison_rows(found)
     before = SeedMean.of([fmean(one.before.accuracy.values()) for one in found])
     expert = SeedMean.of([fmean(one.expert.accuracy.values()) for one in found])
     data = {
@@ -144,14 +144,14 @@ def compare(
         "rows": [asdict(row) for row in rows],
     }
     atomic_write_text(paths.numbers, json.dumps(data, indent=1))
-    atomic_write_text(paths.table, markdown(before, expert, rows))
-    draw(rows, paths.picture)
+    atomic_write_text(paths.table, comparison_markdown(before, expert, rows))
+    draw_comparison(rows, paths.picture)
     return rows
 
 
 def _as_begun(config: PipelineConfig, paths: ComparisonPaths) -> PipelineConfig:
     """The pipeline with day and begin of prompts as in the first seed that exists: all seeds of a comparison have the same tokens."""
-    known = (load_run_pipeline(one.pipeline) for one in paths.seeds() if one.pipeline.exists())
+    known = (load_run_pipeline(one.pipeline) for one in paths.seed_dirs() if one.pipeline.exists())
     first = next(known, config)
     return on_day(as_recorded(config, first), first.student.template_date)
 
@@ -170,11 +170,11 @@ def _one_seed(
     jobs = [
         job
         for method in methods
-        for job in plan(config, paths.root, [method], shares if method in TRAINED_METHODS else None, None)
+        for job in plan_jobs(config, paths.root, [method], shares if method in TRAINED_METHODS else None, None)
     ]
-    results = compute(jobs, lambda line: tell(f"{name}: {line}"))
-    before, expert, after = (Evaluation.load(paths.exam(name)) for name in EXAMS)
-    steps, tokens = trained(paths.metrics)
+    results = compute_results(jobs, lambda line: tell(f"{name}: {line}"))
+    before, expert, after = (Evaluation.load(paths.evaluation_file(name)) for name in EXAMS)
+    steps, tokens = trained_so_far(paths.metrics)
     merge = {"seed": config.seed, "steps": steps, "tokens": tokens, "weights": next(iter(after.weights.values()), "")}
     return _OneSeed(before=before, expert=expert, merge=merge, results=results)
 
@@ -184,7 +184,9 @@ def _refuse_another_merge(config: PipelineConfig, inputs: Inputs, paths: RunPath
     if not paths.root.exists():
         return
     stored = load_run_pipeline(paths.pipeline)
-    now = validate(PipelineConfig, resolved(config, inputs), paths.pipeline)  # with absolute paths, as a run has them
+    now = validate_section(
+        PipelineConfig, resolve_pipeline(config, inputs), paths.pipeline
+    )  # with absolute paths, as a run has them
     changed = [name for name in WHOLE_SECTIONS if getattr(stored, name) != getattr(now, name)]
     decisive = refused_keys(stored.model_dump(mode="json"), now.model_dump(mode="json"))
     changed += [key.partition(".")[0] for key in decisive if key != TEMPLATE_DATE]  # a run of an older release has none
@@ -213,7 +215,7 @@ def _tell_of_older_seeds(merges: Sequence[tuple[PipelineConfig, RunPaths]], tell
         )
 
 
-def table(seeds: Sequence[_OneSeed]) -> list[ComparisonRow]:
+def comparison_rows(seeds: Sequence[_OneSeed]) -> list[ComparisonRow]:
     """A row for each method and share, methods in their order, larger shares first."""
     groups: dict[tuple[str, float | None], Group] = {}
     for seed in seeds:
@@ -221,11 +223,14 @@ def table(seeds: Sequence[_OneSeed]) -> list[ComparisonRow]:
             groups.setdefault((result.method, result.token_share), []).append((seed, result))
     order = sorted(groups, key=lambda key: (METHODS[::-1].index(key[0]), -(key[1] or 0)))
     return [
-        _judged(_row(groups[key]), groups[key], groups.get(("opd", 1.0 if key[1] is None else key[1]))) for key in order
+        _compare_with_opd(
+            _summarise_group(groups[key]), groups[key], groups.get(("opd", 1.0 if key[1] is None else key[1]))
+        )
+        for key in order
     ]
 
 
-def _row(group: Group) -> ComparisonRow:
+def _summarise_group(group: Group) -> ComparisonRow:
     results = [result for _, result in group]
     gains = [
         mean_headroom(seed.before.scores, {d: s.accuracy for d, s in result.scores.items()}, seed.expert.scores)
@@ -246,19 +251,19 @@ def mean_headroom(before: Scores, after: Mapping[str, float], expert: Scores) ->
     """Mean headroom over the domains of `after` where the expert is better than the student beyond chance; None if there is
     none."""
     clear = clear_domains(before, expert)
-    shares = [headroom(before[d].accuracy, after[d], expert[d].accuracy) for d in after if d in clear]
+    shares = [recovered_share(before[d].accuracy, after[d], expert[d].accuracy) for d in after if d in clear]
     known = [share for share in shares if share is not None]
     return fmean(known) if known else None
 
 
-def _judged(row: ComparisonRow, group: Group, opd: Group | None) -> ComparisonRow:
+def _compare_with_opd(row: ComparisonRow, group: Group, opd: Group | None) -> ComparisonRow:
     if opd is None or row.method == "opd" or len(opd) == 1:
         return row  # with one seed the share of chance is unknown
     found = compare_methods(*([result.scores for _, result in its] for its in (group, opd)))
     return replace(row, difference=found, verdict=found.verdict)
 
 
-def cells(row: ComparisonRow) -> tuple[str, ...]:
+def row_cells(row: ComparisonRow) -> tuple[str, ...]:
     """The cells of a row, in the order of `COLUMNS`."""
     return (
         row.label,
@@ -270,14 +275,14 @@ def cells(row: ComparisonRow) -> tuple[str, ...]:
     )
 
 
-def markdown(before: SeedMean, expert: SeedMean, rows: Sequence[ComparisonRow]) -> str:
+def comparison_markdown(before: SeedMean, expert: SeedMean, rows: Sequence[ComparisonRow]) -> str:
     """The table, with the student before the merge and the experts above it."""
-    lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(cells, rows)]
+    lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(row_cells, rows)]
     note = f"Mean accuracy of the student before: {before.mean:.3f}; of the experts: {expert.mean:.3f}."
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
 
 
-def draw(rows: Sequence[ComparisonRow], path: Path) -> None:
+def draw_comparison(rows: Sequence[ComparisonRow], path: Path) -> None:
     """Accuracy by share of the training, methods without training as levels."""
     import matplotlib
 

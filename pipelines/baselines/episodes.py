@@ -15,7 +15,7 @@ from experts.episodes.rows import episode_at
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import PromptError
 from opd.prompts import PromptTable, find_source
-from opd.prompts.readers import Place, source_rows
+from opd.prompts.readers import RowLocation, source_rows
 from opd.records.types import Prompt, Rollout, Span
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class FileEpisode:
     learned: tuple[bool, ...]
     """[R] True for the turns of weight 1, their end tokens included."""
 
-    def fits(self, room: int) -> bool:
+    def fits_context(self, room: int) -> bool:
         """True if a context of `room` tokens holds the whole episode."""
         return len(self.prompt_ids) + len(self.response_ids) <= room
 
@@ -48,7 +48,7 @@ class FileEpisode:
             Span(length=len(list(run)), origin="policy" if learned else "environment", policy_version=0)
             for learned, run in groupby(self.learned[:left])
         )
-        return replace(known, spans=spans, stop_reason="done" if self.fits(room) else "context")
+        return replace(known, spans=spans, stop_reason="done" if self.fits_context(room) else "context")
 
 
 def read_file_episodes(
@@ -59,7 +59,7 @@ def read_file_episodes(
     Raises: PromptError for a broken row, or one whose learned turns all lie beyond `room`; ModelError for a chat template
     that cannot append.
     """
-    wanted = {prompts.rows.number(int(index)): place for place, index in enumerate(prompts.indices)}
+    wanted = {prompts.rows.row_number(int(index)): place for place, index in enumerate(prompts.indices)}
     found = {}
     for number, (place, row) in enumerate(source_rows(find_source(source), as_prompts_config(source))):
         if number in wanted:
@@ -72,21 +72,21 @@ def read_file_episodes(
 
 def cut_notice(written: Iterable[object], room: int) -> str:
     """A sentence about the episodes that `room` tokens do not hold; empty if there are none."""
-    fitting = [episode.fits(room) for episode in written if isinstance(episode, FileEpisode)]
+    fitting = [episode.fits_context(room) for episode in written if isinstance(episode, FileEpisode)]
     if all(fitting):
         return ""
     cut = len(fitting) - sum(fitting)
     return f"{cut} of {len(fitting)} episodes are longer than rollout.max_model_len = {room} and are cut there"
 
 
-def _episode(place: Place, row: dict[str, Any], prompt: Prompt, encoder: EpisodeEncoder) -> FileEpisode:
+def _episode(place: RowLocation, row: dict[str, Any], prompt: Prompt, encoder: EpisodeEncoder) -> FileEpisode:
     """The episode of one row, after the prompt as the merge reads it. Raises: PromptError, ModelError."""
     told = {"prompt": prompt.text} | {name: row[name] for name in EPISODE if name in row}
     prompt_ids, response_ids, learned = encoder.split(episode_at(place, told))
     return FileEpisode(prompt_ids=tuple(prompt_ids), response_ids=tuple(response_ids), learned=tuple(learned))
 
 
-def _nothing_to_learn(place: Place, episode: FileEpisode, room: int) -> PromptError:
+def _nothing_to_learn(place: RowLocation, episode: FileEpisode, room: int) -> PromptError:
     first = len(episode.prompt_ids) + episode.learned.index(True) + 1
     return PromptError.at(
         str(place),

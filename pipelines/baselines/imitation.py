@@ -79,11 +79,11 @@ def train_off_policy(
             wanted, n = _samples_of(config, by_domain, write, budget), config.rollout.n
             samples = max(n * len(by_domain), round(sum(wanted.values())))
             weights = {name: max(count, 1e-6) for name, count in wanted.items()}
-        shape = _shape(config, samples)
-        prompts = [p for step in _steps(config, by_domain, shape.samples, weights) for p in step]
+        shape = _micro_batch_shape(config, samples)
+        prompts = [p for step in _deal_steps(config, by_domain, shape.samples, weights) for p in step]
         tell(f"{len(prompts)} responses: {config.trainer.steps} steps of {shape.samples}")
         responses = write(prompts)
-    _fit(config, inputs, responses, shape, out, tell)
+    _train_student(config, inputs, responses, shape, out, tell)
     return sum(r.num_trained for r in responses)
 
 
@@ -200,10 +200,10 @@ def _single_turns(
 
 def _with_room(prompts: PromptTable, config: PipelineConfig) -> PromptTable:
     """The prompts that leave room for a response; a merge quarantines the others."""
-    return prompts.where((prompts.lengths > 0) & (prompts.lengths < config.rollout.max_model_len))
+    return prompts.select_prompts((prompts.lengths > 0) & (prompts.lengths < config.rollout.max_model_len))
 
 
-def _steps(
+def _deal_steps(
     config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], samples: int, weights: Mapping[str, float]
 ) -> Iterator[list[Prompt]]:
     """The prompts of each step, each once for every response to it; every step has all domains."""
@@ -222,7 +222,7 @@ def _samples_of(
     """
     samples = config.trainer.samples_per_step
     # Whole steps, so that all domains are in the pilot.
-    steps = islice(_steps(config, by_domain, samples, config.domain_weights), -(-PILOT_SAMPLES // samples))
+    steps = islice(_deal_steps(config, by_domain, samples, config.domain_weights), -(-PILOT_SAMPLES // samples))
     pilot = [p for step in steps for p in step]
     asked = Counter(p.domain for p in pilot)
     written: Counter[str] = Counter()
@@ -233,7 +233,7 @@ def _samples_of(
     return {name: budget.get(name, 0.0) / config.trainer.steps / length for name, length in lengths.items()}
 
 
-def _shape(config: PipelineConfig, samples: int) -> StepShape:
+def _micro_batch_shape(config: PipelineConfig, samples: int) -> StepShape:
     """Micro-batches of `trainer.micro_batch_tokens` padded tokens; `samples` are rounded up to whole ones, and to whole prompts."""
     fitting = max(1, config.trainer.micro_batch_tokens // config.rollout.max_model_len)
     n = config.rollout.n
@@ -243,7 +243,7 @@ def _shape(config: PipelineConfig, samples: int) -> StepShape:
     return StepShape(micro_batch=whole // accumulate, accumulate=accumulate)
 
 
-def _fit(
+def _train_student(
     config: PipelineConfig,
     inputs: Inputs,
     written: Sequence[Rollout],
@@ -256,19 +256,19 @@ def _fit(
     import torch
     from transformers import set_seed
 
-    from experts.sft import IGNORED, Example, imitate
-    from opd.train.lora import adapt, fold
+    from experts.sft import IGNORED, Example, train_on_text
+    from opd.train.lora import add_adapters, fold_adapters
 
     staging = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     spec = imitation_spec(config, shape.micro_batch, shape.accumulate)
     set_seed(spec.seed)
-    model, lora = _student(config.student.model), lora_options(config)
+    model, lora = _load_student(config.student.model), lora_options(config)
     if lora is not None:
-        adapt(model, lora)
-    examples = [Example(input_ids=[*r.prompt_ids, *r.response_ids], labels=_labels(r, IGNORED)) for r in written]
-    imitate(
+        add_adapters(model, lora)
+    examples = [Example(input_ids=[*r.prompt_ids, *r.response_ids], labels=_make_labels(r, IGNORED)) for r in written]
+    train_on_text(
         model,
         examples,
         spec,
@@ -276,20 +276,20 @@ def _fit(
         report=lambda step, loss: tell(f"step {step}/{config.trainer.steps}  loss {loss:.4f}"),
     )
     if lora is not None:
-        fold(model)
+        fold_adapters(model)
     model.to(getattr(torch, config.trainer.dtype)).save_pretrained(staging)
     # The tokenizer of `inputs` may have been told to put nothing in front, which its files would say, too.
     load_tokenizer(config.student.model).save_pretrained(staging)
     replace_dir(staging, out)
 
 
-def _labels(rollout: Rollout, ignored: int) -> list[int]:
+def _make_labels(rollout: Rollout, ignored: int) -> list[int]:
     """The tokens that its author wrote, at their places; `ignored` at all others."""
     response = zip(rollout.response_ids, rollout.loss_mask, strict=True)
     return [ignored] * len(rollout.prompt_ids) + [token if trained else ignored for token, trained in response]
 
 
-def _student(model_dir: Path) -> Any:
+def _load_student(model_dir: Path) -> Any:
     """Load the student, to be trained in float32."""
     import torch
     from transformers.utils import logging

@@ -49,7 +49,7 @@ class BaselineJob:
 
     @property
     def result(self) -> Path:
-        return RunPaths(self.root).baseline(self.name)
+        return RunPaths(self.root).baseline_file(self.name)
 
     @property
     def model(self) -> Path:
@@ -110,7 +110,7 @@ def parse_seeds(text: str) -> list[int]:
     return seeds
 
 
-def scaled(config: PipelineConfig, share: float) -> PipelineConfig:
+def scale_steps(config: PipelineConfig, share: float) -> PipelineConfig:
     """The same merge in a share of its steps: warm-up and decay shrink with them."""
     trainer = config.trainer
     fewer: dict[str, Any] = {"steps": max(1, round(share * trainer.steps))}
@@ -125,7 +125,7 @@ def scaled(config: PipelineConfig, share: float) -> PipelineConfig:
     )
 
 
-def plan(
+def plan_jobs(
     config: PipelineConfig, root: Path, methods: Sequence[str], shares: Sequence[float] | None, seed: int | None
 ) -> list[BaselineJob]:
     """The results to compute, in order. `shares` default to the whole training, `seed` to the pipeline's.
@@ -150,7 +150,7 @@ def plan(
         for share in (shares or [1.0]) if method in trained else [None]:
             chosen, budget = config, None
             if share is not None:
-                chosen = scaled(config, share)
+                chosen = scale_steps(config, share)
                 budget = per_step and {name: tokens * chosen.trainer.steps for name, tokens in per_step.items()}
             parts = [method, "" if share is None else f"-{share:g}", "" if own_seed else f"-seed-{seed}"]
             jobs.append(
@@ -211,7 +211,7 @@ def open_run(root: Path, overrides: list[str] | None = None) -> PipelineConfig:
             root,
             found="a merge in several rounds",
             wanted="one round, which other methods can be compared with",
-            fix=f"give the run directory of a round, such as {paths.round(1).root}",
+            fix=f"give the run directory of a round, such as {paths.round_dir(1).root}",
         )
     if not paths.pipeline.exists() or not paths.metrics.exists():
         missing = paths.metrics if paths.pipeline.exists() else paths.pipeline

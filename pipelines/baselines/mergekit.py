@@ -36,7 +36,7 @@ def environment_dir() -> Path:
     return cache_dir() / f"mergekit-py{version}-{blake3_file(REQUIREMENTS)[:12]}"
 
 
-def environment(tell: Callable[[str], None]) -> Path:
+def mergekit_environment(tell: Callable[[str], None]) -> Path:
     """Return `environment_dir`, and install mergekit there if it is missing. Raises: RunError."""
     home = environment_dir()
     if home.exists():
@@ -48,7 +48,7 @@ def environment(tell: Callable[[str], None]) -> Path:
                 tell(f"installing mergekit into {home}, once")
                 with tempfile.TemporaryDirectory(dir=home.parent) as scratch:
                     target = Path(scratch) / "packages"
-                    _install(target)
+                    _install_mergekit(target)
                     replace_dir(target, home)
     except Timeout:
         raise RunError(f"{home}: another process has been installing there for {INSTALL_TIMEOUT_S} s") from None
@@ -56,7 +56,7 @@ def environment(tell: Callable[[str], None]) -> Path:
 
 
 def merge_weights(recipes: Mapping[str, Recipe], out: Path, *, seed: int, timeout_s: float, home: Path) -> None:
-    """Make the models `out/NAME`, one for each recipe; `out` is emptied first. `home` is the `environment`.
+    """Make the models `out/NAME`, one for each recipe; `out` is emptied first. `home` is the `mergekit_environment`.
 
     Raises: RunError if mergekit fails or is not done after `timeout_s`; ModelError if it leaves no sound model.
     """
@@ -68,12 +68,12 @@ def merge_weights(recipes: Mapping[str, Recipe], out: Path, *, seed: int, timeou
     command = ["-P", "-m", "mergekit.scripts.multimerge", str(file), "--intermediate-dir", str(out)]
     paths = [str(home), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    _run([*command, "--random-seed", str(seed % NUMPY_SEEDS), "--quiet"], "mergekit", timeout_s, env)
+    _run_python([*command, "--random-seed", str(seed % NUMPY_SEEDS), "--quiet"], "mergekit", timeout_s, env)
     for name in recipes:
         inspect_model(out / name, hash_weights=False)
 
 
-def _install(target: Path) -> None:
+def _install_mergekit(target: Path) -> None:
     """Install mergekit with pip if the interpreter has it, else with uv. Raises: RunError."""
     options = ["--target", str(target), "--no-deps", "--require-hashes", "-r", str(REQUIREMENTS)]
     if find_spec("pip"):
@@ -84,7 +84,7 @@ def _install(target: Path) -> None:
     else:
         raise RunError(f"mergekit cannot be installed: {sys.executable} has no pip, and there is no uv")
     try:
-        _run(command, "the installation of mergekit", INSTALL_TIMEOUT_S, {})
+        _run_python(command, "the installation of mergekit", INSTALL_TIMEOUT_S, {})
     except RunError as error:
         raise RunError(
             f"{error}\nmergekit is needed for merges of weights, and its installation needs the package index once; "
@@ -92,7 +92,7 @@ def _install(target: Path) -> None:
         ) from None
 
 
-def _run(command: list[str], what: str, timeout_s: float, env: Mapping[str, str]) -> None:
+def _run_python(command: list[str], what: str, timeout_s: float, env: Mapping[str, str]) -> None:
     """Run Python, or a program given by its absolute path. Raises: RunError with the last lines of its output."""
     program = command if Path(command[0]).is_absolute() else [sys.executable, *command]
     try:

@@ -22,22 +22,22 @@ from opd.records.scores import DomainScore, Evaluation
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.run.paths import RunPaths
 from opd.text import as_typed
-from pipelines.baselines.bound import bound, drop_other_merge, outdated, refuse_other_inputs
+from pipelines.baselines.bound import bind_to_inputs, drop_other_merge, explain_outdated, refuse_other_inputs
 from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.episodes import cut_notice
 from pipelines.baselines.imitation import Completions, experts_author, file_author, read_completions, train_off_policy
 from pipelines.baselines.jobs import TRAINED_METHODS, BaselineJob
-from pipelines.baselines.mergekit import environment, merge_weights
+from pipelines.baselines.mergekit import merge_weights, mergekit_environment
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
 from pipelines.inputs.read import Inputs, read_inputs, refuse_without_experts
 from pipelines.merging import run as merging
-from pipelines.merging.results import trained
+from pipelines.merging.results import trained_so_far
 
 MERGED_BYTES = 2 << 30
 """Most bytes of merged models on disk at a time, besides the best model of each method. One model is always allowed."""
 
 
-def compute(
+def compute_results(
     jobs: Sequence[BaselineJob], tell: Callable[[str], None], keep_models: bool = False
 ) -> list[BaselineResult]:
     """Every job's result. A result of the same inputs and the same merge is read from disk, any other is computed.
@@ -52,13 +52,13 @@ def compute(
     refuse_without_experts(jobs[0].config, "`opd baseline`")
     inputs = read_inputs(jobs[0].config)  # the share does not change what is checked
     refuse_other_inputs(jobs[0].root, jobs[0], inputs)
-    todo = [job for job in jobs if not _found(job, inputs, tell)]
+    todo = [job for job in jobs if not _has_valid_result(job, inputs, tell)]
     if todo:
         completions = check_methods(todo[0].config, inputs, [job.method for job in todo])
         _refuse_unfinished(todo)
-        with _locked(RunPaths(todo[0].root)):
-            for job, result in _compute(todo, inputs, completions, tell):
-                bound(job, result, inputs).save(job.result)
+        with _lock_run_directory(RunPaths(todo[0].root)):
+            for job, result in _compute_jobs(todo, inputs, completions, tell):
+                bind_to_inputs(job, result, inputs).save(job.result)
                 tell(f"{job.name}: mean accuracy {result.accuracy:.3f} after {result.wall_s:.0f} s")
                 if not keep_models:
                     for path in (job.model, job.shorter_run.root):
@@ -66,11 +66,11 @@ def compute(
     return [BaselineResult.load(job.result) for job in jobs]
 
 
-def _found(job: BaselineJob, inputs: Inputs, tell: Callable[[str], None]) -> bool:
+def _has_valid_result(job: BaselineJob, inputs: Inputs, tell: Callable[[str], None]) -> bool:
     """True if there is a valid result of this job already."""
     if not job.result.exists():
         return False
-    why = outdated(job, BaselineResult.load(job.result), inputs)
+    why = explain_outdated(job, BaselineResult.load(job.result), inputs)
     tell(f"{job.name}: found {job.result}, " + (f"{why}: computed again" if why else "not computed again"))
     return why is None
 
@@ -97,7 +97,7 @@ def check_methods(config: PipelineConfig, inputs: Inputs, methods: Sequence[str]
 
 def _refuse_unfinished(jobs: Sequence[BaselineJob]) -> None:
     for job in jobs:
-        if job.own_run and not job.merge.exam("after").exists():
+        if job.own_run and not job.merge.evaluation_file("after").exists():
             raise RunDirError.at(
                 job.root,
                 found="a merge that is not finished",
@@ -106,7 +106,7 @@ def _refuse_unfinished(jobs: Sequence[BaselineJob]) -> None:
             )
 
 
-def _compute(
+def _compute_jobs(
     jobs: Sequence[BaselineJob], inputs: Inputs, completions: Completions, tell: Callable[[str], None]
 ) -> Iterator[tuple[BaselineJob, BaselineResult]]:
     """Compute merges of weights first, because they share one process of mergekit and one engine."""
@@ -119,12 +119,12 @@ def _compute(
         found = (
             _merge_on_policy(job, inputs)
             if job.method == "opd"
-            else _imitate(job, inputs, completions, _named(tell, job))
+            else _run_imitation(job, inputs, completions, _prefix_lines(tell, job))
         )
-        yield job, _result(job, found, time.monotonic() - began)
+        yield job, _make_result(job, found, time.monotonic() - began)
 
 
-def _result(job: BaselineJob, found: _Found, wall_s: float) -> BaselineResult:
+def _make_result(job: BaselineJob, found: _Found, wall_s: float) -> BaselineResult:
     label = {**{n: m.label for n, m in WEIGHT_METHODS.items()}, **TRAINED_METHODS}[job.method]
     return BaselineResult(
         method=job.method,
@@ -155,11 +155,11 @@ def _merge_weights(
     jobs: Sequence[BaselineJob], inputs: Inputs, tell: Callable[[str], None]
 ) -> Iterator[tuple[BaselineJob, BaselineResult]]:
     """Merge and evaluate candidates in the order of the jobs, a few on disk at a time; each job keeps its best so far."""
-    home, config = environment(tell), jobs[0].config
+    home, config = mergekit_environment(tell), jobs[0].config
     merged = jobs[0].model.with_name(".tmp-merged")
-    candidates = [(job, strength) for job in jobs for strength in WEIGHT_METHODS[job.method].strengths()]
+    candidates = [(job, strength) for job in jobs for strength in WEIGHT_METHODS[job.method].list_strengths()]
     at_a_time = max(1, MERGED_BYTES // (4 * inputs.student.parameters))
-    trials = {job.name: _Trials(job, inputs, _named(tell, job)) for job in jobs}
+    trials = {job.name: _Trials(job, inputs, _prefix_lines(tell, job)) for job in jobs}
     with ExitStack() as adapters, rollout_engine(config, inputs) as engine:
         experts = [
             adapters.enter_context(whole_model(e.teacher, merged.with_name(f".tmp-expert-{name}")))
@@ -169,20 +169,22 @@ def _merge_weights(
             batch = candidates[start : start + at_a_time]
             tell(f"weights: merges {start + 1} to {start + len(batch)} of {len(candidates)}")
             recipes = {
-                _candidate(job, strength): WEIGHT_METHODS[job.method].recipe(inputs.student, experts, strength)
+                _candidate_name(job, strength): WEIGHT_METHODS[job.method].mergekit_recipe(
+                    inputs.student, experts, strength
+                )
                 for job, strength in batch
             }
             began = time.monotonic()
             merge_weights(recipes, merged, seed=config.seed, timeout_s=config.cluster.phase_timeout_s, home=home)
             each_s = (time.monotonic() - began) / len(batch)
             for job, strength in batch:
-                trials[job.name].add(engine, merged / _candidate(job, strength), strength, each_s)
-                if strength == WEIGHT_METHODS[job.method].strengths()[-1]:
-                    yield job, trials[job.name].result(engine)
+                trials[job.name].add(engine, merged / _candidate_name(job, strength), strength, each_s)
+                if strength == WEIGHT_METHODS[job.method].list_strengths()[-1]:
+                    yield job, trials[job.name].best_result(engine)
     shutil.rmtree(merged)
 
 
-def _candidate(job: BaselineJob, strength: float | None) -> str:
+def _candidate_name(job: BaselineJob, strength: float | None) -> str:
     """Name of a merged model. It must not be a word of mergekit's, such as a method's name."""
     return f"merged-{job.name}" if strength is None else f"merged-{job.name}-{strength:g}"
 
@@ -204,7 +206,7 @@ class _Trials:
         began = time.monotonic()
         if strength is not None:
             engine.load(model)
-            found = _evaluate(engine, self._exams, self._job, self._inputs, self._tell)
+            found = _evaluate_held_model(engine, self._exams, self._job, self._inputs, self._tell)
             self._validation[strength] = fmean(found.accuracy.values())
             self._tell(f"strength {strength:g}: {self._validation[strength]:.3f} on validation prompts")
         if strength is None or self._best is None or self._validation[strength] > self._validation[self._best]:
@@ -212,19 +214,19 @@ class _Trials:
             replace_dir(model, self._job.model)
         self._wall_s += merging_s + time.monotonic() - began
 
-    def result(self, engine: VLLMRolloutEngine) -> BaselineResult:
+    def best_result(self, engine: VLLMRolloutEngine) -> BaselineResult:
         """The result of the exam of the best model."""
         began = time.monotonic()
         engine.load(self._job.model)
         found = _Found(
-            scores=_evaluate(engine, self._inputs.exams, self._job, self._inputs, self._tell).scores,
+            scores=_evaluate_held_model(engine, self._inputs.exams, self._job, self._inputs, self._tell).scores,
             strength=self._best,
             validation={f"{strength:g}": value for strength, value in self._validation.items()},
         )
-        return _result(self._job, found, self._wall_s + time.monotonic() - began)
+        return _make_result(self._job, found, self._wall_s + time.monotonic() - began)
 
 
-def _imitate(job: BaselineJob, inputs: Inputs, completions: Completions, tell: Callable[[str], None]) -> _Found:
+def _run_imitation(job: BaselineJob, inputs: Inputs, completions: Completions, tell: Callable[[str], None]) -> _Found:
     author = (
         file_author(job.config, completions)
         if job.method == "mixed_sft"
@@ -235,7 +237,7 @@ def _imitate(job: BaselineJob, inputs: Inputs, completions: Completions, tell: C
     tokens = train_off_policy(job.config, inputs, author, job.budget, job.model, tell)
     with rollout_engine(job.config, inputs) as engine:
         engine.load(job.model)
-        scores = _evaluate(engine, inputs.exams, job, inputs, tell).scores
+        scores = _evaluate_held_model(engine, inputs.exams, job, inputs, tell).scores
     return _Found(scores=scores, tokens=tokens)
 
 
@@ -245,12 +247,12 @@ def _merge_on_policy(job: BaselineJob, inputs: Inputs) -> _Found:
     drop_other_merge(job, inputs)
     if not paths.report.exists():
         merging.start_or_resume(job.config, paths.root)
-    after = Evaluation.load(paths.exam("after"))
-    _, tokens = trained(paths.metrics)
+    after = Evaluation.load(paths.evaluation_file("after"))
+    _, tokens = trained_so_far(paths.metrics)
     return _Found(scores=after.scores, tokens=tokens, weights=next(iter(after.weights.values()), ""))
 
 
-def _evaluate(
+def _evaluate_held_model(
     engine: VLLMRolloutEngine,
     exams: Mapping[str, DomainExam],
     job: BaselineJob,
@@ -261,12 +263,12 @@ def _evaluate(
     return EngineEvaluator(engine, exams, job.config.evaluate, inputs.tokenizer, tell).evaluate(model=job.name)
 
 
-def _named(tell: Callable[[str], None], job: BaselineJob) -> Callable[[str], None]:
+def _prefix_lines(tell: Callable[[str], None], job: BaselineJob) -> Callable[[str], None]:
     return lambda line: tell(f"{job.name}: {line}")
 
 
 @contextmanager
-def _locked(paths: RunPaths) -> Iterator[None]:
+def _lock_run_directory(paths: RunPaths) -> Iterator[None]:
     """Allow one `opd baseline` per run directory. The system frees the lock when the process ends, however it ends."""
     paths.baseline_models.mkdir(parents=True, exist_ok=True)
     try:

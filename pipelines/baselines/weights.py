@@ -33,11 +33,11 @@ class WeightMethod:
     random: bool = False
     """True if the result depends on the seed."""
 
-    def strengths(self) -> tuple[float | None, ...]:
+    def list_strengths(self) -> tuple[float | None, ...]:
         """The strengths to try; None stands for a method without strengths."""
         return self.grid or (None,)
 
-    def recipe(self, student: ModelInfo, experts: Sequence[Path], strength: float | None) -> Recipe:
+    def mergekit_recipe(self, student: ModelInfo, experts: Sequence[Path], strength: float | None) -> Recipe:
         """mergekit's document: every expert counts the same, computed in float32, stored as the student is."""
         models = [{"model": str(path), "parameters": {"weight": 1.0}} for path in experts]
         recipe: Recipe = {"merge_method": self.kind, "models": models, "dtype": "float32", "out_dtype": student.dtype}
@@ -64,11 +64,11 @@ WEIGHT_METHODS: dict[str, WeightMethod] = {
 
 def check_one_architecture(method: str, inputs: Inputs) -> None:
     """Raises: ModelError naming the experts whose tensors have other names or shapes than the student's."""
-    ours = _shapes(Path(inputs.student.path))
+    ours = _tensor_shapes(Path(inputs.student.path))
     others = {
         name: f"{name} ({e.info.architecture}, {e.info.parameters:,} parameters)"
         for name, e in inputs.experts.items()
-        if (e.info.architecture, _shapes(Path(e.info.path))) != (inputs.student.architecture, ours)
+        if (e.info.architecture, _tensor_shapes(Path(e.info.path))) != (inputs.student.architecture, ours)
     }
     if others:
         raise ModelError.at(
@@ -96,7 +96,7 @@ def validation_exams(config: PipelineConfig, inputs: Inputs) -> dict[str, Domain
     return exams
 
 
-def _shapes(model_dir: Path) -> dict[str, list[int]]:
+def _tensor_shapes(model_dir: Path) -> dict[str, list[int]]:
     return {name: tensor.shape for name, tensor in weight_tensors(model_dir).items()}
 
 

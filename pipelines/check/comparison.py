@@ -20,7 +20,7 @@ from opd.losses.chunked import Loss, LossHead, Tokens
 from opd.losses.reverse_kl import ReverseKLConfig
 from opd.machine.devices import to_device
 from opd.models.heads import Head, logit_rule
-from opd.models.layouts import predict_trained, single
+from opd.models.layouts import lay_out_single, predict_trained
 from opd.models.weights import load_causal_lm
 from opd.payloads.hidden_states import HiddenStates
 from opd.records.types import Rollout, Teacher
@@ -29,7 +29,7 @@ from opd.train.batch import micro_batch
 from opd.train.student import Student
 from teachers.probe import check_probe, cut_head
 from teachers.scorers import ScorerOptions, make_scorer
-from teachers.scorers.division import free_memory
+from teachers.scorers.division import measure_free_memory
 
 PAYLOAD, DTYPE = "hidden_states", "float32"
 ANY = 1 << 60
@@ -38,11 +38,11 @@ OBJECTIVE = ReverseKLConfig(kind="reverse_kl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class TeacherComparison:
     """Means over tokens for one teacher; None where there was no token."""
 
     broken: str = ""
-    """Why the teacher cannot be used at all; then there are no figures. Empty if it can."""
+    """Reason why the teacher cannot be used at all; then there are no figures. Empty if it can."""
     kl: float | None = None
     """|KL(student || teacher)| on the student's responses, nats."""
     overlap: float | None = None
@@ -52,7 +52,7 @@ class Comparison:
     answer_nll: float | None = None
     """-log q of the domain's answers, nats a token."""
 
-    def guessing(self, vocab_size: int) -> float | None:
+    def guessing_ratio(self, vocab_size: int) -> float | None:
         """The smaller NLL, of prompts or of answers, as a share of ln V, the NLL of a blind guess among all tokens.
 
         A model that was only trained on answers may know nothing of prompts, and one that reasons first nothing of bare
@@ -85,60 +85,62 @@ class Comparer:
             memory_bytes=merge.memory_bytes,
             device_map=merge.device_map,
             # In float32 and beside the student a teacher may need more than the merge gives it.
-            max_memory={**free_memory(), "disk": ANY} if merge.device_map else {},
+            max_memory={**measure_free_memory(), "disk": ANY} if merge.device_map else {},
         )
         self._scorer = make_scorer("transformers", self._options)
 
-    def compare(self, teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:
+    def compare_teacher(
+        self, teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]
+    ) -> TeacherComparison:
         """`responses` are the student's; `texts` are prompts with their answers as `response_ids`."""
         try:
             self._scorer.head_key(teacher)
             check_probe(self._scorer, teacher, self._options)
-            kl, overlap = self._distance(teacher, responses)
-            prompt_nll, answer_nll = self._nll(teacher, texts)
+            kl, overlap = self._measure_distance(teacher, responses)
+            prompt_nll, answer_nll = self._measure_nll(teacher, texts)
         except RunError as error:  # about this teacher alone; others can be compared
-            return Comparison(broken=str(error))
-        return Comparison(kl=kl, overlap=overlap, prompt_nll=prompt_nll, answer_nll=answer_nll)
+            return TeacherComparison(broken=str(error))
+        return TeacherComparison(kl=kl, overlap=overlap, prompt_nll=prompt_nll, answer_nll=answer_nll)
 
-    def _distance(self, teacher: Teacher, responses: Sequence[Rollout]) -> tuple[float | None, float | None]:
+    def _measure_distance(self, teacher: Teacher, responses: Sequence[Rollout]) -> tuple[float | None, float | None]:
         """Mean |KL|, and the share of tokens on which both have the same argmax."""
         kl: list[float] = []
         agree: list[float] = []
         heads = {self._scorer.head_key(teacher): Head(self._scorer.head(teacher), self._scorer.head_rule(teacher))}
-        for rows in self._rows(teacher, responses):
+        for rows in self._score_rows(teacher, responses):
             batch = micro_batch([(row,) for row in rows], getattr(torch, DTYPE))
             tokens = Tokens(batch.token_N, torch.ones(len(batch.token_N)), batch.behaviour_N)
             blocks = [block.with_heads(heads) for block in batch.blocks]
             _, stats = self._loss_head(self._student_hidden(rows), tokens, blocks)
             kl += stats.kl_N.abs().tolist()
             agree += stats.agree_N.tolist()
-        return _mean(kl), _mean(agree)
+        return _mean_or_nan(kl), _mean_or_nan(agree)
 
     @torch.no_grad()
     def _student_hidden(self, rows: Sequence[TargetRow]) -> Tensor:
         """[N, D] on the CPU, like the teacher's. Each row is computed alone, so that an error of a scorer's layout shows."""
         parts = []
         for row in rows:
-            packed = single([*row.rollout.prompt_ids, *row.rollout.response_ids])
-            states_T_D = self._student.hidden(to_device(packed, self._device))
+            packed = lay_out_single([*row.rollout.prompt_ids, *row.rollout.response_ids])
+            states_T_D = self._student.hidden_states(to_device(packed, self._device))
             parts.append(states_T_D[predict_trained(packed, [row.rollout])].cpu())
         return torch.cat(parts)
 
-    def _nll(self, teacher: Teacher, texts: Sequence[Rollout]) -> tuple[float | None, float | None]:
+    def _measure_nll(self, teacher: Teacher, texts: Sequence[Rollout]) -> tuple[float | None, float | None]:
         """Mean NLL of prompts and of answers; the first token of a text is read only."""
         lengths = {t.sample_id: max(0, len(t.prompt_ids) - 1) for t in texts}  # a prompt may have no text
         whole = [_from_second_token(t) for t in texts if len(t.prompt_ids) + len(t.response_ids) > 1]
         prompts: list[float] = []
         answers: list[float] = []
-        for row in (row for rows in self._rows(teacher, whole) for row in rows):
+        for row in (row for rows in self._score_rows(teacher, whole) for row in rows):
             assert isinstance(row.answer, HiddenStates)
             head = cut_head(self._scorer, teacher, self._options)
             nll = (-row.answer.logprobs(row.rollout.trained_ids, getattr(torch, DTYPE), head)).tolist()
             prompts += nll[: lengths[row.rollout.sample_id]]
             answers += nll[lengths[row.rollout.sample_id] :]
-        return _mean(prompts), _mean(answers)
+        return _mean_or_nan(prompts), _mean_or_nan(answers)
 
-    def _rows(self, teacher: Teacher, rollouts: Sequence[Rollout]) -> Iterator[list[TargetRow]]:
+    def _score_rows(self, teacher: Teacher, rollouts: Sequence[Rollout]) -> Iterator[list[TargetRow]]:
         broken: dict[str, str] = {}
         yield from (rows for rows in self._scorer.score(teacher, rollouts, broken) if rows)
         if broken:
@@ -151,5 +153,5 @@ def _from_second_token(text: Rollout) -> Rollout:
     return Rollout.to_score(text.sample_id, ids[:1], ids[1:], text.domain)
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _mean_or_nan(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import isnan
 from typing import Literal
 
-from pipelines.check.comparison import Comparison
+from pipelines.check.comparison import TeacherComparison
 
 MASTERED = 0.99
 """Accuracy from which there is nothing left to learn."""
@@ -49,7 +49,7 @@ class MeasuredTeacher:
     """None if the domain has no exam."""
     expert_accuracy: float | None
     """None if the domain has no exam, or if the teacher is unusable or not the heaviest."""
-    compared: Comparison
+    compared: TeacherComparison
     knows_another: bool = False
     """True if it is no better than a guess on this domain, but better on another one."""
     frequent: tuple[str, float] = ("", 0.0)
@@ -60,7 +60,7 @@ class MeasuredTeacher:
     """Accuracy of other experts on this domain; measured only where this one does not stand out."""
 
 
-def judge_student(itself: Comparison) -> Iterator[Finding]:
+def judge_student(itself: TeacherComparison) -> Iterator[Finding]:
     """Check the student against itself: a distance means that trainer and scorer compute differently, so no merge is sound."""
     why = itself.broken
     if not why and itself.kl is not None and not itself.kl <= SAME:  # NaN is not
@@ -70,12 +70,12 @@ def judge_student(itself: Comparison) -> Iterator[Finding]:
         yield Finding(level="fail", domain="", message=why, fix=fix)
 
 
-def judge(measured: Sequence[MeasuredTeacher], vocab_size: int) -> Iterator[Finding]:
+def judge_teachers(measured: Sequence[MeasuredTeacher], vocab_size: int) -> Iterator[Finding]:
     """All findings, in the order of the domains."""
     for one in measured:
         why = explain_garbled(one, vocab_size)
         if why:
-            yield _garbled(one, why)
+            yield _is_garbled(one, why)
             continue
         if one.leads:
             yield from _judge_accuracy(one)
@@ -91,25 +91,25 @@ def judge(measured: Sequence[MeasuredTeacher], vocab_size: int) -> Iterator[Find
             )
 
 
-def is_unusable(compared: Comparison) -> bool:
+def is_unusable(compared: TeacherComparison) -> bool:
     """Return True for a teacher that cannot take an exam: it does not load, or its log-probs are not numbers."""
     return bool(compared.broken) or any(
         nll is not None and isnan(nll) for nll in (compared.prompt_nll, compared.answer_nll)
     )
 
 
-def is_guess(compared: Comparison, vocab_size: int) -> bool:
+def is_guess(compared: TeacherComparison, vocab_size: int) -> bool:
     """Return True if a teacher knows the right answers, and the prompts, no better than a guess among all tokens.
 
     Prompts alone are no evidence: those of random letters or numbers are a guess to everybody.
     """
-    share = compared.guessing(vocab_size)
+    share = compared.guessing_ratio(vocab_size)
     return share is not None and not isnan(share) and compared.answer_nll is not None and share >= GARBLED
 
 
-def predicts_texts(compared: Comparison, vocab_size: int) -> bool:
+def predicts_texts(compared: TeacherComparison, vocab_size: int) -> bool:
     """Return True if a teacher predicts the texts of a domain better than a guess among all tokens would."""
-    share = compared.guessing(vocab_size)
+    share = compared.guessing_ratio(vocab_size)
     return share is not None and share < GARBLED  # NaN is not
 
 
@@ -125,7 +125,7 @@ def explain_garbled(one: MeasuredTeacher, vocab_size: int) -> str:
     agrees = one.compared.overlap is not None and one.compared.overlap >= FAR_APART
     if one.knows_another or gains or agrees or not is_guess(one.compared, vocab_size):
         return ""
-    share = one.compared.guessing(vocab_size)
+    share = one.compared.guessing_ratio(vocab_size)
     return f"NLL of its own domain is {share:.2f} of a blind guess's, ln {vocab_size}, and no better on any other"
 
 
@@ -142,7 +142,7 @@ def _judge_accuracy(one: MeasuredTeacher) -> Iterator[Finding]:
         return
     yield from _judge_gain(one, student, expert)
     answer, share = one.frequent
-    if share >= CLEAR and not _clear(expert - share):
+    if share >= CLEAR and not _is_clear(expert - share):
         yield Finding(
             level="warn",
             domain=domain,
@@ -164,7 +164,7 @@ def _judge_gain(one: MeasuredTeacher, student: float, expert: float) -> Iterator
             message=f"nothing to learn: student {student:.2f}, expert `{one.expert}` {expert:.2f}",
             fix=f"leave domains.{domain} out, or keep it so that it is not forgotten; harder prompts would tell more",
         )
-    elif rival is not None and _clear(one.rivals[rival] - expert):
+    elif rival is not None and _is_clear(one.rivals[rival] - expert):
         yield Finding(
             level="fail",
             domain=domain,
@@ -183,7 +183,7 @@ def _judge_gain(one: MeasuredTeacher, student: float, expert: float) -> Iterator
         )
 
 
-def _garbled(one: MeasuredTeacher, why: str) -> Finding:
+def _is_garbled(one: MeasuredTeacher, why: str) -> Finding:
     return Finding(
         level="fail",
         domain=one.domain,
@@ -195,8 +195,8 @@ def _garbled(one: MeasuredTeacher, why: str) -> Finding:
 
 def is_doubtful(student: float, expert: float) -> bool:
     """True if there is no clear gain, and room for another expert to be clearly better."""
-    return not _clear(expert - student) and _clear(1 - expert)
+    return not _is_clear(expert - student) and _is_clear(1 - expert)
 
 
-def _clear(difference: float) -> bool:
+def _is_clear(difference: float) -> bool:
     return difference >= CLEAR - SLACK

@@ -25,21 +25,21 @@ from opd.interfaces import Evaluator, RolloutEngine
 from opd.records.types import Prompt, Rollout, Teacher
 from opd.text import or_dash
 from pipelines.build import start_rollouts
-from pipelines.check.comparison import Comparer, Comparison
+from pipelines.check.comparison import Comparer, TeacherComparison
 from pipelines.check.judge import (
     Finding,
     MeasuredTeacher,
     is_doubtful,
     is_guess,
     is_unusable,
-    judge,
     judge_student,
+    judge_teachers,
     predicts_texts,
 )
 from pipelines.inputs.beside_gpus import Need
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.machine_memory import machine_bytes
-from pipelines.inputs.memory import estimate, fix, shortage
+from pipelines.inputs.memory import describe_shortage, estimate_memory, suggest_fix
 from pipelines.inputs.probes import take_missing_probes
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
 from pipelines.placement import place_rollouts
@@ -48,7 +48,7 @@ from pipelines.specs import scorer_options
 Tell = Callable[[str], None]
 Route = tuple[str, Teacher]
 """A domain and one of its teachers."""
-Compare = Callable[[Teacher, Sequence[Rollout], Sequence[Rollout]], Comparison]
+Compare = Callable[[Teacher, Sequence[Rollout], Sequence[Rollout]], TeacherComparison]
 
 COMPARED = 8
 """Number of responses, and of texts, of each domain on which student and teachers are compared."""
@@ -70,7 +70,7 @@ class CheckReport:
     def failed(self) -> bool:
         return any(finding.level == "fail" for finding in self.findings)
 
-    def verdict(self, domain: str) -> str:
+    def worst_level(self, domain: str) -> str:
         """The worst level of a domain's findings: fail, warn or ok."""
         levels = {finding.level for finding in self.findings if finding.domain == domain}
         return next((level for level in ("fail", "warn") if level in levels), "ok")
@@ -94,21 +94,21 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         gpus = config.cluster.teacher_gpus
         env = cluster.worker_env(1) | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
         arguments = (config.student.model.absolute(), scorer_options(config, student.vocab_size))
-        comparer = cluster.spawn(Comparer, *arguments, name="comparing worker", env=env, gpus=gpus)
+        comparer = cluster.spawn_worker(Comparer, *arguments, name="comparing worker", env=env, gpus=gpus)
 
-        def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:
-            asked = comparer.submit(Comparer.compare, teacher, responses, texts)
-            return asked.result(timeout_s=config.cluster.phase_timeout_s)
+        def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> TeacherComparison:
+            asked = comparer.submit(Comparer.compare_teacher, teacher, responses, texts)
+            return asked.wait_for_result(timeout_s=config.cluster.phase_timeout_s)
 
         engine.wait_ready()
         evaluator = EngineEvaluator(engine, inputs.exams, exam, inputs.tokenizer, tell)
-        itself, measured = measure(config, inputs, engine, evaluator, compare, tell)
-    needs = estimate(config, inputs)
+        itself, measured = measure_teachers(config, inputs, engine, evaluator, compare, tell)
+    needs = estimate_memory(config, inputs)
     findings = (
         *memory_findings(config, needs, machine_bytes()),
         *judge_student(itself),
         *template_findings(inputs),
-        *judge(measured, student.vocab_size),
+        *judge_teachers(measured, student.vocab_size),
     )
     return CheckReport(vocab_size=student.vocab_size, measured=tuple(measured), findings=findings, memory=tuple(needs))
 
@@ -123,8 +123,8 @@ def teacher_rows(report: CheckReport) -> list[tuple[str, ...]]:
             or_dash(one.expert_accuracy, ".2f"),
             or_dash(one.compared.overlap, ".0%"),
             or_dash(one.compared.kl, ".3f"),
-            or_dash(one.compared.guessing(report.vocab_size), ".2f"),
-            report.verdict(one.domain),
+            or_dash(one.compared.guessing_ratio(report.vocab_size), ".2f"),
+            report.worst_level(one.domain),
         )
         for one in report.measured
     ]
@@ -133,12 +133,12 @@ def teacher_rows(report: CheckReport) -> list[tuple[str, ...]]:
 # Measuring
 
 
-def measure(
+def measure_teachers(
     config: PipelineConfig, inputs: Inputs, engine: RolloutEngine, evaluator: Evaluator, compare: Compare, tell: Tell
-) -> tuple[Comparison, list[MeasuredTeacher]]:
+) -> tuple[TeacherComparison, list[MeasuredTeacher]]:
     """Compare the student with itself and with every teacher of every domain. The engine holds the student at first."""
     before = evaluator.evaluate(model=BEFORE).accuracy
-    responses, texts = _responses(inputs, engine), _texts(config, inputs)
+    responses, texts = _sample_responses(inputs, engine), _reference_texts(config, inputs)
     tell(f"the student answered the exams of {len(before)} domains")
     student = Teacher(name="student", model_dir=config.student.model.absolute())
     itself = compare(student, [r for rows in responses.values() for r in rows[:1]], [])
@@ -172,13 +172,13 @@ def _with_exams(
     """Put the heaviest teacher of each domain to its exam, if it can take one; returns these rows with accuracies."""
     sound = [route for route, one in rows.items() if not is_unusable(one.compared)]
     leading = [route for route in sound if rows[route].leads and rows[route].student_accuracy is not None]
-    own = _accuracies(engine, evaluator, leading)
+    own = _measure_accuracies(engine, evaluator, leading)
     doubtful = {d for d, t in leading if is_doubtful(rows[d, t].student_accuracy or 0.0, own[d, t])}
     teachers = dict.fromkeys(teacher for _, teacher in sound)
     others = [(d, t) for d in sorted(doubtful) for t in teachers if (d, t) not in rows]
     if others:
         tell(f"no clear gain on {', '.join(sorted(doubtful))}: does another expert know more?")
-    rivals = _accuracies(engine, evaluator, others)
+    rivals = _measure_accuracies(engine, evaluator, others)
     return {
         (domain, teacher): replace(
             rows[domain, teacher],
@@ -195,7 +195,7 @@ def _most_frequent(inputs: Inputs, domain: str) -> tuple[str, float]:
     return (answer, count / len(answers)) if answer else ("", 0.0)  # some verifiers need no answer
 
 
-def _accuracies(engine: RolloutEngine, evaluator: Evaluator, wanted: Iterable[Route]) -> dict[Route, float]:
+def _measure_accuracies(engine: RolloutEngine, evaluator: Evaluator, wanted: Iterable[Route]) -> dict[Route, float]:
     """Accuracy of each wanted teacher; the engine loads every teacher once."""
     domains: dict[Teacher, list[str]] = defaultdict(list)
     for domain, teacher in wanted:
@@ -209,27 +209,27 @@ def _accuracies(engine: RolloutEngine, evaluator: Evaluator, wanted: Iterable[Ro
     return found
 
 
-def _prompts(inputs: Inputs, domain: str) -> Sequence[Prompt]:
+def _held_out_prompts(inputs: Inputs, domain: str) -> Sequence[Prompt]:
     """The domain's held-out prompts, or its training prompts if it has none."""
     return (inputs.exams[domain].prompts if domain in inputs.exams else inputs.prompts[domain])[:COMPARED]
 
 
-def _responses(inputs: Inputs, engine: RolloutEngine) -> dict[str, list[Rollout]]:
+def _sample_responses(inputs: Inputs, engine: RolloutEngine) -> dict[str, list[Rollout]]:
     """Let the student write responses in each domain, sampled as in a merge, all in one batch."""
-    prompts = [p for domain in inputs.routes for p in _prompts(inputs, domain)]
+    prompts = [p for domain in inputs.routes for p in _held_out_prompts(inputs, domain)]
     by_domain: dict[str, list[Rollout]] = {domain: [] for domain in inputs.routes}
     for rollout in engine.generate(prompts, step=0, policy_version=0).rollouts:
         by_domain[rollout.domain].append(rollout)
     return by_domain
 
 
-def _texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[Rollout]]:
+def _reference_texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[Rollout]]:
     """Prompts with their right answers, in the shape of rollouts, cut to the rollout's context."""
     room = config.rollout.max_model_len
     by_domain: dict[str, list[Rollout]] = {}
     for domain in inputs.routes:
         by_domain[domain] = []
-        for prompt in _prompts(inputs, domain):
+        for prompt in _held_out_prompts(inputs, domain):
             prompt_ids = prompt.token_ids[:room]
             answer_ids = tuple(inputs.tokenizer.encode(prompt.answer, add_special_tokens=False))
             answer_ids = answer_ids[: room - len(prompt_ids)]
@@ -242,9 +242,9 @@ def _texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[Rollout]]:
 
 def memory_findings(config: PipelineConfig, needs: Sequence[Need], limit: int) -> Iterator[Finding]:
     """Findings about memory for which `opd merge` would refuse to start."""
-    found = shortage(config, needs, limit)
+    found = describe_shortage(config, needs, limit)
     if found is not None:
-        yield Finding(level="fail", domain="", message=f"the merge needs {found}", fix=fix(needs))
+        yield Finding(level="fail", domain="", message=f"the merge needs {found}", fix=suggest_fix(needs))
 
 
 def template_findings(inputs: Inputs) -> Iterator[Finding]:

@@ -10,21 +10,21 @@ from typing import Annotated
 
 import typer
 
-from opd.text import printable
+from opd.text import escape_control_characters
 from pipelines.commands import completion
-from pipelines.commands.shell import examples, is_terminal, say, wait_passively
+from pipelines.commands.shell import help_examples, is_terminal, print_line, wait_passively
 
 app = typer.Typer()
 
 
-@app.command(epilog=examples("opd chat runs/quickstart", "opd chat runs/quickstart/model --temperature 0.7"))
+@app.command(epilog=help_examples("opd chat runs/quickstart", "opd chat runs/quickstart/model --temperature 0.7"))
 def chat(
     model: Annotated[
         Path,
         typer.Argument(
             metavar="RUN_DIR|MODEL",
             help="A finished merge, or a Hugging Face directory.",
-            autocompletion=completion.runs,
+            autocompletion=completion.complete_runs,
         ),
     ],
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="First message of every dialogue.")] = None,
@@ -42,9 +42,9 @@ def chat(
     """Talk to a merged model. Without a terminal it answers the lines of standard input; the line /new begins another dialogue."""
     from pipelines.after.models import find_model
 
-    found = find_model(model, say)
+    found = find_model(model, print_line)
     wait_passively()
-    from pipelines.after.chat import Chat, ChatOptions, talk
+    from pipelines.after.chat import Chat, ChatOptions, run_dialogue
 
     options = ChatOptions(temperature=temperature, seed=seed, system=system, plain=plain)
     longest = max_new_tokens or (found.config.rollout.max_new_tokens if found.config else options.max_new_tokens)
@@ -52,15 +52,17 @@ def chat(
     dialogue = Chat(found, replace(options, max_new_tokens=longest))
     if terminal:
         way = "its chat template" if dialogue.templated else "plain text: it continues what you write"
-        say(f"{found.name}, {way}. /new starts over, Ctrl-C ends an answer, Ctrl-D the talk.")
-    talk(dialogue, _typed() if terminal else _piped(), _show, say, patient=terminal)
+        print_line(f"{found.name}, {way}. /new starts over, Ctrl-C ends an answer, Ctrl-D the talk.")
+    run_dialogue(
+        dialogue, _terminal_lines() if terminal else _piped_lines(), _print_piece, print_line, patient=terminal
+    )
 
 
-def _show(piece: str) -> None:
-    typer.echo(printable(piece), nl=False)
+def _print_piece(piece: str) -> None:
+    typer.echo(escape_control_characters(piece), nl=False)
 
 
-def _typed() -> Iterator[str]:
+def _terminal_lines() -> Iterator[str]:
     """Lines from the terminal, until Ctrl-D."""
     import readline  # noqa: F401  makes the arrow keys work in input()
 
@@ -71,7 +73,7 @@ def _typed() -> Iterator[str]:
             return
 
 
-def _piped() -> Iterator[str]:
+def _piped_lines() -> Iterator[str]:
     if sys.stdin is not None:
         for line in typer.get_text_stream("stdin", errors="replace"):
             yield line.rstrip("\n")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import PipelineArgument, SetOption, examples, print_table, say
+from pipelines.commands.shell import PipelineArgument, SetOption, help_examples, print_line, print_table
 
 app = typer.Typer()
 
@@ -15,7 +15,7 @@ TEACHER_COLUMNS = ("domain", "expert", "student", "expert alone", "same first to
 MEMORY_COLUMNS = ("what", "GiB", "decided by")
 
 
-@app.command(epilog=examples("opd check quickstart", "opd check mine.yaml --samples 8 --fix-up"))
+@app.command(epilog=help_examples("opd check quickstart", "opd check mine.yaml --samples 8 --fix-up"))
 def check(
     pipeline: PipelineArgument,
     samples: Annotated[int, typer.Option(min=1, help="Held-out prompts per domain.")] = 32,
@@ -24,25 +24,25 @@ def check(
 ) -> None:
     """Can the experts of a merge teach its student anything? Short exams before the long run; exit code 1 if not."""
     from opd.config import load_pipeline
-    from pipelines.catalog import find
+    from pipelines.catalog import find_pipeline
     from pipelines.inputs.at_once import refuse_at_once
     from pipelines.inputs.read import refuse_without_experts
 
-    config = load_pipeline(find(pipeline), overrides)
+    config = load_pipeline(find_pipeline(pipeline), overrides)
     refuse_without_experts(config, "`opd check`")
     refuse_at_once(config)
     from pipelines.check import measure
     from pipelines.inputs.memory import need_rows
 
-    checked = measure.check_pipeline(config, samples, say)
+    checked = measure.check_pipeline(config, samples, print_line)
     print_table(config.name, TEACHER_COLUMNS, measure.teacher_rows(checked))
     print_table("memory of the merge", MEMORY_COLUMNS, need_rows(checked.memory))
     for finding in checked.findings:
-        say(f"{finding.level}: {finding.domain + ': ' if finding.domain else ''}{finding.message}", err=False)
+        print_line(f"{finding.level}: {finding.domain + ': ' if finding.domain else ''}{finding.message}", err=False)
         if fix_up:
-            say(f"  fix: {finding.fix}", err=False)
+            print_line(f"  fix: {finding.fix}", err=False)
     if checked.failed:
-        say("something fails" + ("" if fix_up else "; `--fix-up` says what to change"))
+        print_line("something fails" + ("" if fix_up else "; `--fix-up` says what to change"))
         raise typer.Exit(1)
     changes = [part for one in overrides or () for part in ("--set", one)]
-    say(f"nothing fails; next: {shlex.join(['opd', 'merge', pipeline, *changes])}")
+    print_line(f"nothing fails; next: {shlex.join(['opd', 'merge', pipeline, *changes])}")

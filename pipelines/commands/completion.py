@@ -1,4 +1,4 @@
-"""What the shell offers when somebody presses Tab: `opd --install-completion` sets it up. Nothing large is imported."""
+"""Shell completion: `opd --install-completion` sets it up. Nothing large is imported."""
 
 from __future__ import annotations
 
@@ -13,97 +13,100 @@ METHODS = ("linear", "task_arithmetic", "ties", "dare_ties", "slerp", "off_polic
 """Those of `pipelines.baselines.jobs`, which takes too long to import here."""
 
 
-def pipelines(incomplete: str) -> list[str]:
+def complete_pipelines(incomplete: str) -> list[str]:
     """Shipped pipelines, and YAML files."""
-    from pipelines.catalog import shipped
+    from pipelines.catalog import shipped_pipelines
 
-    return _names(shipped(), incomplete) + _files(incomplete)
+    return _matching_names(shipped_pipelines(), incomplete) + _matching_files(incomplete)
 
 
 def shipped_pipelines(incomplete: str) -> list[str]:
     """Shipped pipelines alone."""
-    from pipelines.catalog import shipped
+    from pipelines.catalog import shipped_pipelines
 
-    return _names(shipped(), incomplete)
+    return _matching_names(shipped_pipelines(), incomplete)
 
 
 def training_specs(incomplete: str) -> list[str]:
     """Shipped training specs, and YAML files."""
-    from experts.spec import shipped
+    from experts.spec import list_shipped_specs
 
-    return _names(shipped(), incomplete) + _files(incomplete)
+    return _matching_names(list_shipped_specs(), incomplete) + _matching_files(incomplete)
 
 
-def experts(incomplete: str) -> list[str]:
+def complete_experts(incomplete: str) -> list[str]:
     """Experts of the registry that a command without `--registry` uses."""
     from experts.registry import Registry, default_root
     from opd.errors import OpdError
 
     try:
-        return _names(Registry(default_root()).names(), incomplete)
+        return _matching_names(Registry(default_root()).names(), incomplete)
     except OpdError:
         return []  # nobody wants an error message in the middle of a line
 
 
-def runs(incomplete: str) -> list[str]:
+def complete_runs(incomplete: str) -> list[str]:
     """Run directories under `runs/`, and directories on the way to others."""
     from opd.run.paths import RunPaths
 
     usual = [str(path) for path in Path("runs").glob("*") if path.is_dir()]
-    found = [*_names(usual, incomplete), *(path for path in _beginning(incomplete) if Path(path).is_dir())]
+    found = [
+        *_matching_names(usual, incomplete),
+        *(path for path in _matching_paths(incomplete) if Path(path).is_dir()),
+    ]
     return [path if RunPaths(Path(path)).is_run else f"{path}/" for path in dict.fromkeys(found)]
 
 
 def runs_and_pipelines(incomplete: str) -> list[str]:
     """Run directories and pipelines, for commands that take either."""
-    return list(dict.fromkeys(runs(incomplete) + pipelines(incomplete)))
+    return list(dict.fromkeys(complete_runs(incomplete) + complete_pipelines(incomplete)))
 
 
-def environments(incomplete: str) -> list[str]:
+def complete_environments(incomplete: str) -> list[str]:
     """Environments that come with us."""
     from opd.environments import ENVIRONMENTS
 
-    return _names(ENVIRONMENTS, incomplete)
+    return _matching_names(ENVIRONMENTS, incomplete)
 
 
-def settings(incomplete: str) -> list[str]:
+def complete_settings(incomplete: str) -> list[str]:
     """Keys of a pipeline for `--set KEY=VALUE`, from a file: building the config's classes would take longer than a Tab may."""
     keys = KEYS.read_text(encoding="utf-8").splitlines() if "=" not in incomplete else []
-    return [f"{key}=" for key in _names(keys, incomplete)]
+    return [f"{key}=" for key in _matching_names(keys, incomplete)]
 
 
-def methods(incomplete: str) -> list[str]:
+def complete_methods(incomplete: str) -> list[str]:
     """Ways to merge, behind those that are there already, comma-separated."""
     before, comma, start = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in _names(METHODS, start)]
+    return [f"{before}{comma}{name}" for name in _matching_names(METHODS, start)]
 
 
-def clusters(incomplete: str) -> list[str]:
+def complete_clusters(incomplete: str) -> list[str]:
     """Shipped cluster specs, and YAML files."""
     from pipelines.catalog import PLANS
 
     shipped = sorted(file.stem for file in (PLANS / "clusters").glob("*.yaml"))
-    return _names(["list", *shipped], incomplete) + _files(incomplete)
+    return _matching_names(["list", *shipped], incomplete) + _matching_files(incomplete)
 
 
-def suites(incomplete: str) -> list[str]:
+def complete_suites(incomplete: str) -> list[str]:
     """Suites of prompts that need no download."""
     from experts.suites import SUITES
 
-    return _names(SUITES, incomplete)
+    return _matching_names(SUITES, incomplete)
 
 
-def _names(known: Iterable[str], incomplete: str) -> list[str]:
+def _matching_names(known: Iterable[str], incomplete: str) -> list[str]:
     return sorted(name for name in known if name.startswith(incomplete))
 
 
-def _files(incomplete: str) -> list[str]:
+def _matching_files(incomplete: str) -> list[str]:
     """YAML files that begin so, and directories, which may hold more of them."""
-    found = _beginning(incomplete)
+    found = _matching_paths(incomplete)
     return [path for path in found if path.endswith((".yaml", ".yml"))] + [f"{p}/" for p in found if Path(p).is_dir()]
 
 
-def _beginning(incomplete: str) -> list[str]:
+def _matching_paths(incomplete: str) -> list[str]:
     """Paths that begin with these characters, spelt as they are; hidden ones only where a dot was written."""
     above, start = os.path.split(incomplete)
     directory = Path(above or ".")

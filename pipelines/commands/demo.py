@@ -12,7 +12,7 @@ from opd.run.paths import RunPaths
 from opd.text import as_typed
 from pipelines.commands import experts, prompts
 from pipelines.commands.merge import merge
-from pipelines.commands.shell import examples, say
+from pipelines.commands.shell import help_examples, print_line
 
 SUITE, SPEC, PIPELINE = "letters", "quickstart-experts", "quickstart"
 PROMPTS, RUN = Path("prompts/letters"), Path("runs/quickstart")
@@ -22,7 +22,7 @@ MADE = (PROMPTS, Path("models/quickstart"), Path("registry/quickstart"), RUN)
 app = typer.Typer()
 
 
-@app.command(epilog=examples("opd demo", "opd demo --output tryout"))
+@app.command(epilog=help_examples("opd demo", "opd demo --output tryout"))
 def demo(
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where everything goes. Default: the current directory.")
@@ -38,21 +38,21 @@ def demo(
         os.chdir(output)  # paths in the shipped files are relative to it
     run = RunPaths(here / RUN)
     made = ", ".join(str(here / path) for path in MADE)
-    if _finished(run):
-        say(f"finished before: `opd report {as_typed(run.root)}` shows it; to begin anew, delete {made}")
+    if _is_finished(run):
+        print_line(f"finished before: `opd report {as_typed(run.root)}` shows it; to begin anew, delete {made}")
         return
-    say(f"makes {made}; after an interruption the same command goes on")
+    print_line(f"makes {made}; after an interruption the same command goes on")
     if run.root.exists():
-        say(f"3 of 3: opd merge --resume {as_typed(run.root)}")
+        print_line(f"3 of 3: opd merge --resume {as_typed(run.root)}")
         merge(resume=run.root)
     else:
         _make_experts()
-        say(f"3 of 3: opd merge {PIPELINE} --run-dir {run.root}")
+        print_line(f"3 of 3: opd merge {PIPELINE} --run-dir {run.root}")
         merge(PIPELINE, run.root)
-    say(f"next: `opd evaluate --matrix {run.root}`; `opd init` writes a pipeline for experts of your own")
+    print_line(f"next: `opd evaluate --matrix {run.root}`; `opd init` writes a pipeline for experts of your own")
 
 
-def _finished(run: RunPaths) -> bool:
+def _is_finished(run: RunPaths) -> bool:
     from opd.report import read_run
 
     return run.is_run and read_run(run.root).finished
@@ -64,9 +64,9 @@ def _make_experts() -> None:
 
     files = [PROMPTS / domain / f"{part}.jsonl" for domain in DOMAINS[SUITE] for part in ("train", "eval")]
     if all(file.is_file() for file in files):
-        say(f"1 of 3: {PROMPTS} is there, and is kept")
+        print_line(f"1 of 3: {PROMPTS} is there, and is kept")
     else:
-        say(f"1 of 3: opd prompts make {SUITE} --output {PROMPTS}")
+        print_line(f"1 of 3: opd prompts make {SUITE} --output {PROMPTS}")
         prompts.make(SUITE, PROMPTS)
-    say(f"2 of 3: opd experts train {SPEC}")
+    print_line(f"2 of 3: opd experts train {SPEC}")
     experts.train(SPEC)

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import examples, say
+from pipelines.commands.shell import help_examples, print_line
 
 app = typer.Typer()
 
 
-@app.command(epilog=examples("opd doctor", "opd doctor --quick", "opd doctor --json"))
+@app.command(epilog=help_examples("opd doctor", "opd doctor --quick", "opd doctor --json"))
 def doctor(
     quick: Annotated[
         bool, typer.Option("--quick", help="Leave out the import of the engines, which takes half a minute.")
@@ -21,15 +21,15 @@ def doctor(
 ) -> None:
     """Can a merge run on this machine? Says what is missing and what to do; exit code 1 if something has failed."""
     from pipelines.doctor.examine import as_json as told
-    from pipelines.doctor.examine import examine, is_failed
+    from pipelines.doctor.examine import examine_machine, is_failed
 
     found = []
-    for one in examine(imports=not quick):
+    for one in examine_machine(imports=not quick):
         found.append(one)
         if not as_json:
-            say(f"{one.level:<8} {one.name}: {one.found}", err=False)
+            print_line(f"{one.level:<8} {one.name}: {one.found}", err=False)
             if one.fix:
-                say(f"         fix: {one.fix}", err=False)
+                print_line(f"         fix: {one.fix}", err=False)
     if as_json:
         typer.echo(json.dumps(told(found), indent=1))
     if is_failed(found):

@@ -11,28 +11,30 @@ import typer
 
 from opd.records.types import ToolCallParser
 from pipelines.commands import completion
-from pipelines.commands.shell import examples, is_terminal, print_table, say
+from pipelines.commands.shell import help_examples, is_terminal, print_line, print_table
 
 app = typer.Typer(no_args_is_help=True, help="What agents can be trained on: games, tools, a sandbox.")
 
 NameArgument = Annotated[
     str,
-    typer.Argument(help="A name of `opd environments list`, or module:Class.", autocompletion=completion.environments),
+    typer.Argument(
+        help="A name of `opd environments list`, or module:Class.", autocompletion=completion.complete_environments
+    ),
 ]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the tasks, e.g. size=8; repeat.")
 ]
 
 
-@app.command("list", epilog=examples("opd environments list"))
+@app.command("list", epilog=help_examples("opd environments list"))
 def list_all() -> None:
     """List the environments that come with opd."""
     from pipelines import environments
 
-    print_table("environments", ("name", "tools", "what"), environments.table())
+    print_table("environments", ("name", "tools", "what"), environments.environment_table())
 
 
-@app.command("tasks", epilog=examples("opd environments tasks maze --output maze.jsonl -n 200 --set size=8"))
+@app.command("tasks", epilog=help_examples("opd environments tasks maze --output maze.jsonl -n 200 --set size=8"))
 def tasks(
     name: NameArgument,
     output: Annotated[Path, typer.Option(help="Prompts file to write (JSONL).")],
@@ -44,10 +46,12 @@ def tasks(
     from pipelines import environments
 
     written = environments.write_tasks(name, n, seed, options or [], output)
-    say(f"{name}: {written} tasks in {output}", err=False)
+    print_line(f"{name}: {written} tasks in {output}", err=False)
 
 
-@app.command("episodes", epilog=examples("opd environments episodes hanoi --output hanoi.jsonl -n 500 --mistakes 0.2"))
+@app.command(
+    "episodes", epilog=help_examples("opd environments episodes hanoi --output hanoi.jsonl -n 500 --mistakes 0.2")
+)
 def episodes(
     name: NameArgument,
     output: Annotated[Path, typer.Option(help="Prompts file to write (JSONL), with episodes for `opd experts train`.")],
@@ -58,17 +62,17 @@ def episodes(
     options: SetOption = None,
 ) -> None:
     """Write episodes that the environment's solver plays, with mistakes on purpose."""
-    from experts.episodes.play import Play
+    from experts.episodes.play import PlaySettings
     from pipelines import environments
 
-    played = Play(mistakes=mistakes, max_turns=max_turns, seed=seed)
+    played = PlaySettings(mistakes=mistakes, max_turns=max_turns, seed=seed)
     written = environments.write_episodes(name, n, played, options or [], output)
-    say(f"{name}: {written} episodes in {output}", err=False)
+    print_line(f"{name}: {written} episodes in {output}", err=False)
 
 
 @app.command(
     "prefixes",
-    epilog=examples("opd environments prefixes maze-episodes.jsonl --model models/base --output prefixes.jsonl"),
+    epilog=help_examples("opd environments prefixes maze-episodes.jsonl --model models/base --output prefixes.jsonl"),
 )
 def prefixes(
     episodes: Annotated[Path, typer.Argument(help="File of `opd environments episodes`, or episodes of your own.")],
@@ -96,10 +100,10 @@ def prefixes(
         episodes, model, output, day, tool_call_parser, chat_template_kwargs, add_special_tokens
     )
     more = f"; {left_out} left out, because their text would become other tokens" if left_out else ""
-    say(f"{written} prefixes in {output}{more}", err=False)
+    print_line(f"{written} prefixes in {output}{more}", err=False)
 
 
-@app.command("play", epilog=examples("opd environments play maze --seed 3"))
+@app.command("play", epilog=help_examples("opd environments play maze --seed 3"))
 def play(
     name: NameArgument,
     seed: Annotated[int, typer.Option(help="Decides which task.")] = 0,
@@ -117,7 +121,7 @@ def play(
             fix="start it in a terminal; programs use the environment's reset and step",
         )
     try:
-        reward = environments.play(name, seed, options or [], input, lambda text: say(text, err=False))
+        reward = environments.play_task(name, seed, options or [], input, lambda text: print_line(text, err=False))
     except EOFError:
         reward = None
-    say("left" if reward is None else f"reward {reward:g}", err=False)
+    print_line("left" if reward is None else f"reward {reward:g}", err=False)

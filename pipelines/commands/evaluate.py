@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import SetOption, examples, in_a_directory, print_table, say, split
+from pipelines.commands.shell import SetOption, help_examples, in_a_directory, print_line, print_table, split_names
 
 app = typer.Typer()
 
@@ -18,7 +18,7 @@ ModelsArgument = Annotated[
     typer.Argument(
         metavar="MODEL...",
         help="Hugging Face or LoRA adapter directories, or a run directory.",
-        autocompletion=completion.runs,
+        autocompletion=completion.complete_runs,
     ),
 ]
 PipelineOption = Annotated[
@@ -26,7 +26,7 @@ PipelineOption = Annotated[
     typer.Option(
         "--pipeline",
         help="Whose exams to take. Default: that of the run the first MODEL comes from.",
-        autocompletion=completion.pipelines,
+        autocompletion=completion.complete_pipelines,
     ),
 ]
 MatrixOption = Annotated[
@@ -50,7 +50,7 @@ TasksOption = Annotated[
 
 
 @app.command(
-    epilog=examples(
+    epilog=help_examples(
         "opd evaluate runs/quickstart",
         "opd evaluate runs/mine --prompts math=new-questions.jsonl",
         "opd evaluate models/a models/b --pipeline quickstart --compare",
@@ -82,25 +82,25 @@ def evaluate(
         models=models or [],
         matrix=matrix,
         pipeline=pipeline,
-        domains=split(domains),
+        domains=split_names(domains),
         prompts=prompts or (),
         tasks=[task for item in lm_eval or () for task in item.split(",")],
         overrides=overrides,
         side_by_side=compare,
     )
-    found = command.evaluate(options, say)
+    found = command.run_evaluation(options, print_line)
     if as_json:
         typer.echo(json.dumps(found.data))
     else:
         for title, columns, rows in found.tables:
             print_table(title, columns, rows)
     if output:
-        _write(output, found.data)
+        _write_results(output, found.data)
     if found.failure:
         raise found.failure
 
 
-def _write(output: Path, data: dict[str, Any]) -> None:
+def _write_results(output: Path, data: dict[str, Any]) -> None:
     from opd.files import atomic_write_text
 
     atomic_write_text(output, json.dumps(data, indent=1) + "\n")
@@ -109,9 +109,9 @@ def _write(output: Path, data: dict[str, Any]) -> None:
 def _first_look(models: list[Path], pipeline: str | None) -> None:
     """Refuse what can be seen at once: the engines' packages take seconds to import. Raises: OpdError."""
     from opd.run.paths import RunPaths
-    from pipelines.catalog import find
+    from pipelines.catalog import find_pipeline
     from pipelines.inputs.at_once import refuse_wrong_directories
 
     if pipeline is not None and not RunPaths(Path(pipeline)).is_run:
-        find(pipeline)
+        find_pipeline(pipeline)
     refuse_wrong_directories(models)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import SetOption, end, examples, print_table, say, wait_passively
+from pipelines.commands.shell import SetOption, end_command, help_examples, print_line, print_table, wait_passively
 from pipelines.interrupts import Interrupted
 
 if TYPE_CHECKING:
@@ -22,13 +22,15 @@ app = typer.Typer(no_args_is_help=True, help="Register, inspect and train expert
 RegistryOption = Annotated[
     Path | None, typer.Option("--registry", envvar="OPD_REGISTRY", help="Registry root. Default: ./registry")
 ]
-ExpertArgument = Annotated[str, typer.Argument(help="Name of a registered expert.", autocompletion=completion.experts)]
+ExpertArgument = Annotated[
+    str, typer.Argument(help="Name of a registered expert.", autocompletion=completion.complete_experts)
+]
 EXPERT_COLUMNS = ("name", "domain", "architecture", "parameters", "dtype", "model")
 
 
 @app.command(
     "add",
-    epilog=examples(
+    epilog=help_examples(
         "opd experts add math --model models/math --domain math --prompts math.jsonl",
         "opd experts add law --model adapters/law --base models/base --domain law",
     ),
@@ -46,20 +48,22 @@ def add(
     registry: RegistryOption = None,
 ) -> None:
     """Register an expert: check its files and write its manifest."""
-    store = _open(registry)
+    store = _open_registry(registry)
     manifest = store.add(name, model, domain, prompts, base)
-    say(f"registered {name}: {manifest.architecture}, {manifest.parameters:,} parameters, domain {domain}", err=False)
-    for twin in store.twins(manifest):
-        say(f"warning: {twin} has the same weights")
+    print_line(
+        f"registered {name}: {manifest.architecture}, {manifest.parameters:,} parameters, domain {domain}", err=False
+    )
+    for twin in store.list_duplicates(manifest):
+        print_line(f"warning: {twin} has the same weights")
 
 
-@app.command("list", epilog=examples("opd experts list", "opd experts list --json"))
+@app.command("list", epilog=help_examples("opd experts list", "opd experts list --json"))
 def list_all(
     registry: RegistryOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
 ) -> None:
     """List registered experts."""
-    manifests = _open(registry).all()
+    manifests = _open_registry(registry).all()
     if as_json:
         typer.echo(json.dumps([m.model_dump(mode="json") for m in manifests]))
         return
@@ -67,39 +71,41 @@ def list_all(
     print_table("experts", EXPERT_COLUMNS, rows)
 
 
-@app.command("show", epilog=examples("opd experts show math"))
+@app.command("show", epilog=help_examples("opd experts show math"))
 def show(name: ExpertArgument, registry: RegistryOption = None) -> None:
     """Print an expert's manifest as JSON."""
-    typer.echo(json.dumps(_open(registry).get(name).model_dump(mode="json"), indent=2))
+    typer.echo(json.dumps(_open_registry(registry).get(name).model_dump(mode="json"), indent=2))
 
 
-@app.command("verify", epilog=examples("opd experts verify", "opd experts verify math law"))
+@app.command("verify", epilog=help_examples("opd experts verify", "opd experts verify math law"))
 def verify(
-    names: Annotated[list[str] | None, typer.Argument(help="Default: all.", autocompletion=completion.experts)] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Default: all.", autocompletion=completion.complete_experts)
+    ] = None,
     registry: RegistryOption = None,
 ) -> None:
     """Check that experts' files are still the ones that were registered; exit code 1 if not."""
-    store = _open(registry)
+    store = _open_registry(registry)
     failed = False
     known: dict[Path, dict[str, str]] = {}  # adapters share bases, and a base is long to read
     for name in names or store.names():
         problems = store.verify(name, known)
         failed = failed or bool(problems)
-        say(f"{name}: {'; '.join(problems) or 'ok'}", err=False)
+        print_line(f"{name}: {'; '.join(problems) or 'ok'}", err=False)
     if failed:
         raise typer.Exit(1)
 
 
-@app.command("remove", epilog=examples("opd experts remove math"))
+@app.command("remove", epilog=help_examples("opd experts remove math"))
 def remove(name: ExpertArgument, registry: RegistryOption = None) -> None:
     """Forget an expert; its model files stay."""
-    _open(registry).remove(name)
+    _open_registry(registry).remove(name)
     typer.echo(f"removed {name}")
 
 
 @app.command(
     "train",
-    epilog=examples(
+    epilog=help_examples(
         "opd experts train quickstart-experts", "opd experts train mine.yaml --method lora --set train.max_steps=50"
     ),
 )
@@ -129,22 +135,22 @@ def train(
 def _on_texts(spec: ExpertsSpec) -> list[Path]:
     from experts.train import train_experts
 
-    return train_experts(spec, say)
+    return train_experts(spec, print_line)
 
 
 def _on_rewards(spec: ReinforceSpec) -> list[Path]:
     from pipelines.inputs.at_once import refuse_wrong_training
 
     refuse_wrong_training(spec)
-    from pipelines.reinforce import reinforce
+    from pipelines.reinforce import reinforce_experts
 
     try:
-        return reinforce(spec, say)
+        return reinforce_experts(spec, print_line)
     except Interrupted as stopped:
-        end("stopped, checkpoint written; go on with the same command", 128 + stopped.number)
+        end_command("stopped, checkpoint written; go on with the same command", 128 + stopped.number)
 
 
-def _open(root: Path | None) -> Registry:
+def _open_registry(root: Path | None) -> Registry:
     from experts.registry import Registry, default_root
 
     return Registry(root or default_root())

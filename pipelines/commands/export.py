@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import examples, say
+from pipelines.commands.shell import help_examples, print_line
 
 app = typer.Typer()
 
@@ -22,14 +22,14 @@ class ExportDtype(StrEnum):
     float16 = "float16"
 
 
-@app.command(epilog=examples("opd export runs/quickstart --output quickstart-bf16 --dtype bfloat16"))
+@app.command(epilog=help_examples("opd export runs/quickstart --output quickstart-bf16 --dtype bfloat16"))
 def export(
     model: Annotated[
         Path,
         typer.Argument(
             metavar="RUN_DIR|MODEL",
             help="A finished merge, or a Hugging Face directory.",
-            autocompletion=completion.runs,
+            autocompletion=completion.complete_runs,
         ),
     ],
     output: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
@@ -40,15 +40,17 @@ def export(
     gguf: Annotated[bool, typer.Option("--gguf", help="Write a GGUF file too, by llama.cpp's converter.")] = False,
 ) -> None:
     """Write a merged model for other tools: safetensors that plain transformers loads, in the dtype and shards you want."""
-    from pipelines.after.export import ExportOptions, export
+    from pipelines.after.export import ExportOptions, export_model
     from pipelines.after.models import find_model
 
-    options = ExportOptions(dtype=dtype.value if dtype else None, max_shard_bytes=_bytes(max_shard_size), gguf=gguf)
-    for file in export(find_model(model, say), output, options):
+    options = ExportOptions(
+        dtype=dtype.value if dtype else None, max_shard_bytes=_parse_size(max_shard_size), gguf=gguf
+    )
+    for file in export_model(find_model(model, print_line), output, options):
         typer.echo(str(file))
 
 
-def _bytes(text: str) -> int:
+def _parse_size(text: str) -> int:
     """Raises: ConfigError for a text that is no size, or one of nothing."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 

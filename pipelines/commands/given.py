@@ -1,4 +1,4 @@
-"""What the command line of `opd merge` says: a run that begins, goes on, grows longer, or branches from another one."""
+"""Command line of `opd merge`: a run that begins, goes on, grows longer, or branches from another one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipelines.commands.shell import run_root
 
 if TYPE_CHECKING:
     from pipelines.merging.rounds import Rounds
-    from pipelines.merging.run import Run
+    from pipelines.merging.run import MergeRun
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class MergeArguments:
     """The arguments and options that decide which run is meant, and from where it goes on."""
 
     pipeline: str | None
@@ -48,52 +48,52 @@ class Given:
         if self.extend is not None and self.pipeline is not None:
             raise typer.BadParameter("--extend takes the run's own pipeline; change keys of it with --set")
 
-    def read(self, tell: Tell) -> tuple[RunPaths, Run | Rounds]:
+    def read(self, tell: Tell) -> tuple[RunPaths, MergeRun | Rounds]:
         """Read and check everything. Returns the run directory and the merge in it. Raises: OpdError."""
         if self.resume is not None:
-            return RunPaths(self.resume), self._resumed(self.resume, tell)
+            return RunPaths(self.resume), self._resume_run(self.resume, tell)
         if self.extend is not None and self.steps is not None:
-            return RunPaths(self.extend), self._extended(self.extend, self.steps)
-        return self._begun(tell)
+            return RunPaths(self.extend), self._extend_run(self.extend, self.steps)
+        return self._begin_run(tell)
 
     # Each imports what needs torch only after its own checks.
 
-    def _resumed(self, root: Path, tell: Tell) -> Run | Rounds:
+    def _resume_run(self, root: Path, tell: Tell) -> MergeRun | Rounds:
         from opd.config import load_pipeline
-        from pipelines.catalog import find
+        from pipelines.catalog import find_pipeline
         from pipelines.merging.directory import refuse_no_run
 
-        config = None if self.pipeline is None else load_pipeline(find(self.pipeline), self.overrides)
+        config = None if self.pipeline is None else load_pipeline(find_pipeline(self.pipeline), self.overrides)
         refuse_no_run(RunPaths(root))
         from pipelines.merging import rounds
 
-        return rounds.reopen(root, config, self.overrides, self.resume_from or "latest", tell)
+        return rounds.reopen_rounds(root, config, self.overrides, self.resume_from or "latest", tell)
 
-    def _extended(self, root: Path, steps: int) -> Run:
-        from pipelines.merging.longer import longer
+    def _extend_run(self, root: Path, steps: int) -> MergeRun:
+        from pipelines.merging.longer import plan_extension
 
-        further = longer(RunPaths(root), steps)
+        further = plan_extension(RunPaths(root), steps)
         from pipelines.merging import run
 
         return run.extend(root, further, self.overrides)
 
-    def _begun(self, tell: Tell) -> tuple[RunPaths, Run | Rounds]:
+    def _begin_run(self, tell: Tell) -> tuple[RunPaths, MergeRun | Rounds]:
         """A run that begins, with the student or at a checkpoint of another run."""
         from opd.config import load_pipeline
-        from pipelines.catalog import find
+        from pipelines.catalog import find_pipeline
         from pipelines.merging.first_look import first_look
         from pipelines.merging.origin import origin_of
 
         origin = None if self.start_from is None else origin_of(self.start_from)
-        file = find(self.pipeline) if self.pipeline else origin.paths.pipeline if origin else None
+        file = find_pipeline(self.pipeline) if self.pipeline else origin.paths.pipeline if origin else None
         assert file is not None, "refused at the beginning"
         config = load_pipeline(file, self.overrides)
         paths = RunPaths(run_root(self.run_dir, config.name))
         if origin is not None:
-            from pipelines.merging.branch import branch
+            from pipelines.merging.branch import begin_branch
 
-            return paths, branch(config, origin, paths.root)
+            return paths, begin_branch(config, origin, paths.root)
         first_look(config, paths.root)
         from pipelines.merging import rounds
 
-        return paths, rounds.begin(config, paths.root, tell)
+        return paths, rounds.begin_rounds(config, paths.root, tell)

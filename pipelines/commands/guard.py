@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.commands.shell import end, examples, print_table, say
+from pipelines.commands.shell import end_command, help_examples, print_line, print_table
 
 if TYPE_CHECKING:
     from opd.guard.guard import Guard
@@ -21,7 +21,8 @@ ConfigOption = Annotated[
 
 
 @app.command(
-    "test", epilog=examples("opd guard test shipped", "opd guard test mine.jsonl --config guard.yaml --min-recall 0.9")
+    "test",
+    epilog=help_examples("opd guard test shipped", "opd guard test mine.jsonl --config guard.yaml --min-recall 0.9"),
 )
 def test(
     file: Annotated[str, typer.Argument(help="Labelled commands or trajectories; `shipped` is our own set.")],
@@ -35,24 +36,25 @@ def test(
     """Recall and precision of each stage; exit code 1 below what is asked for."""
     from opd.errors import OpdError
     from opd.guard.labelled import read_cases, shipped_cases
-    from opd.guard.measure import STAGES, measure
+    from opd.guard.measure import STAGES, measure_guard
 
     if half not in ("development", "held_out", "both") or (half != "both" and file != "shipped"):
         fix = "name `shipped`, or leave --half out"
         raise OpdError.at("--half", found=half, wanted="development, held_out or both, of the shipped set", fix=fix)
     cases = shipped_cases(half) if file == "shipped" else read_cases(Path(file), form)  # type: ignore[arg-type]
-    measured = measure(_guard(config), cases)
-    _print_json(measured) if as_json else _print(measured, len(cases))
+    measured = measure_guard(_build_guard(config), cases)
+    _print_json(measured) if as_json else _print_measurement(measured, len(cases))
     recall, precision = measured.scores[STAGES[1]].recall, measured.scores[STAGES[2]].precision
     if recall < min_recall or precision < min_precision:
-        end(
+        end_command(
             f"recall of all rules {recall:.3f} (wanted {min_recall:g}), precision {precision:.3f} (wanted {min_precision:g})",
             1,
         )
 
 
 @app.command(
-    "check", epilog=examples("opd guard check 'rm -rf tests'", "opd guard check 'cat answers.txt' --config guard.yaml")
+    "check",
+    epilog=help_examples("opd guard check 'rm -rf tests'", "opd guard check 'cat answers.txt' --config guard.yaml"),
 )
 def check(
     command: Annotated[list[str], typer.Argument(help="The command; several words are put together with blanks.")],
@@ -65,27 +67,27 @@ def check(
 
     from opd.records.environments import ToolCall
 
-    guard = _guard(config)
+    guard = _build_guard(config)
     session = guard.session()
     session.cwd = session.begins_at = workdir or session.cwd
     verdict = guard.check(ToolCall(name="bash", arguments={"command": " ".join(command)}), session)
-    say(json.dumps(asdict(verdict), indent=2, ensure_ascii=False), err=False)
+    print_line(json.dumps(asdict(verdict), indent=2, ensure_ascii=False), err=False)
     if not verdict.allowed:
         raise typer.Exit(1)
 
 
-def _guard(config: Path | None) -> Guard:
+def _build_guard(config: Path | None) -> Guard:
     from opd.config.guard import GuardConfig
     from opd.guard.build import guard_spec, shared_guard
     from opd.guard.examples import refuse_wrong_rules
-    from opd.settings.yaml_files import load_yaml, validate
+    from opd.settings.yaml_files import load_yaml, validate_section
 
-    spec = guard_spec(GuardConfig() if config is None else validate(GuardConfig, load_yaml(config), config))
+    spec = guard_spec(GuardConfig() if config is None else validate_section(GuardConfig, load_yaml(config), config))
     refuse_wrong_rules(spec)
     return shared_guard(spec)
 
 
-def _print(measured: Measured, num_cases: int) -> None:
+def _print_measurement(measured: Measured, num_cases: int) -> None:
     rows = [
         (
             stage,
@@ -105,7 +107,7 @@ def _print(measured: Measured, num_cases: int) -> None:
     for mistake in measured.mistakes:
         said = mistake.verdict
         what = "missed" if said.allowed else f"false alarm of {said.rule or said.suspicion}"
-        say(f"{what}: {mistake.id}", err=False)
+        print_line(f"{what}: {mistake.id}", err=False)
 
 
 def _print_json(measured: Measured) -> None:
@@ -115,4 +117,4 @@ def _print_json(measured: Measured) -> None:
     told = asdict(measured)
     for stage, score in measured.scores.items():
         told["scores"][stage] |= {"recall": score.recall, "precision": score.precision}
-    say(json.dumps(told, indent=2, ensure_ascii=False), err=False)
+    print_line(json.dumps(told, indent=2, ensure_ascii=False), err=False)

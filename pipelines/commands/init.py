@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import examples, is_terminal, say, wait_passively
+from pipelines.commands.shell import help_examples, is_terminal, print_line, wait_passively
 
 app = typer.Typer()
 
@@ -58,7 +58,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace files that are the
 
 
 @app.command(
-    epilog=examples(
+    epilog=help_examples(
         "opd init --student base --expert math --expert code --prompts math=math.csv --prompts code=code.jsonl",
         "opd init --from quickstart",
     )
@@ -101,16 +101,16 @@ def init(
         raise typer.BadParameter("--from copies a pipeline as it is; it takes --output and --force alone")
     target = Target(path=output or Path(f"{shipped or 'pipeline'}.yaml"), force=force)
     wait_passively()
-    following = copy_shipped(shipped, target) if shipped else write_proposal(flags, target, _asker(), say)
-    say(f"wrote {target.path}; next:", err=False)
+    following = copy_shipped(shipped, target) if shipped else write_proposal(flags, target, _make_asker(), print_line)
+    print_line(f"wrote {target.path}; next:", err=False)
     for command in following:
-        say(f"  {command}", err=False)
+        print_line(f"  {command}", err=False)
 
 
-def _asker() -> Callable[[str, str], str] | None:
-    """Who answers what no option says; None without a terminal."""
-    return _ask if is_terminal(sys.stdin, sys.stdout) else None
+def _make_asker() -> Callable[[str, str], str] | None:
+    """Return the function that asks for missing options; None without a terminal."""
+    return _ask_question if is_terminal(sys.stdin, sys.stdout) else None
 
 
-def _ask(question: str, proposal: str) -> str:
+def _ask_question(question: str, proposal: str) -> str:
     return str(typer.prompt(question, default=proposal, show_default=bool(proposal)))

@@ -8,16 +8,16 @@ from typing import Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.given import Given
-from pipelines.commands.shell import MaybePipelineArgument, SetOption, examples
-from pipelines.commands.shown import JsonOption, QuietOption, Shown
+from pipelines.commands.given import MergeArguments
+from pipelines.commands.shell import MaybePipelineArgument, SetOption, help_examples
+from pipelines.commands.shown import JsonOption, MergeOutput, QuietOption
 
 ResumeOption = Annotated[
     Path | None,
     typer.Option(
         metavar="RUN_DIR",
         help="Go on with an interrupted run; PIPELINE and --set may change some keys.",
-        autocompletion=completion.runs,
+        autocompletion=completion.complete_runs,
     ),
 ]
 ExtendOption = Annotated[
@@ -25,7 +25,7 @@ ExtendOption = Annotated[
     typer.Option(
         metavar="RUN_DIR",
         help="Take --steps further steps in a finished or stopped run, as if it had been longer.",
-        autocompletion=completion.runs,
+        autocompletion=completion.complete_runs,
     ),
 ]
 FromOption = Annotated[
@@ -40,7 +40,7 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog=examples(
+    epilog=help_examples(
         "opd merge quickstart",
         "opd merge mine.yaml --set trainer.steps=50 --run-dir runs/short",
         "opd merge --resume runs/quickstart",
@@ -72,7 +72,7 @@ def merge(
     """
     if no_cache:
         overrides = [*(overrides or []), "evaluate.cache=false"]
-    given = Given(
+    given = MergeArguments(
         pipeline=pipeline,
         run_dir=run_dir,
         overrides=overrides,
@@ -82,7 +82,7 @@ def merge(
         steps=steps,
         start_from=start_from,
     )
-    with Shown(quiet, as_json) as shown:
-        with shown.reading():
+    with MergeOutput(quiet, as_json) as shown:
+        with shown.show_reading():
             paths, work = given.read(shown.tell)
-        shown.finished(paths, work.carry_out(shown.around))
+        shown.print_result(paths, work.carry_out(shown.around))

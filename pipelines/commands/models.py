@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import examples
+from pipelines.commands.shell import help_examples
 
 app = typer.Typer(no_args_is_help=True, help="Bring models into the Hugging Face layout.")
 
 
-@app.command("from-gguf", epilog=examples("opd models from-gguf model.Q4_1.gguf --output models/base"))
+@app.command("from-gguf", epilog=help_examples("opd models from-gguf model.Q4_1.gguf --output models/base"))
 def from_gguf(
     source: Annotated[str, typer.Argument(help="A .gguf file, or an installed Python package that ships one.")],
     output: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],

@@ -7,24 +7,25 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import PipelineArgument, SetOption, examples, print_table
+from pipelines.commands.shell import PipelineArgument, SetOption, help_examples, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Look at pipeline definitions.")
 
 
-@app.command("list", epilog=examples("opd pipelines list"))
+@app.command("list", epilog=help_examples("opd pipelines list"))
 def list_all() -> None:
     """List the shipped pipelines."""
     from opd.config import load_pipeline
-    from pipelines.catalog import shipped
+    from pipelines.catalog import shipped_pipelines
 
-    configs = {name: load_pipeline(path) for name, path in shipped().items()}
+    configs = {name: load_pipeline(path) for name, path in shipped_pipelines().items()}
     rows = [(name, str(c.student.model), str(len(c.domains)), str(c.trainer.steps)) for name, c in configs.items()]
     print_table("pipelines", ("name", "student", "domains", "steps"), rows)
 
 
 @app.command(
-    "show", epilog=examples("opd pipelines show quickstart > mine.yaml", "opd pipelines show quickstart --resolved")
+    "show",
+    epilog=help_examples("opd pipelines show quickstart > mine.yaml", "opd pipelines show quickstart --resolved"),
 )
 def show(
     pipeline: PipelineArgument,
@@ -33,9 +34,9 @@ def show(
 ) -> None:
     """Print a pipeline; copy it to a file to make your own."""
     from opd.config import load_pipeline
-    from pipelines.catalog import find
+    from pipelines.catalog import find_pipeline
 
-    path = find(pipeline)
+    path = find_pipeline(pipeline)
     config = load_pipeline(path, overrides)
     if resolved or overrides:
         import yaml
@@ -45,7 +46,7 @@ def show(
         typer.echo(path.read_text(), nl=False)
 
 
-@app.command("schema", epilog=examples("opd pipelines schema > opd-pipeline.schema.json"))
+@app.command("schema", epilog=help_examples("opd pipelines schema > opd-pipeline.schema.json"))
 def schema() -> None:
     """Print the JSON Schema of a pipeline, for editors."""
     from opd.config import PipelineConfig

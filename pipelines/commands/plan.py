@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import MaybePipelineArgument, SetOption, examples, print_table, say
+from pipelines.commands.shell import MaybePipelineArgument, SetOption, help_examples, print_line, print_table
 
 app = typer.Typer()
 
@@ -19,7 +19,7 @@ LIST = "list"
 
 
 @app.command(
-    epilog=examples(
+    epilog=help_examples(
         "opd plan quickstart",
         "opd plan --cluster list",
         "opd plan merge-7b --cluster 8-gpus",
@@ -32,7 +32,7 @@ def plan(
         str | None,
         typer.Option(
             help="A cluster spec, or the name of a shipped one; `list` shows these. Default: two-cores. See docs/plan.md.",
-            autocompletion=completion.clusters,
+            autocompletion=completion.complete_clusters,
         ),
     ] = None,
     measure: Annotated[
@@ -56,26 +56,26 @@ def plan(
     if pipeline is None:
         raise typer.BadParameter("give a PIPELINE, or --cluster list")
     from opd.config import load_pipeline
-    from pipelines.catalog import find
+    from pipelines.catalog import find_pipeline
     from pipelines.plan.advice import advise_changes
     from pipelines.plan.measure import cluster_spec
     from pipelines.plan.plan import make_plan
     from pipelines.plan.spec import with_lengths
-    from pipelines.plan.tables import tables
+    from pipelines.plan.tables import plan_tables
 
-    config = load_pipeline(find(pipeline), overrides)
+    config = load_pipeline(find_pipeline(pipeline), overrides)
     spec = cluster_spec(cluster, measure, config.student.model)
     spec = with_lengths(spec, prompt_tokens, response_tokens, tail)
     made = make_plan(config, spec)
     if as_json:
         typer.echo(json.dumps(made.to_json(), indent=2))
     else:
-        for table in tables(made):
+        for table in plan_tables(made):
             print_table(table.title, table.columns, table.rows)
         for note in made.notes:
-            say(f"note: {note}", err=False)
+            print_line(f"note: {note}", err=False)
         if not made.fits:
-            say(f"does not fit: {advise_changes(config, spec)}", err=False)
+            print_line(f"does not fit: {advise_changes(config, spec)}", err=False)
     if not made.fits:
         raise typer.Exit(1)
 

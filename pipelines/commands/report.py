@@ -11,7 +11,7 @@ from opd.errors import ConfigError
 from opd.run.paths import RunPaths
 from opd.text import as_typed
 from pipelines.commands import completion
-from pipelines.commands.shell import examples, in_a_directory, print_table, say
+from pipelines.commands.shell import help_examples, in_a_directory, print_line, print_table
 
 app = typer.Typer()
 
@@ -23,7 +23,7 @@ ROUND_COLUMNS = ("round", "steps", "mean gain", "headroom recovered", "of what w
 
 
 @app.command(
-    epilog=examples(
+    epilog=help_examples(
         "opd report runs/quickstart",
         "opd report runs/quickstart --markdown",
         "opd report runs/quickstart --min-headroom 0.5 --max-regression 0.02",
@@ -31,7 +31,7 @@ ROUND_COLUMNS = ("round", "steps", "mean gain", "headroom recovered", "of what w
 )
 def report(
     run_dir: Annotated[
-        Path, typer.Argument(help="Run directory of a merge, finished or not.", autocompletion=completion.runs)
+        Path, typer.Argument(help="Run directory of a merge, finished or not.", autocompletion=completion.complete_runs)
     ],
     markdown: Annotated[
         bool, typer.Option("--markdown", help="As a Markdown table, to paste into a document.")
@@ -59,12 +59,12 @@ def report(
         _print_markdown(found)
     else:
         print_report(found)
-    say(f"page: {output or RunPaths(run_dir).page}")
+    print_line(f"page: {output or RunPaths(run_dir).page}")
     if gate.asked:
         for failure in found["gate"]["failures"]:
-            say(f"gate: {failure}")
+            print_line(f"gate: {failure}")
         for name in found["gate"]["without_headroom"]:
-            say(
+            print_line(
                 f"gate: {name}: --min-headroom does not judge it: its expert was not better than the student beyond chance"
             )
         if not found["gate"]["passed"]:
@@ -101,20 +101,20 @@ def print_report(found: dict[str, Any]) -> None:
 def _print_markdown(found: dict[str, Any]) -> None:
     from opd.report import agent_rows, baseline_rows, domain_rows, length_rows, markdown_table
 
-    say(markdown_table(DOMAIN_COLUMNS, domain_rows(found)), err=False)
+    print_line(markdown_table(DOMAIN_COLUMNS, domain_rows(found)), err=False)
     if rows := agent_rows(found):
-        say("\n" + markdown_table(AGENT_COLUMNS, rows), err=False)
+        print_line("\n" + markdown_table(AGENT_COLUMNS, rows), err=False)
     if rows := length_rows(found):
-        say("\n" + markdown_table(LENGTH_COLUMNS, rows), err=False)
+        print_line("\n" + markdown_table(LENGTH_COLUMNS, rows), err=False)
     if rows := baseline_rows(found):
-        say("\n" + markdown_table(BASELINE_COLUMNS, rows), err=False)
+        print_line("\n" + markdown_table(BASELINE_COLUMNS, rows), err=False)
     _say_what_is_missing(found)
 
 
 def _say_what_is_missing(found: dict[str, Any]) -> None:
     for line in found.get("lineage", ()):
-        say(f"lineage: {line}")
+        print_line(f"lineage: {line}")
     if "unfinished" in found:
-        say(f"not finished: {found['unfinished']}")
+        print_line(f"not finished: {found['unfinished']}")
     for line in found.get("stale", ()):
-        say(f"out of date: {line}")
+        print_line(f"out of date: {line}")

@@ -10,14 +10,14 @@ from typing import Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import examples, say
+from pipelines.commands.shell import help_examples, print_line
 
 app = typer.Typer()
 
 
 @app.command(
     context_settings={"allow_extra_args": True},
-    epilog=examples("opd serve runs/quickstart", "opd serve runs/quickstart -- --max-num-seqs 8"),
+    epilog=help_examples("opd serve runs/quickstart", "opd serve runs/quickstart -- --max-num-seqs 8"),
 )
 def serve(
     ctx: typer.Context,
@@ -26,7 +26,7 @@ def serve(
         typer.Argument(
             metavar="RUN_DIR|MODEL",
             help="A finished merge, or a Hugging Face directory.",
-            autocompletion=completion.runs,
+            autocompletion=completion.complete_runs,
         ),
     ],
     host: Annotated[str, typer.Option(help="Beyond this machine only with a key in VLLM_API_KEY.")] = "127.0.0.1",
@@ -44,13 +44,13 @@ def serve(
     """
     from opd.machine.address import Address
     from pipelines.after.models import find_model
-    from pipelines.after.serve import ServeOptions, check_serving, command, serve
+    from pipelines.after.serve import ServeOptions, check_serving, run_server, server_command
 
     options = ServeOptions(
         address=Address(host, port), name=name, dtype=dtype, max_model_len=max_model_len, more=tuple(ctx.args)
     )
-    found = find_model(model, say)
+    found = find_model(model, print_line)
     check_serving(options, os.environ)
-    say("starting: " + shlex.join(["python", *command(found, options)[1:]]))
-    say(f"as model `{options.name or found.name}` at http://{options.address}/v1, as soon as vLLM says so")
-    serve(found, options)
+    print_line("starting: " + shlex.join(["python", *server_command(found, options)[1:]]))
+    print_line(f"as model `{options.name or found.name}` at http://{options.address}/v1, as soon as vLLM says so")
+    run_server(found, options)

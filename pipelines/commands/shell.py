@@ -21,10 +21,10 @@ import typer
 from typer.core import TyperGroup
 
 from opd.errors import OpdError, Paused, RunError, StorageError
-from opd.machine.signals import patient
-from opd.text import printable
+from opd.machine.signals import postpone_interrupts
+from opd.text import escape_control_characters
 from pipelines.commands import completion
-from pipelines.commands.usage import DEBUG, UsageError, debug_first, explained, shows_help
+from pipelines.commands.usage import DEBUG, UsageError, debug_first, explain_usage_error, shows_help
 from pipelines.doctor.engines import ENGINES
 from pipelines.interrupts import Interrupted
 
@@ -33,11 +33,11 @@ PATH_ERRNOS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
 names such paths."""
 PipelineArgument = Annotated[
     str,
-    typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.pipelines),
+    typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.complete_pipelines),
 ]
 MaybePipelineArgument = Annotated[
     str | None,
-    typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.pipelines),
+    typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.complete_pipelines),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -45,7 +45,7 @@ SetOption = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="Override a pipeline key, e.g. trainer.steps=10.",
-        autocompletion=completion.settings,
+        autocompletion=completion.complete_settings,
     ),
 ]
 
@@ -63,7 +63,7 @@ def in_a_directory(file: Path | None) -> Path | None:
     return file
 
 
-def examples(*lines: str) -> str:
+def help_examples(*lines: str) -> str:
     """The epilog of a command's help page. A blank line between two of them keeps each on a line of its own."""
     return "\n\n".join(["Examples:", *lines])
 
@@ -93,34 +93,36 @@ def ends_clearly(debug: bool = False) -> Iterator[None]:
     With `debug` the traceback of every error comes before its message.
     """
     try:
-        with patient(), _traceback_first(debug), _engines():
+        with postpone_interrupts(), _traceback_first(debug), _refuse_missing_engines():
             yield
     except UsageError as error:
         if shows_help(error):
             raise
-        end(f"error: {explained(error)}", 2)
+        end_command(f"error: {explain_usage_error(error)}", 2)
     except OpdError as error:
-        end(f"error: {error}", 2)
+        end_command(f"error: {error}", 2)
     except StorageError as error:
-        end(f"failed: {error}", 3)
+        end_command(f"failed: {error}", 3)
     except Paused as error:
-        end(f"paused: {error}", 4)
+        end_command(f"paused: {error}", 4)
     except RunError as error:
-        end(f"failed: {error}", 1)
+        end_command(f"failed: {error}", 1)
     except Interrupted as stopped:
-        end(str(stopped), 128 + stopped.number)
+        end_command(str(stopped), 128 + stopped.number)
     except KeyboardInterrupt as error:
-        end(f"stopped by {str(error) or 'Ctrl-C'}", 128 + getattr(error, "number", signal.SIGINT))
+        end_command(f"stopped by {str(error) or 'Ctrl-C'}", 128 + getattr(error, "number", signal.SIGINT))
     except OSError as error:
         from opd.files import STORAGE_ERRNOS
 
         if error.errno in PATH_ERRNOS and error.filename:
-            end(f"error: {_no_such_place(error)}", 2)
-        if error.errno == errno.EACCES and error.filename and _unreadable(Path(error.filename)):
-            end(f"error: {_closed(error)}", 2)
+            end_command(f"error: {_no_such_place(error)}", 2)
+        if error.errno == errno.EACCES and error.filename and _is_unreadable(Path(error.filename)):
+            end_command(f"error: {_is_closed_pipe(error)}", 2)
         if error.errno not in STORAGE_ERRNOS:
             raise
-        end(f"failed: {error.strerror}: {error.filename or 'while writing'}; what was finished before is intact", 3)
+        end_command(
+            f"failed: {error.strerror}: {error.filename or 'while writing'}; what was finished before is intact", 3
+        )
 
 
 def _no_such_place(error: OSError) -> OpdError:
@@ -132,12 +134,12 @@ def _no_such_place(error: OSError) -> OpdError:
     )
 
 
-def _unreadable(file: Path) -> bool:
-    """Whether a file that is there may not be read, or nothing in its directory."""
+def _is_unreadable(file: Path) -> bool:
+    """Return True if a file that is there may not be read, or nothing in its directory."""
     return not os.access(file.parent, os.X_OK) or (os.path.lexists(file) and not os.access(file, os.R_OK))
 
 
-def _closed(error: OSError) -> OpdError:
+def _is_closed_pipe(error: OSError) -> OpdError:
     return OpdError.at(
         error.filename,
         found="a file that you may not read",
@@ -157,7 +159,7 @@ def _traceback_first(debug: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _engines() -> Iterator[None]:
+def _refuse_missing_engines() -> Iterator[None]:
     """Within, an engine that is not installed is the user's to install. Raises: OpdError."""
     try:
         yield
@@ -172,15 +174,15 @@ def _engines() -> Iterator[None]:
         ) from error
 
 
-def end(message: str, code: int) -> NoReturn:
+def end_command(message: str, code: int) -> NoReturn:
     """Say why, and leave with this exit code."""
-    say(message)
+    print_line(message)
     raise typer.Exit(code)
 
 
-def say(line: str, err: bool = True) -> None:
+def print_line(line: str, err: bool = True) -> None:
     """Print a line. It may hold text of others, so everything that a terminal would obey is spelled out."""
-    typer.echo(printable(line), err=err)
+    typer.echo(escape_control_characters(line), err=err)
 
 
 def print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
@@ -193,7 +195,7 @@ def print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, 
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
-        table.add_row(*(escape(printable(cell)) for cell in row))
+        table.add_row(*(escape(escape_control_characters(cell)) for cell in row))
     # Piped output has no width: take one at which no cell is cut.
     Console(width=None if is_terminal(sys.stdout) else 160).print(table)
 
@@ -203,7 +205,7 @@ def is_terminal(*streams: TextIO | None) -> bool:
     return all(stream is not None and stream.isatty() for stream in streams)
 
 
-def split(names: str | None) -> list[str] | None:
+def split_names(names: str | None) -> list[str] | None:
     """Comma-separated names; None for nothing."""
     return names.split(",") if names else None
 

@@ -1,4 +1,4 @@
-"""What `opd merge` prints: a screen, lines, JSON or nothing while it goes on, and its result at the end."""
+"""Output of `opd merge`: a screen, lines, JSON or nothing while it goes on, and its result at the end."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from opd.errors import OpdError
 from opd.run.paths import RunPaths
 from opd.text import as_typed
 from pipelines.commands.report import print_report
-from pipelines.commands.shell import say
+from pipelines.commands.shell import print_line
 
 if TYPE_CHECKING:
-    from pipelines.merging.surroundings import Surroundings
+    from pipelines.merging.surroundings import MergeCallbacks
 
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors and the result, and nothing else.")]
 JsonOption = Annotated[
@@ -30,7 +30,7 @@ REFUSED = "refused"
 """The state of a merge that did not begin."""
 
 
-class Shown:
+class MergeOutput:
     """How one merge is shown. Within the block its end is told too, whatever it is; an error goes on its way, for it decides
     the exit code."""
 
@@ -42,23 +42,23 @@ class Shown:
     @property
     def tell(self) -> Callable[[str], None]:
         """Takes sentences for the user."""
-        return _nothing if self._quiet else say
+        return _say_nothing if self._quiet else print_line
 
-    def reading(self) -> AbstractContextManager[None]:
+    def show_reading(self) -> AbstractContextManager[None]:
         """Within, a terminal says that models and prompts are being read."""
-        from opd.live.waiting import waiting
+        from opd.live.waiting import show_waiting
 
-        return nullcontext() if self._quiet else waiting("reading models and prompts")
+        return nullcontext() if self._quiet else show_waiting("reading models and prompts")
 
     @property
-    def around(self) -> Surroundings:
+    def around(self) -> MergeCallbacks:
         """The surroundings of the merge."""
         from opd.live.displays import CHOICES
-        from pipelines.merging.surroundings import Surroundings
+        from pipelines.merging.surroundings import MergeCallbacks
 
-        return Surroundings(display=CHOICES[self._quiet, self._as_json])
+        return MergeCallbacks(display=CHOICES[self._quiet, self._as_json])
 
-    def finished(self, paths: RunPaths, report: dict[str, Any]) -> None:
+    def print_result(self, paths: RunPaths, report: dict[str, Any]) -> None:
         """Print the result of a merge that ended well."""
         if self._as_json:
             told = {key: report[key] for key in REPORTED if key in report}
@@ -77,7 +77,7 @@ class Shown:
         if gained is not None and gained < ENOUGH and "rounds" not in report:
             self.tell(f"much is left to gain; further steps: opd merge --extend {root} --steps {report['steps']}")
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> MergeOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -94,4 +94,4 @@ class Shown:
             print_json({"event": "result", "state": state, "error": str(error) or type(error).__name__})
 
 
-def _nothing(line: str) -> None: ...
+def _say_nothing(line: str) -> None: ...

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import examples, is_terminal, print_table, say
+from pipelines.commands.shell import help_examples, is_terminal, print_line, print_table
 
 if TYPE_CHECKING:
     from opd.live.view import View
@@ -27,12 +27,15 @@ WHOLE = 200
 """Lines of a view that is printed once, which is more than any has."""
 
 
-@app.command(epilog=examples("opd status runs/mine", "opd status runs/mine --watch", "opd status runs/mine --json"))
+@app.command(
+    epilog=help_examples("opd status runs/mine", "opd status runs/mine --watch", "opd status runs/mine --json")
+)
 def status(
     run_dir: Annotated[
         Path,
         typer.Argument(
-            help="Run directory of a merge: at work, stopped, killed or finished.", autocompletion=completion.runs
+            help="Run directory of a merge: at work, stopped, killed or finished.",
+            autocompletion=completion.complete_runs,
         ),
     ],
     watch: Annotated[bool, typer.Option("--watch", help="Look again every two seconds until the merge ends.")] = False,
@@ -45,20 +48,20 @@ def status(
 
     if not watch:
         seen = status_of(run_dir)
-        _print_json(seen) if as_json else _print(seen)
+        _print_json(seen) if as_json else _print_view(seen)
     elif as_json or not is_terminal(sys.stdout):
-        _follow(run_dir, as_json)
+        _follow_run(run_dir, as_json)
     else:
-        _watch(run_dir)
+        _watch_run(run_dir)
 
 
-@app.command(epilog=examples("opd runs", "opd runs /data/runs"))
+@app.command(epilog=help_examples("opd runs", "opd runs /data/runs"))
 def runs(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to look for runs.")] = Path("runs"),
 ) -> None:
     """List all runs in a directory: state, steps, headroom, when, and size on disk."""
     from opd.errors import RunDirError
-    from opd.live.shapes import size
+    from opd.live.shapes import format_bytes
     from opd.live.status import runs_in
     from opd.report.tables import share_text
 
@@ -76,30 +79,30 @@ def runs(
             f"{row.done}/{row.steps}",
             share_text(row.headroom),
             f"{row.written:%Y-%m-%d %H:%M}",
-            size(row.size),
+            format_bytes(row.size),
         )
         for row in runs_in(directory)
     ]
     if rows:
         print_table(str(directory), RUN_COLUMNS, rows)
     else:
-        say(f"{directory}: no run in it; `opd merge PIPELINE` makes runs/NAME")
+        print_line(f"{directory}: no run in it; `opd merge PIPELINE` makes runs/NAME")
 
 
-def _print(seen: View) -> None:
+def _print_view(seen: View) -> None:
     """Print the view once. What to do next comes below it, whole: it is there to be copied."""
     from dataclasses import replace
 
     from rich.console import Console
 
-    from opd.live.displays import drawn
+    from opd.live.displays import render_for_console
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 100
-    console.print(drawn(replace(seen, hints=()), console, WHOLE))
+    console.print(render_for_console(replace(seen, hints=()), console, WHOLE))
     for hint in seen.hints:
-        say(hint, err=False)
+        print_line(hint, err=False)
 
 
 def _print_json(seen: View) -> None:
@@ -111,31 +114,31 @@ def _print_json(seen: View) -> None:
     print_json({"event": "status"} | shown)
 
 
-def _watch(run_dir: Path) -> None:
+def _watch_run(run_dir: Path) -> None:
     """Show the run on the screen until it ends; then the last view stays."""
     from rich.console import Console
     from rich.live import Live
 
-    from opd.live.displays import drawn
+    from opd.live.displays import render_for_console
 
     console = Console()
     with Live(console=console, auto_refresh=False) as live:
-        for seen in _looks(run_dir):
-            live.update(drawn(seen, console), refresh=True)
+        for seen in _poll_run(run_dir):
+            live.update(render_for_console(seen, console), refresh=True)
 
 
-def _follow(run_dir: Path, as_json: bool) -> None:
+def _follow_run(run_dir: Path, as_json: bool) -> None:
     """Print a line after each step, and one at the end."""
     from opd.live.render import one_line_of
 
     told: tuple[int, str] | None = None
-    for seen in _looks(run_dir):
+    for seen in _poll_run(run_dir):
         if told != (seen.done, seen.state):
-            _print_json(seen) if as_json else say(one_line_of(seen), err=False)
+            _print_json(seen) if as_json else print_line(one_line_of(seen), err=False)
             told = (seen.done, seen.state)
 
 
-def _looks(run_dir: Path) -> Iterator[View]:
+def _poll_run(run_dir: Path) -> Iterator[View]:
     """What there is to see, again and again, until the merge is no longer at work."""
     from opd.live.status import status_of
     from opd.live.view import RUNNING

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands.shell import PipelineArgument, SetOption, examples, say
+from pipelines.commands.shell import PipelineArgument, SetOption, help_examples, print_line
 
 app = typer.Typer(no_args_is_help=True, help="Serve teachers to merges elsewhere.")
 
 
 @app.command(
     "serve",
-    epilog=examples(
+    epilog=help_examples(
         "opd teachers serve quickstart --listen 127.0.0.1:0",
         "opd teachers serve mine.yaml --listen 10.0.0.5:8815 --tls-cert c.pem --tls-key k.pem",
     ),
@@ -31,13 +31,13 @@ def serve(
 ) -> None:
     """Serve a pipeline's teachers over Arrow Flight until Ctrl-C; beyond this machine only with TLS and a token."""
     from opd.config import load_pipeline
-    from pipelines.catalog import find
+    from pipelines.catalog import find_pipeline
     from pipelines.inputs.at_once import refuse_wrong_models
-    from teachers.flight.access import endpoint
+    from teachers.flight.access import parse_endpoint
 
-    door = endpoint(listen, tls_cert, tls_key, token_file)
-    config = load_pipeline(find(pipeline), overrides)
+    door = parse_endpoint(listen, tls_cert, tls_key, token_file)
+    config = load_pipeline(find_pipeline(pipeline), overrides)
     refuse_wrong_models(config)
-    from pipelines.serve import serve
+    from pipelines.serve import serve_teachers
 
-    serve(config, door, typer.echo, say)
+    serve_teachers(config, door, typer.echo, print_line)

@@ -8,15 +8,17 @@ from typing import Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import examples, say
+from pipelines.commands.shell import help_examples, print_line
 
 app = typer.Typer()
 
 
-@app.command(epilog=examples("opd traces runs/agents --domain maze", "opd traces runs/agents --step last --limit 2"))
+@app.command(
+    epilog=help_examples("opd traces runs/agents --domain maze", "opd traces runs/agents --step last --limit 2")
+)
 def traces(
     run_dir: Annotated[
-        Path, typer.Argument(help="Run directory of a merge, finished or not.", autocompletion=completion.runs)
+        Path, typer.Argument(help="Run directory of a merge, finished or not.", autocompletion=completion.complete_runs)
     ],
     exam: Annotated[
         str, typer.Option(help="Which exam: before, expert, after, or step-NNNNNN. Default: the newest of the student.")
@@ -36,7 +38,7 @@ def traces(
 
     if step:
         for episode in step_episodes(run_dir, step, domain or (), limit):
-            say("\n".join(tree_lines(episode)), err=False)
+            print_line("\n".join(tree_lines(episode)), err=False)
         return
     for answer in episodes_of(run_dir, exam, domain or (), limit):
-        say("\n".join(trace_lines(answer)), err=False)
+        print_line("\n".join(trace_lines(answer)), err=False)

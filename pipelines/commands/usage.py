@@ -9,7 +9,7 @@ import typer
 
 from opd.errors import OpdError
 from opd.settings.near import did_you_mean
-from opd.settings.wording import wanted
+from opd.settings.wording import describe_wanted
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """The base of what typer raises for a command's words. Newer releases bring a copy of click, older ones import it."""
@@ -29,7 +29,7 @@ def debug_first(args: list[str]) -> list[str]:
     return [DEBUG, *(word for word in args[:end] if word != DEBUG), *args[end:]]
 
 
-def explained(error: Any) -> OpdError:
+def explain_usage_error(error: Any) -> OpdError:
     """The error in our form."""
     context, option = error.ctx, getattr(error, "option_name", None)
     # Started as `python -m cli` the program has another name, which nobody could type again.
@@ -64,5 +64,5 @@ def _wrong_value(error: Any, command: str, usage: str, help_page: str) -> OpdErr
     found = "nothing" if type(error).__name__ == "MissingParameter" else error.message.rstrip(".")
     if hasattr(error.__cause__, "errors"):  # newer releases of typer let pydantic read values, and repeat its words
         detail = error.__cause__.errors()[0]
-        found, meant = repr(detail["input"]), f"{wanted(detail)}. {meant}"
+        found, meant = repr(detail["input"]), f"{describe_wanted(detail)}. {meant}"
     return OpdError.at(f"{command} {name}", found=found, wanted=meant, fix=help_page)

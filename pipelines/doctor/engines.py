@@ -11,16 +11,18 @@ ENGINES = ("torch", "transformers", "ray", "deepspeed", "vllm")
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 
-def problems() -> list[str]:
+def find_problems() -> list[str]:
     """One sentence for each thing that is wrong, with the way out; empty if all is well."""
-    found = [p for p in map(_broken, ENGINES) if p]
+    found = [p for p in map(_import_problem, ENGINES) if p]
     if not found:
-        found += [p for p in map(_broken, ("transformers.models.llama.modeling_llama", "deepspeed.ops.adam")) if p]
-        found += [p for p in (_broken(name) for name in UNWANTED if importlib.util.find_spec(name)) if p]
+        found += [
+            p for p in map(_import_problem, ("transformers.models.llama.modeling_llama", "deepspeed.ops.adam")) if p
+        ]
+        found += [p for p in (_import_problem(name) for name in UNWANTED if importlib.util.find_spec(name)) if p]
     return found
 
 
-def _broken(module: str) -> str | None:
+def _import_problem(module: str) -> str | None:
     try:
         importlib.import_module(module)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -34,7 +36,7 @@ def _broken(module: str) -> str | None:
 
 
 if __name__ == "__main__":
-    wrong = problems()
+    wrong = find_problems()
     for line in wrong:
         print(f"broken: {line}", file=sys.stderr)
     if not wrong:

@@ -7,24 +7,24 @@ from dataclasses import asdict
 from typing import Any
 
 from opd import __version__
-from pipelines.doctor.finding import Finding
+from pipelines.doctor.finding import DoctorFinding
 from pipelines.doctor.machine import machine_findings
 from pipelines.doctor.packages import package_findings
 from pipelines.doctor.traps import trap_findings
 
 
-def examine(imports: bool) -> Iterator[Finding]:
+def examine_machine(imports: bool) -> Iterator[DoctorFinding]:
     """Look at the machine, its traps and the packages; with `imports` the engines are imported, which takes seconds."""
     yield from machine_findings()
     yield from trap_findings()
     yield from package_findings(imports)
 
 
-def is_failed(findings: Sequence[Finding]) -> bool:
+def is_failed(findings: Sequence[DoctorFinding]) -> bool:
     """True if a merge cannot run here."""
     return any(one.level == "failed" for one in findings)
 
 
-def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+def as_json(findings: Sequence[DoctorFinding]) -> dict[str, Any]:
     """The findings as one JSON object."""
     return {"opd": __version__, "ok": not is_failed(findings), "checks": [asdict(one) for one in findings]}

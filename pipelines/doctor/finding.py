@@ -1,4 +1,4 @@
-"""What was looked at, what was found, and what to do about it."""
+"""A finding of `opd doctor`: the check, its result and the remedy."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ Level = Literal["ok", "warning", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class DoctorFinding:
     """One line of `opd doctor`."""
 
     name: str
-    """What was looked at."""
+    """Name of the check."""
     level: Level
-    """`failed`: some merge will not run; `warning`: it will run worse, or some part will not."""
+    """`failed_finding`: some merge will not run; `warning_finding`: it will run worse, or some part will not."""
     found: str
     fix: str = ""
-    """What to do; empty if all is well."""
+    """The remedy; empty if all is well."""
 
 
-def ok(name: str, found: str) -> Finding:
-    return Finding(name=name, level="ok", found=found)
+def ok_finding(name: str, found: str) -> DoctorFinding:
+    return DoctorFinding(name=name, level="ok", found=found)
 
 
-def warning(name: str, found: str, fix: str) -> Finding:
-    return Finding(name=name, level="warning", found=found, fix=fix)
+def warning_finding(name: str, found: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(name=name, level="warning", found=found, fix=fix)
 
 
-def failed(name: str, found: str, fix: str) -> Finding:
-    return Finding(name=name, level="failed", found=found, fix=fix)
+def failed_finding(name: str, found: str, fix: str) -> DoctorFinding:
+    return DoctorFinding(name=name, level="failed", found=found, fix=fix)

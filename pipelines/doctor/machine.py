@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from opd.machine.compiler import compiler
+from opd.machine.compiler import find_compiler
 from opd.machine.leftovers import SHARED_MEMORY
-from pipelines.doctor.finding import Finding, failed, ok, warning
+from pipelines.doctor.finding import DoctorFinding, failed_finding, ok_finding, warning_finding
 from pipelines.inputs.machine_memory import machine_bytes
 
 GIB = 1 << 30
@@ -28,102 +28,104 @@ LOOPBACK_TIMEOUT_S = 5.0
 SMI_TIMEOUT_S = 20.0
 
 
-def machine_findings() -> Iterator[Finding]:
+def machine_findings() -> Iterator[DoctorFinding]:
     """Look at everything; nothing is left behind."""
-    yield _processor()
-    yield _load()
-    yield _compiler()
-    yield _memory()
+    yield _check_processor()
+    yield _check_load()
+    yield _check_compiler()
+    yield _check_memory()
     yield _shared_memory()
-    yield _disk("disk", Path.cwd(), "runs/ lies here")
-    yield _disk("temporary directory", Path(tempfile.gettempdir()), "Ray's and vLLM's files lie here")
-    yield _loopback()
-    yield _gpus()
+    yield _check_disk("disk", Path.cwd(), "runs/ lies here")
+    yield _check_disk("temporary directory", Path(tempfile.gettempdir()), "Ray's and vLLM's files lie here")
+    yield _check_loopback()
+    yield _check_gpus()
 
 
-def _gib(nbytes: float) -> str:
+def _format_gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.1f} GiB"
 
 
-def _cores(number: int) -> str:
+def _check_cores(number: int) -> str:
     return f"{number} core{'s' if number > 1 else ''}"
 
 
-def _processor() -> Finding:
+def _check_processor() -> DoctorFinding:
     cores, kind = len(os.sched_getaffinity(0)), platform.machine()
-    found = f"{_cores(cores)}, {platform.system()} on {kind}"
+    found = f"{_check_cores(cores)}, {platform.system()} on {kind}"
     if platform.system() != "Linux" or kind not in ("x86_64", "aarch64"):
-        return failed("processor", found, "merge on Linux: vLLM and Ray are tried nowhere else")
+        return failed_finding("processor", found, "merge on Linux: vLLM and Ray are tried nowhere else")
     if cores < 2:
-        return warning(
+        return warning_finding(
             "processor", found, "two cores or more: the roles of a merge take turns on one, and Ray wants its own"
         )
-    return ok("processor", found)
+    return ok_finding("processor", found)
 
 
-def _load() -> Finding:
+def _check_load() -> DoctorFinding:
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    found = f"{load:.1f} processes at work on {_cores(cores)}"
+    found = f"{load:.1f} processes at work on {_check_cores(cores)}"
     if load > cores:
-        return warning(
+        return warning_finding(
             "load", found, "wait for the other programs, or stop them: shared cores make steps several times slower"
         )
-    return ok("load", found)
+    return ok_finding("load", found)
 
 
-def _compiler() -> Finding:
-    found = compiler()
+def _check_compiler() -> DoctorFinding:
+    found = find_compiler()
     if found is None:
-        return warning(
+        return warning_finding(
             "compiler",
             "no c++ or g++",
             "install g++ if you want objective.compile or trainer.compile; without it both run eagerly",
         )
-    return ok("compiler", found)
+    return ok_finding("compiler", found)
 
 
-def _memory() -> Finding:
+def _check_memory() -> DoctorFinding:
     limit = machine_bytes()
     free = min(psutil.virtual_memory().available, limit)
-    found = f"{_gib(free)} free of {_gib(limit)}"
+    found = f"{_format_gib(free)} free of {_format_gib(limit)}"
     if limit < LEAST_MEMORY:
-        return failed("memory", found, f"a machine or container with {_gib(GOOD_MEMORY)}")
+        return failed_finding("memory", found, f"a machine or container with {_format_gib(GOOD_MEMORY)}")
     if free < LEAST_MEMORY:
-        return warning(
+        return warning_finding(
             "memory", found, "stop other programs; `opd check PIPELINE` has the sum of what a merge will need"
         )
     if limit < GOOD_MEMORY:
-        return warning("memory", found, "small models only; `opd check PIPELINE` has the sum of what a merge will need")
-    return ok("memory", found)
+        return warning_finding(
+            "memory", found, "small models only; `opd check PIPELINE` has the sum of what a merge will need"
+        )
+    return ok_finding("memory", found)
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> DoctorFinding:
     if not SHARED_MEMORY.is_dir():
-        return warning(
+        return warning_finding(
             str(SHARED_MEMORY), "not there", "mount a tmpfs there: Ray's objects and new weights go to disk without it"
         )
     usage = shutil.disk_usage(SHARED_MEMORY)
-    found = f"{_gib(usage.free)} free of {_gib(usage.total)}"
+    found = f"{_format_gib(usage.free)} free of {_format_gib(usage.total)}"
     if usage.free < GOOD_SHARED_MEMORY:
-        return warning(
+        return warning_finding(
             str(SHARED_MEMORY), found, "docker run --shm-size=8g, or set TMPDIR to a fast disk: new weights go there"
         )
-    return ok(str(SHARED_MEMORY), found)
+    return ok_finding(str(SHARED_MEMORY), found)
 
 
-def _disk(name: str, directory: Path, what: str) -> Finding:
+def _check_disk(name: str, directory: Path, what: str) -> DoctorFinding:
     free = shutil.disk_usage(directory).free
-    found = f"{_gib(free)} free in {directory}"
+    found = f"{_format_gib(free)} free in {directory}"
     if not os.access(directory, os.W_OK):
-        return failed(name, f"{directory} cannot be written to", f"another directory: {what}")
+        return failed_finding(name, f"{directory} cannot be written to", f"another directory: {what}")
     if free < LEAST_DISK:
-        return failed(name, found, f"make room: {what}")
+        return failed_finding(name, found, f"make room: {what}")
     if free < GOOD_DISK:
-        return warning(name, found, f"make room, since {what}: a checkpoint is three times the float32 weights")
-    return ok(name, found)
+        return warning_finding(name, found, f"make room, since {what}: a checkpoint is three times the float32 weights")
+    return ok_finding(name, found)
 
 
-def _loopback() -> Finding:
+def _check_loopback() -> DoctorFinding:
     """Listen on a port of this machine alone, and call it: all workers and servers of a merge meet so."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -132,35 +134,37 @@ def _loopback() -> Finding:
             with socket.create_connection(("127.0.0.1", port), timeout=LOOPBACK_TIMEOUT_S):
                 server.accept()[0].close()
     except OSError as error:
-        return failed(
+        return failed_finding(
             "loopback", f"127.0.0.1: {error}", "allow programs to listen on 127.0.0.1: a sandbox or firewall forbids it"
         )
-    return ok("loopback", f"a port of 127.0.0.1 answers ({port})")
+    return ok_finding("loopback", f"a port of 127.0.0.1 answers ({port})")
 
 
-def _gpus() -> Finding:
+def _check_gpus() -> DoctorFinding:
     smi = shutil.which("nvidia-smi")
     if smi is None:
-        return ok("GPUs", "none: everything runs on the processor")
+        return ok_finding("GPUs", "none: everything runs on the processor")
     command = [smi, "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return failed("GPUs", f"nvidia-smi is silent for {SMI_TIMEOUT_S:g} s", "the driver hangs: restart the machine")
+        return failed_finding(
+            "GPUs", f"nvidia-smi is silent for {SMI_TIMEOUT_S:g} s", "the driver hangs: restart the machine"
+        )
     if done.returncode:
-        return warning(
+        return warning_finding(
             "GPUs",
             (done.stdout or done.stderr).strip().partition("\n")[0],
             "mend the driver, or ignore it and merge on the processor",
         )
     found = "; ".join(done.stdout.strip().splitlines())
     if _torch_for_cpus():
-        return warning(
+        return warning_finding(
             "GPUs",
             f"{found}; torch is built for CPUs",
             "pip install 'opd-merge[gpu]' in a new environment: docs/gpu.md",
         )
-    return ok("GPUs", found)
+    return ok_finding("GPUs", found)
 
 
 def _torch_for_cpus() -> bool:

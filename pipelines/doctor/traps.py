@@ -9,61 +9,71 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from opd.cluster.session import too_long_for_sockets
-from pipelines.doctor.finding import Finding, failed, ok, warning
+from opd.cluster.session import find_long_ray_variable
+from pipelines.doctor.finding import DoctorFinding, failed_finding, ok_finding, warning_finding
 
 LEAST_FILES = 1024
 """Open files that a process may have: each worker of Ray holds dozens of sockets."""
 
 
-def trap_findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def trap_findings(environ: Mapping[str, str] = os.environ) -> Iterator[DoctorFinding]:
     """Look at limits and environment variables."""
-    found = [one for one in (_files(), _proxy(environ), _ray_elsewhere(environ), _long_path(environ), _locks()) if one]
+    found = [
+        one
+        for one in (
+            _check_file_limit(),
+            _check_proxy(environ),
+            _ray_elsewhere(environ),
+            _long_path(environ),
+            _check_file_locks(),
+        )
+        if one
+    ]
     yield from found
     if not found:
-        yield ok("traps", "none of those that we know")
+        yield ok_finding("traps", "none of those that we know")
 
 
-def _files() -> Finding | None:
+def _check_file_limit() -> DoctorFinding | None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
         return None
-    return warning(
+    return warning_finding(
         "open files", f"at most {soft} a process", f"ulimit -n {LEAST_FILES if hard >= LEAST_FILES else hard}"
     )
 
 
-def _proxy(environ: Mapping[str, str]) -> Finding | None:
+def _check_proxy(environ: Mapping[str, str]) -> DoctorFinding | None:
     named = next((name for name in ("http_proxy", "HTTP_PROXY", "grpc_proxy", "all_proxy") if environ.get(name)), None)
     spared = environ.get("no_proxy", environ.get("NO_PROXY", ""))
     if named is None or spared == "*" or "127.0.0.1" in spared:
         return None
-    return warning(
+    return warning_finding(
         "proxy",
         f"{named} is set, and no_proxy does not name 127.0.0.1",
         "export no_proxy=127.0.0.1,localhost: calls between a merge's own processes would go to the proxy",
     )
 
 
-def _ray_elsewhere(environ: Mapping[str, str]) -> Finding | None:
+def _ray_elsewhere(environ: Mapping[str, str]) -> DoctorFinding | None:
     if not environ.get("RAY_ADDRESS"):
         return None
-    return warning(
+    return warning_finding(
         "RAY_ADDRESS",
         environ["RAY_ADDRESS"],
         "unset RAY_ADDRESS; a pipeline names its cluster with cluster.address, and starts a Ray of its own without",
     )
 
 
-def _long_path(environ: Mapping[str, str]) -> Finding | None:
-    name = too_long_for_sockets(environ)
+def _long_path(environ: Mapping[str, str]) -> DoctorFinding | None:
+    name = find_long_ray_variable(environ)
     if name is None:
         return None
     said = f"{environ[name]}: Ray's sockets there have longer paths than Linux takes"
-    return failed(name, said, "set RAY_TMPDIR to a shorter directory, for example RAY_TMPDIR=/tmp")
+    return failed_finding(name, said, "set RAY_TMPDIR to a shorter directory, for example RAY_TMPDIR=/tmp")
 
 
-def _locks() -> Finding | None:
+def _check_file_locks() -> DoctorFinding | None:
     """Some network file systems have no locks, by which a run directory knows that a merge is at work in it."""
     directory = Path.cwd()
     if not os.access(directory, os.W_OK):
@@ -72,5 +82,7 @@ def _locks() -> Finding | None:
         with tempfile.TemporaryFile(dir=directory) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return failed("file locks", f"{directory}: {error.strerror}", "name a run directory on a local disk: --run-dir")
+        return failed_finding(
+            "file locks", f"{directory}: {error.strerror}", "name a run directory on a local disk: --run-dir"
+        )
     return None

@@ -21,7 +21,7 @@ from opd.records.scores import FORMAT, Evaluation
 from opd.run.paths import RunPaths
 from opd.settings.near import did_you_mean
 from opd.settings.yaml_files import apply_overrides
-from pipelines.catalog import find
+from pipelines.catalog import find_pipeline
 from pipelines.evaluation.lm_eval import lm_eval_models
 from pipelines.evaluation.matrix import Matrix, evaluate_matrix
 from pipelines.evaluation.models import Tell, evaluate_models, with_all_domains
@@ -64,16 +64,18 @@ class EvaluateOutput:
     """Why the public tasks are missing, where the exams were taken: they are not lost with them."""
 
 
-def evaluate(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
+def run_evaluation(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
     """Evaluate models or a matrix. Raises: OpdError before any compute, RunError during it."""
-    return _models(options, tell) if options.matrix is None else _matrix(options, options.matrix, tell)
+    return (
+        _evaluate_models(options, tell) if options.matrix is None else _evaluate_matrix(options, options.matrix, tell)
+    )
 
 
-def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
+def _evaluate_models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
     """Evaluate models on a pipeline's exams and public tasks, and on the tasks of the options; without a pipeline on these alone."""
     dirs = [RunPaths(path).model if RunPaths(path).is_run else path for path in options.models]
     file, load = (
-        (find(options.pipeline), load_pipeline)
+        (find_pipeline(options.pipeline), load_pipeline)
         if options.pipeline is not None
         else (_pipeline_of(dirs[0]), load_run_pipeline)
     )
@@ -111,7 +113,7 @@ def _models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
             if not found:
                 raise
             failure = error
-    tables = [*_tables(found, options.side_by_side), *_public_tables(public)]
+    tables = [*_print_tables(found, options.side_by_side), *_public_tables(public)]
     return EvaluateOutput(_as_json(config, found, public), tables, failure)
 
 
@@ -172,11 +174,11 @@ def use_exam_files(config: PipelineConfig, files: Mapping[str, Path], *, whole: 
     return config.model_copy(update={"domains": domains, "evaluate": evaluate})
 
 
-def _matrix(options: EvaluateOptions, where: str, tell: Tell) -> EvaluateOutput:
+def _evaluate_matrix(options: EvaluateOptions, where: str, tell: Tell) -> EvaluateOutput:
     """Evaluate every model on every domain of a pipeline or of a run directory; the latter gets the file."""
     paths = RunPaths(Path(where)) if RunPaths(Path(where)).is_run else None
     config = (
-        load_pipeline(find(where), options.overrides)
+        load_pipeline(find_pipeline(where), options.overrides)
         if paths is None
         else load_run_pipeline(paths.pipeline, options.overrides)
     )
@@ -203,7 +205,7 @@ def _other_keys(config: PipelineConfig, paths: RunPaths) -> list[str]:
 
 def _with_training(matrix: Matrix, paths: RunPaths) -> Matrix:
     """Add the steps and tokens of the merged model to the matrix, if the run's own exam was of the same model."""
-    after, merged = paths.exam("after"), matrix.models.get(MERGED)
+    after, merged = paths.evaluation_file("after"), matrix.models.get(MERGED)
     if merged is None or not after.exists():
         return matrix
     own = Evaluation.load(after)
@@ -234,7 +236,7 @@ def _as_json(
     return data | {"models": {name: asdict(one) for name, one in found.items()}, "lm_eval": dict(public)}
 
 
-def _tables(found: Mapping[str, Evaluation], side_by_side: bool) -> list[Table]:
+def _print_tables(found: Mapping[str, Evaluation], side_by_side: bool) -> list[Table]:
     if side_by_side and found:
         return [("accuracy (95 % interval)", ("domain", *found), side_by_side_rows(found)), *_length_tables(found)]
     return [

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 import opd
 from experts.bound_files import TOKENIZER_FILES, file_hashes
-from opd.cluster import LOCAL, nodes, worker_env
+from opd.cluster import LOCAL, list_nodes, worker_env
 from opd.config import PipelineConfig
 from opd.evaluation.cache import ExamCache, exam_cache_dir
 from opd.files import blake3_file
@@ -27,12 +27,12 @@ from opd.settings.named import is_place
 from pipelines.cores import roles_at_once
 from pipelines.inputs.gpus import gpus_here
 from pipelines.inputs.read import Inputs
-from pipelines.merging.manifest import versions
+from pipelines.merging.manifest import library_versions
 
 Measure = Callable[[Sequence[str]], Evaluation]
 """Takes the exams of the named domains."""
 GPU_KIND = "accelerator_type:"
-"""How Ray begins the name of a resource that says which GPUs a node has."""
+"""Prefix of Ray's name of a resource that says which GPUs a node has."""
 ANSWERS_ALIKE = {"n", "temperature", "max_new_tokens"}
 """Keys of `rollout` that are about training; exams have their own."""
 
@@ -43,15 +43,15 @@ class KnownExams:
     def __init__(self, config: PipelineConfig, inputs: Inputs, run: Path, tell: Callable[[str], None]) -> None:
         root = exam_cache_dir() if config.evaluate.cache else None
         self._cache = None if root is None or is_place(config.rollout.engine) else ExamCache(root, tell)
-        self._device = _device(config) if self._cache else None
+        self._device = _device_kind(config) if self._cache else None
         self._config, self._inputs, self._run = config, inputs, run
         self._common: dict[str, Any] | None = None
 
-    def measured(self, model: str, domains: Sequence[str], measure: Measure) -> Evaluation:
+    def measure_or_reuse(self, model: str, domains: Sequence[str], measure: Measure) -> Evaluation:
         """The exams of a model, named by its digest, on these domains, which it takes in one batch: known or taken now."""
         if self._cache is None or self._device is None or not domains or not all(map(self._is_kept, domains)):
             return measure(domains)
-        facts = {"model": model, "domains": [self._domain(name) for name in domains], **self._shared()}
+        facts = {"model": model, "domains": [self._domain_facts(name) for name in domains], **self._shared_facts()}
         found = self._cache.find(facts)
         if found is None:
             found = measure(domains)
@@ -62,9 +62,9 @@ class KnownExams:
         exam = self._config.domains[domain].eval
         assert exam is not None, "only domains with an exam are measured"
         verifier = exam.verifier if isinstance(exam.verifier, str) else exam.verifier.kind
-        return not self._config.domains[domain].acts and verifier != "python"
+        return not self._config.domains[domain].has_episodes and verifier != "python"
 
-    def _domain(self, name: str) -> dict[str, Any]:
+    def _domain_facts(self, name: str) -> dict[str, Any]:
         """Questions and verifier of a domain."""
         exam = self._config.domains[name].eval
         assert exam is not None, "only domains with an exam are measured"
@@ -75,8 +75,8 @@ class KnownExams:
             "verifier": exam.model_dump(mode="json")["verifier"],
         }
 
-    def _shared(self) -> dict[str, Any]:
-        """What all exams of the pipeline have in common."""
+    def _shared_facts(self) -> dict[str, Any]:
+        """Return the facts that all exams of the pipeline have in common."""
         if self._common is None:
             config, student = self._config, self._inputs.student
             exam = config.evaluate
@@ -84,30 +84,30 @@ class KnownExams:
                 "tokenizer": file_hashes(Path(student.path), TOKENIZER_FILES),
                 "end_tokens": sorted(student.eos_token_ids),
                 "engine": config.rollout.model_dump(mode="json", exclude=ANSWERS_ALIKE)
-                | {"shares_prompts": config.rollout.shares, "gpus": config.cluster.rollout_gpus}
+                | {"shares_prompts": config.rollout.shares_prefixes, "gpus": config.cluster.rollout_gpus}
                 | worker_env(config.rollout.workers, roles_at_once(config)),
                 "answers": exam.model_dump(mode="json", include={"n", "temperature", "pass_at"})
                 | {"max_new_tokens": exam.max_new_tokens or config.rollout.max_new_tokens}
                 | {"seed": config.seed if exam.temperature else None},
                 "device": self._device,
-                "versions": versions() | _version("reasoning-gym"),
+                "versions": library_versions() | _package_version("reasoning-gym"),
                 "source": source_digest(),
             }
         return self._common
 
 
-def _device(config: PipelineConfig) -> str | None:
-    """What kind of device computes the answers; None if that cannot be told: others round differently."""
+def _device_kind(config: PipelineConfig) -> str | None:
+    """Return the kind of device that computes the answers; None if that cannot be told: others round differently."""
     if not config.cluster.rollout_gpus:
         return platform.machine()
     if config.cluster.address == LOCAL:
         kinds = {gpu.name for gpu in gpus_here()}
     else:
-        kinds = {name for node in nodes() for name in node.has if name.startswith(GPU_KIND)}
+        kinds = {name for node in list_nodes() for name in node.has if name.startswith(GPU_KIND)}
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _version(package: str) -> dict[str, str]:
+def _package_version(package: str) -> dict[str, str]:
     try:
         return {package: metadata.version(package)}
     except metadata.PackageNotFoundError:

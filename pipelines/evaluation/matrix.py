@@ -48,7 +48,7 @@ def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequen
     """
     names = exam_domains(with_all_domains(config), domains)
     rounds = read_rounds(rounds_of(config))
-    taught = _taught(rounds)
+    taught = _domains_by_expert(rounds)
     subjects = _matrix_subjects(config, rounds, list(taught), merged, names)
     models = evaluate_subjects(config, subjects, tell)
     every = tuple(dict.fromkeys(domain for one in rounds for domain in one.routes))
@@ -56,7 +56,7 @@ def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequen
     return Matrix(models=models, own={name: own[name] for name in models})
 
 
-def _taught(rounds: Sequence[Inputs]) -> dict[Teacher, tuple[str, ...]]:
+def _domains_by_expert(rounds: Sequence[Inputs]) -> dict[Teacher, tuple[str, ...]]:
     """Expert -> the domains that it teaches. If two rounds have experts of one name, the later name says its round."""
     found: dict[tuple[str, str], tuple[Teacher, list[str]]] = {}
     for number, one in enumerate(rounds, start=1):

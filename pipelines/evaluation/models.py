@@ -26,7 +26,7 @@ from opd.settings.near import did_you_mean
 from pipelines.build import rollout_engine
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, registered_prompts, room_warnings
 from pipelines.inputs.read import as_teacher, inspect_student, load_tokenizer
-from pipelines.inputs.template_date import dated
+from pipelines.inputs.template_date import set_template_date
 from pipelines.placement import place_rollouts
 from pipelines.specs import rollout_spec
 
@@ -74,7 +74,7 @@ def check_models(
     for path, (info, adapter) in inspected.items():
         _refuse_shorter_context(path, info, config.rollout.max_model_len)
         tokenizer = load_tokenizer(Path(info.path), config.student.puts_in_front)
-        config = dated(config, tokenizer)
+        config = set_template_date(config, tokenizer)
         notices: list[str] = []
         exams = load_exams(config, tokenizer, names, notices.append)
         named = {d: c.prompts for d, c in config.domains.items() if c.prompts is not None}

@@ -33,7 +33,7 @@ def step_episodes(run_dir: Path, wanted: str, domains: Sequence[str], limit: int
     Raises: RunDirError if nothing is there of this step, or what is there is damaged or of another release.
     """
     paths = RunPaths(run_dir)
-    step = _step(paths, wanted)
+    step = _choose_step(paths, wanted)
     found: list[EpisodeTrace] = []
     seen: Counter[str] = Counter()
     for episode in _of_step(paths, step):
@@ -50,7 +50,7 @@ def step_episodes(run_dir: Path, wanted: str, domains: Sequence[str], limit: int
     return found
 
 
-def _step(paths: RunPaths, wanted: str) -> int:
+def _choose_step(paths: RunPaths, wanted: str) -> int:
     """The number of the step. Raises: RunDirError if nothing is there of it."""
     there = sorted({*paths.traces_by_step(), *logged_steps(paths.targets)})
     if there and wanted == LAST:
@@ -66,7 +66,9 @@ def _step(paths: RunPaths, wanted: str) -> int:
 
 
 def _of_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
-    kept = read_traces(paths.trace(step)) if paths.trace(step).exists() else StepTraces(step=step, episodes=())
+    kept = (
+        read_traces(paths.trace_file(step)) if paths.trace_file(step).exists() else StepTraces(step=step, episodes=())
+    )
     if step not in logged_steps(paths.targets):
         return kept.episodes
     student = load_pipeline(paths.pipeline).student.model
@@ -91,7 +93,7 @@ def _of_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
 
 
 def tree_lines(trace: EpisodeTrace) -> Iterator[str]:
-    """What a person reads of one episode: how it ended, then each segment under the one that it comes from."""
+    """Return one episode as text for people: how it ended, then each segment under the one that it comes from."""
     reward = "no reward" if trace.reward is None else f"reward {trace.reward:.2f}"
     why = f"; {', '.join(trace.why)}" if trace.why else ""
     yield (
@@ -108,16 +110,16 @@ def tree_lines(trace: EpisodeTrace) -> Iterator[str]:
 def _segment_lines(segment: SegmentTrace, trace: EpisodeTrace) -> Iterator[str]:
     comes = "" if segment.parent is None else f" of {segment.parent}"
     goes = "" if segment.next is None else f", goes on in {segment.next}"
-    yield f"segment {segment.sample_id}, {trace.kind(segment)}{comes}{goes}"
+    yield f"segment {segment.sample_id}, {trace.segment_kind(segment)}{comes}{goes}"
     what = "prompt" if segment.parent is None or segment.origin == "sub_agent" else "copied"
     yield f"  {what}, {segment.prompt_length} tokens: {segment.prompt}"
     for turn, piece in segment.turns:
         who = "environment" if piece.origin == "environment" else f"turn {turn}"
-        yield f"  {who}, {piece.length} tokens{_beside(piece)}: {''.join(piece.texts)}"
+        yield f"  {who}, {piece.length} tokens{_describe_piece(piece)}: {''.join(piece.texts)}"
 
 
-def _beside(piece: Piece) -> str:
-    """What is said of a piece beside its length."""
+def _describe_piece(piece: Piece) -> str:
+    """Return the remarks on a piece beside its length."""
     if piece.origin == "environment":
         return ""
     masked = BESIDE.get(piece.origin, "")

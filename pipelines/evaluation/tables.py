@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from opd.evaluation.evaluator import BEFORE
-from opd.evaluation.lengths import beside
+from opd.evaluation.lengths import align_lengths
 from opd.records.scores import Evaluation
 from opd.text import or_dash
 from pipelines.evaluation.matrix import Matrix
@@ -76,7 +76,7 @@ def length_rows(models: Mapping[str, Evaluation]) -> list[tuple[str, ...]]:
                 for name in models
             ),
         )
-        for row in beside(models)
+        for row in align_lengths(models)
     ]
 
 

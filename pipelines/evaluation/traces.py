@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from opd.errors import RunDirError
-from opd.records.scores import Answer, Evaluation
+from opd.records.scores import Evaluation, ScoredAnswer
 from opd.run.paths import RunPaths
 
 
-def episodes_of(run_dir: Path, exam: str, domains: Sequence[str], limit: int) -> list[Answer]:
+def episodes_of(run_dir: Path, exam: str, domains: Sequence[str], limit: int) -> list[ScoredAnswer]:
     """The first `limit` episodes of each of these domains, or of all, in one exam; by default the newest of the student.
 
     Raises: RunDirError if there is no such exam, if its file is damaged, or if it has no episode.
     """
-    found = Evaluation.load(_file(RunPaths(run_dir), exam))
+    found = Evaluation.load(_exam_file(RunPaths(run_dir), exam))
     kept: Counter[str] = Counter()
     episodes = []
     for answer in found.answers:
@@ -33,7 +33,7 @@ def episodes_of(run_dir: Path, exam: str, domains: Sequence[str], limit: int) ->
     return episodes
 
 
-def _file(paths: RunPaths, exam: str) -> Path:
+def _exam_file(paths: RunPaths, exam: str) -> Path:
     """The file of the exam. Raises: RunDirError."""
     if not paths.root.is_dir():
         raise RunDirError.at(
@@ -43,7 +43,11 @@ def _file(paths: RunPaths, exam: str) -> Path:
             fix="check the path; it is relative to the current directory",
         )
     steps = list(paths.exams_by_step().values())
-    wanted = [paths.exam(exam)] if exam else [paths.exam("after"), *reversed(steps), paths.exam("before")]
+    wanted = (
+        [paths.evaluation_file(exam)]
+        if exam
+        else [paths.evaluation_file("after"), *reversed(steps), paths.evaluation_file("before")]
+    )
     no_exams = (paths.matrix, paths.lm_eval)
     file = next((path for path in wanted if path.is_file() and path not in no_exams), None)
     if file is None:
@@ -58,8 +62,8 @@ def _file(paths: RunPaths, exam: str) -> Path:
     return file
 
 
-def trace_lines(answer: Answer) -> Iterator[str]:
-    """What a person reads of one episode: who it is, the prompt, the turns, what broke."""
+def trace_lines(answer: ScoredAnswer) -> Iterator[str]:
+    """Return one episode as text for people: who it is, the prompt, the turns, what broke."""
     invalid = f", {answer.invalid_calls} invalid calls" if answer.invalid_calls else ""
     yield f"== {answer.prompt_id}: score {answer.score:.2f}, {answer.turns} turns, {answer.tokens} tokens{invalid}"
     yield answer.prompt.rstrip("\n")

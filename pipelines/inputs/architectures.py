@@ -21,10 +21,10 @@ from opd.config import PipelineConfig
 from opd.config.sections import RolloutConfig
 from opd.config.teachers import VLLMTeachers
 from opd.errors import ConfigError, ModelError
-from opd.rollouts.divided import indivisible
+from opd.rollouts.divided import find_indivisible_part
 from opd.rollouts.engine_args import refused_argument
 from opd.rollouts.repairs import RESTARTED
-from opd.rollouts.served import Refusal, refusal
+from opd.rollouts.served import Refusal, find_refusal
 from pipelines.inputs.routes import Expert
 
 
@@ -32,7 +32,7 @@ def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
     """Raises: ModelError if transformers cannot hold the student or vLLM cannot serve it; ConfigError if new weights would not reach
     the engine."""
     _refuse_unstreamable(config, student)
-    _naming(Path(student.path), student)
+    _read_naming(Path(student.path), student)
     _check_rollout_engine(config, student)
 
 
@@ -64,7 +64,7 @@ def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, Expert]) -> 
         elif config.teachers.engine == "transformers":
             key = (expert.info.path, *sorted(expert.info.weight_files.values()))
             if key not in namings:
-                namings[key] = _naming(Path(expert.info.path), expert.info)
+                namings[key] = _read_naming(Path(expert.info.path), expert.info)
             if expert.adapter is not None:
                 _check_adapter(name, expert.adapter, namings[key])
 
@@ -76,7 +76,7 @@ def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, Expert]) -
             _check_rollout_engine(config, expert.info)
 
 
-def _naming(path: Path, info: ModelInfo) -> Any:
+def _read_naming(path: Path, info: ModelInfo) -> Any:
     """The model's naming in transformers. Raises: ModelError unless its files fill all modules."""
     _refuse_other_kind(path, info)
     naming = match_weights(path)
@@ -145,12 +145,12 @@ def _check_engine(info: ModelInfo, engine: RolloutConfig | VLLMTeachers, section
     from transformers import AutoConfig
 
     config, size = AutoConfig.from_pretrained(info.path, trust_remote_code=False), engine.tensor_parallel_size
-    _raise(info, refusal(config, info.architecture, engine.dtype, cpu))
+    _raise_unservable(info, find_refusal(config, info.architecture, engine.dtype, cpu))
     if size > 1:
-        _raise(info, indivisible(config, size, f"{section}.tensor_parallel_size"))
+        _raise_unservable(info, find_indivisible_part(config, size, f"{section}.tensor_parallel_size"))
 
 
-def _raise(info: ModelInfo, found: Refusal | None) -> None:
+def _raise_unservable(info: ModelInfo, found: Refusal | None) -> None:
     if found is not None:
         file = Path(info.path) / "config.json"
         raise ModelError.at(f"{file}: {found.where}", found=found.found, wanted=found.wanted, fix=found.fix)

@@ -17,7 +17,7 @@ from experts.rl.spec import ReinforcedExpert, ReinforceSpec
 from opd.config import PipelineConfig, rounds_of
 from opd.config.domains import DomainConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
-from opd.environments import find, place_of
+from opd.environments import find_environment, place_of
 from opd.prompts.rows import refuse_wrong_start
 from opd.records.types import Teacher
 from opd.run.paths import RunPaths
@@ -47,8 +47,8 @@ def _refuse_wrong_names(where: str, domain: DomainConfig | ReinforcedExpert) -> 
     environment = domain.environment
     if environment is not None:
         # A class of the user's is imported; ours are known by name.
-        (find if is_place(environment.name) else place_of)(environment.name, f"{where}.environment.name")
-    if domain.eval is not None and not domain.acts:
+        (find_environment if is_place(environment.name) else place_of)(environment.name, f"{where}.environment.name")
+    if domain.eval is not None and not domain.has_episodes:
         build_verifier(domain.eval.verifier)
 
 
@@ -59,7 +59,7 @@ def refuse_wrong_models(config: PipelineConfig) -> None:
     """
     student = inspect_student(config, hash_weights=False)
     experts = {}
-    for name, (info, adapter, domain) in _experts(config).items():
+    for name, (info, adapter, domain) in _named_experts(config).items():
         check_fits(student, info, name)
         teacher = Teacher(name=name, model_dir=Path(info.path))
         experts[name] = Expert(teacher=teacher, domain=domain, info=info, adapter=adapter, prompts=None)
@@ -71,7 +71,7 @@ def refuse_wrong_prompts(config: PipelineConfig, domain: str | None = None) -> N
     """Look at the first row of each source of prompts, of one domain or of all. Raises: PromptError, ConfigError."""
     for name in [domain] if domain else config.domains:
         settings = config.domains[name]
-        refuse_wrong_start(prompts_of(name, settings, _registered(config, name, settings)))
+        refuse_wrong_start(prompts_of(name, settings, _registered_expert(config, name, settings)))
         if settings.eval is not None and settings.eval.prompts is not None:
             refuse_wrong_start(settings.eval.prompts)
 
@@ -96,11 +96,11 @@ def refuse_wrong_directories(models: Sequence[Path]) -> None:
         inspect_expert(RunPaths(path).model if RunPaths(path).is_run else path, hash_files=False)
 
 
-def _registered(config: PipelineConfig, name: str, domain: DomainConfig) -> Path | None:
+def _registered_expert(config: PipelineConfig, name: str, domain: DomainConfig) -> Path | None:
     return None if domain.prompts else registered_prompts(config, name)
 
 
-def _experts(config: PipelineConfig) -> dict[str, tuple[ModelInfo, AdapterInfo | None, str]]:
+def _named_experts(config: PipelineConfig) -> dict[str, tuple[ModelInfo, AdapterInfo | None, str]]:
     """Name -> model, adapter and domain of each expert; of a registered one as its manifest has them."""
     if not isinstance(config.experts, RegisteredExperts):
         return {

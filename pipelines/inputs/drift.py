@@ -23,11 +23,11 @@ def drift_options(config: PipelineConfig, routes: Routes) -> dict[str, DriftOpti
     for name, domain in config.domains.items():
         acts = domain.environment
         if acts is not None and (acts.curriculum or acts.teacher_turns or acts.replay):
-            found[name] = _options(acts, routes.get(name, ()))
+            found[name] = _drift_options(acts, routes.get(name, ()))
     return found
 
 
-def _options(acts: EnvironmentConfig, assigned: Sequence[WeightedTeacher]) -> DriftOptions:
+def _drift_options(acts: EnvironmentConfig, assigned: Sequence[WeightedTeacher]) -> DriftOptions:
     curriculum, turns, written = acts.curriculum, acts.teacher_turns, None
     if turns is not None:
         directory = assigned[0].teacher.model_dir.absolute()  # a worker starts in another directory

@@ -13,7 +13,7 @@ from typing import Any
 from opd.config import PipelineConfig
 from opd.config.context import ContextConfig
 from opd.config.domains import DomainConfig
-from opd.environments import find, place_of
+from opd.environments import find_environment, place_of
 from opd.errors import ConfigError
 from opd.prompts import PromptTable
 from opd.rollouts.endpoint.options import AgentOptions
@@ -58,7 +58,7 @@ def _environment_options(
         template_date=config.student.template_date,
         tool_call_parser=config.student.tool_call_parser,
         chat_template_kwargs=config.student.chat_template_kwargs,
-        compaction=_compaction(config, environment.context),
+        compaction=_compaction_options(config, environment.context),
         guard=guard_of_domain(config, domain, judged),
         sub_agents=sub_agents_options(config, name, environment),
     )
@@ -88,7 +88,7 @@ def _agent_options(config: PipelineConfig, domain: DomainConfig, judged: Path | 
     )
 
 
-def _compaction(config: PipelineConfig, context: ContextConfig | None) -> CompactionOptions | None:
+def _compaction_options(config: PipelineConfig, context: ContextConfig | None) -> CompactionOptions | None:
     if context is None:
         return None
     options = context.model_dump() | {"max_tokens": context.max_tokens or config.rollout.max_new_tokens}
@@ -116,7 +116,7 @@ def check_environments(
             _refuse_slow(name, options, config.cluster.phase_timeout_s)
         else:
             _refuse_late_compaction(name, options, config.rollout.max_model_len)
-            tools[name] = asyncio.run(_try(name, options))
+            tools[name] = asyncio.run(_try_environment(name, options))
     check_guards({name: options.guard for name, options in episodes.items() if options.guard is not None}, tools)
     appender = None
     if any(_needs_template(options, prompts[name], tokenizer) for name, options in episodes.items()):
@@ -138,7 +138,7 @@ def check_environments(
 
 
 def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable, tokenizer: Any) -> bool:
-    """Whether a domain's episodes go through the student's chat template."""
+    """Return True if a domain's episodes go through the student's chat template."""
     if isinstance(options, AgentOptions):
         return options.through_template(tokenizer)
     return not isinstance(prompts[0].text, str)
@@ -191,15 +191,15 @@ def _refuse_late_compaction(domain: str, options: EpisodeOptions, context: int) 
         )
 
 
-async def _try(domain: str, options: EpisodeOptions) -> list[str]:
+async def _try_environment(domain: str, options: EpisodeOptions) -> list[str]:
     """The names of its tools. Raises: ConfigError for an environment that cannot be made with its options, or whose tools are
     none."""
-    make = find(options.environment, f"domains.{domain}.environment.name")
+    make = find_environment(options.environment, f"domains.{domain}.environment.name")
     thread = OwnThread(options.step_timeout_s)
     try:
         environment = await thread.call("the class", lambda: make(**options.options))
         tools = await thread.call("tools", lambda: environment.tools)
-        wrong = await thread.call("the class", lambda: problem_with_tools(tools) or _lacks(environment))
+        wrong = await thread.call("the class", lambda: problem_with_tools(tools) or _missing_method(environment))
         if not wrong:
             await thread.call("close", environment.close)
     except (Failed, Overdue) as error:
@@ -210,7 +210,7 @@ async def _try(domain: str, options: EpisodeOptions) -> list[str]:
             fix="correct the options; if making it takes long, raise step_timeout_s",
         ) from None
     finally:
-        thread.end()
+        thread.end_after()
     if wrong:
         raise ConfigError.at(
             f"domains.{domain}.environment.name",
@@ -221,7 +221,7 @@ async def _try(domain: str, options: EpisodeOptions) -> list[str]:
     return [tool.name for tool in tools]
 
 
-def _lacks(environment: Any) -> str:
+def _missing_method(environment: Any) -> str:
     """The first method that it should have and has not; empty if it has all."""
     missing = [name for name in ("reset", "step", "close") if not callable(getattr(environment, name, None))]
     return f"no method `{missing[0]}`" if missing else ""

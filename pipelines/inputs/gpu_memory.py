@@ -92,16 +92,16 @@ def refuse_crowded_gpus(config: PipelineConfig, inputs: Inputs) -> list[str]:
 
     Raises: ConfigError with the sum if roles do not fit on the GPU that they share, or if there are too few GPUs.
     """
-    wanted = roles(config, inputs)
+    wanted = gpu_roles(config, inputs)
     if not wanted:
         return []
     sizes = gpu_sizes() if config.cluster.address == LOCAL else []
     if not sizes:
         where = "this process sees no GPU" if config.cluster.address == LOCAL else "the GPUs are other machines'"
-        crowded = max(place(wanted), key=len)
-        text = max((phase.shown() for phase in phases(crowded)), key=len)
+        crowded = max(place_roles(wanted), key=len)
+        text = max((phase.shown() for phase in memory_phases(crowded)), key=len)
         return [f"{where}: whether a GPU has room for what it is given is not checked; on one there will be {text}"]
-    placed = place(wanted)
+    placed = place_roles(wanted)
     if len(placed) > len(sizes):
         raise ConfigError.at(
             "cluster",
@@ -115,7 +115,7 @@ def refuse_crowded_gpus(config: PipelineConfig, inputs: Inputs) -> list[str]:
     return []
 
 
-def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
+def gpu_roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
     """Every worker on a GPU. Reads headers only. Raises: ModelError."""
     cluster, student, found = config.cluster, inputs.student, []
     if cluster.rollout_gpus:
@@ -132,18 +132,18 @@ def roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
         )
         found += [engine] * config.rollout.workers
     if cluster.teacher_gpus and not config.teachers.elsewhere:
-        found += [_teacher(config, inputs)] * config.teachers.scoring_workers
+        found += [_teacher_memory(config, inputs)] * config.teachers.scoring_workers
     if cluster.trainer_gpus:
         heads = heads_bytes(config, inputs) if answer_class(config.teachers.payload).SENDS_HEADS else 0
-        rank = _rank(config, inputs, "trainer rank", trainer_state_bytes(config, inputs), inputs.trained)
+        rank = _rank_memory(config, inputs, "trainer rank", trainer_state_bytes(config, inputs), inputs.trained)
         found += [replace(rank, kept=rank.kept + heads)] * config.trainer.ranks
         if config.objective.has_critic:
             critic, every = critic_state_bytes(config, inputs), student.parameters
-            found += [_rank(config, inputs, "critic rank", critic, every)] * config.trainer.ranks
+            found += [_rank_memory(config, inputs, "critic rank", critic, every)] * config.trainer.ranks
     return found
 
 
-def _rank(config: PipelineConfig, inputs: Inputs, what: str, state: int, trained: int) -> Role:
+def _rank_memory(config: PipelineConfig, inputs: Inputs, what: str, state: int, trained: int) -> Role:
     """A rank of an engine whose ranks hold `state` bytes together, and train so many weights."""
     ranks, summed = config.trainer.ranks, summed_bytes(config, trained)
     # Gradients are copied to be added up, and converted to float32 for the optimiser.
@@ -156,7 +156,7 @@ def _rank(config: PipelineConfig, inputs: Inputs, what: str, state: int, trained
     )
 
 
-def _teacher(config: PipelineConfig, inputs: Inputs) -> Role:
+def _teacher_memory(config: PipelineConfig, inputs: Inputs) -> Role:
     if isinstance(config.teachers, VLLMTeachers):
         weights, _ = scoring_bytes(config, inputs)
         return Role(
@@ -180,7 +180,7 @@ def scoring_gpu_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]
         sizes, adapters = teacher_sizes(config, inputs)
         return max(weights, min(teachers.gpu_memory, sum(sizes) + adapters)), passing
     largest = max((expert.info for expert in inputs.scorers.values()), key=lambda info: info.parameters)
-    body = inputs.body(largest)
+    body = inputs.read_body(largest)
     # Layers are not cut: accelerate lets a GPU have a quarter more than the largest layer beyond its equal share.
     layer = max(body.largest, largest.parameters // body.blocks) * DTYPE_BYTES[teachers.dtype]
     equal = int(weights / gpus + 1.25 * layer) if gpus > 1 else weights
@@ -188,7 +188,7 @@ def scoring_gpu_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]
     return min(weights, equal, most), passing
 
 
-def place(wanted: Sequence[Role]) -> list[list[Role]]:
+def place_roles(wanted: Sequence[Role]) -> list[list[Role]]:
     """The roles on each GPU. A worker with several GPUs is on each of them."""
     shared: list[list[Role]] = []
     whole: list[list[Role]] = []
@@ -205,14 +205,14 @@ def place(wanted: Sequence[Role]) -> list[list[Role]]:
     return [*shared, *whole]
 
 
-def phases(together: Sequence[Role]) -> list[Phase]:
+def memory_phases(together: Sequence[Role]) -> list[Phase]:
     """Two phases: engines write, the others compute. One phase if no engine sleeps."""
     awake = any(role.sleeps for role in together)
     times = (True, False) if awake else (False,)
-    return [Phase(parts=tuple(_part(role, writing=writing) for role in together)) for writing in times]
+    return [Phase(parts=tuple(_role_memory(role, writing=writing) for role in together)) for writing in times]
 
 
-def _part(role: Role, *, writing: bool) -> tuple[str, int, float]:
+def _role_memory(role: Role, *, writing: bool) -> tuple[str, int, float]:
     """One role's part of the GPU. While `writing`, engines that sleep are awake and other roles hold only what they keep."""
     if role.share:
         asleep = role.sleeps and not writing
@@ -234,17 +234,17 @@ def _refuse_crowd(together: Sequence[Role], size: int) -> None:
                 wanted="a share that holds the weights and a key-value cache",
                 fix=f"raise {role.share_key}, or use a larger GPU",
             )
-    worst = max(phases(together), key=lambda phase: phase.total(size))
+    worst = max(memory_phases(together), key=lambda phase: phase.total(size))
     if worst.total(size) > size:
         raise ConfigError.at(
             "GPU memory",
             found=f"about {_gib(worst.total(size))} GiB on a GPU with {_gib(size)}: {worst.shown(size)}",
             wanted="shares and needs that add up to what the GPU has",
-            fix=_fix(together, worst, size),
+            fix=_suggest_fix(together, worst, size),
         )
 
 
-def _fix(together: Sequence[Role], worst: Phase, size: int) -> str:
+def _suggest_fix(together: Sequence[Role], worst: Phase, size: int) -> str:
     engines = [role for role in together if role.share]
     others = sum(nbytes for _, nbytes, _ in worst.parts)
     left = int(100 * (size - others) / size / max(1, sum(role.engines for role in engines))) / 100

@@ -35,10 +35,10 @@ def gpus_here() -> list[GPU]:
         GPU(uuid=row[0], nbytes=int(row[1]) << 20, name=row[2]) for row in rows if len(row) == 3 and row[1].isdigit()
     ]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return found if visible is None else _visible(found, visible.split(","))
+    return found if visible is None else _visible_gpus(found, visible.split(","))
 
 
-def _visible(gpus: Sequence[GPU], named: Sequence[str]) -> list[GPU]:
+def _visible_gpus(gpus: Sequence[GPU], named: Sequence[str]) -> list[GPU]:
     """The GPUs that are named by their numbers, or by the beginning of their UUIDs; like CUDA, up to the first name that none
     has."""
     found: list[GPU] = []

@@ -18,8 +18,10 @@ if TYPE_CHECKING:  # the guard takes a tenth of a second to import, and most pip
 
 
 def guard_of_domain(config: PipelineConfig, domain: DomainConfig, judged: Path | None) -> GuardSpec | None:
-    """What checks the calls of a domain; `judged` is the run's file of the judge's answers. Raises: ConfigError for rules that
-    cannot be read."""
+    """Return the guard that checks the calls of a domain; `judged` is the run's file of the judge's answers.
+
+    Raises: ConfigError for rules that cannot be read.
+    """
     section = guard_of(config.guard, domain.guard)
     if section is None:
         return None

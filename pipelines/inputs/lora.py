@@ -14,7 +14,7 @@ def size_of_lora(config: PipelineConfig, student: ModelInfo) -> LoraSize | None:
     from transformers import AutoConfig
 
     from opd.models.weights import Naming
-    from opd.train.lora import adapt, lora_size
+    from opd.train.lora import add_adapters, lora_size
     from pipelines.specs import lora_options
 
     options = lora_options(config)
@@ -22,5 +22,5 @@ def size_of_lora(config: PipelineConfig, student: ModelInfo) -> LoraSize | None:
         return None
     found = AutoConfig.from_pretrained(student.path, trust_remote_code=False)
     lm = Naming(found, torch.float32).model
-    adapt(lm, options)
+    add_adapters(lm, options)
     return lora_size(lm)

@@ -1,4 +1,4 @@
-"""How much memory there is here."""
+"""Memory of this machine."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.models.buckets import BUCKET_BYTES
-from opd.models.packing import columns, tree_limit
+from opd.models.packing import count_columns, tree_limit
 from opd.payloads import answer_class
 from opd.schedules import SCHEDULES
 from opd.settings.strict import DTYPE_BYTES
@@ -53,16 +53,16 @@ PROMPT = 64
 from a file, or a few MB in all."""
 
 
-def estimate(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+def estimate_memory(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     """The lines of the sum. Reads headers only. Raises: ModelError."""
-    trainer = [] if config.cluster.trainer_gpus else _trainer(config, inputs)
-    rollout = [] if config.cluster.rollout_gpus else _rollout(config, inputs)
-    teachers = (_off_gpus if config.cluster.teacher_gpus else _teachers)(config, inputs)
+    trainer = [] if config.cluster.trainer_gpus else _trainer_needs(config, inputs)
+    rollout = [] if config.cluster.rollout_gpus else _rollout_needs(config, inputs)
+    teachers = (_off_gpus if config.cluster.teacher_gpus else _teacher_needs)(config, inputs)
     beside = waiting_for_gpus(config, inputs)
-    return [*trainer, *rollout, *teachers, *beside, *_travelling(config, inputs), _processes(config, inputs)]
+    return [*trainer, *rollout, *teachers, *beside, *_transfer_needs(config, inputs), _process_needs(config, inputs)]
 
 
-def shortage(config: PipelineConfig, needs: Sequence[Need], limit: int) -> str | None:
+def describe_shortage(config: PipelineConfig, needs: Sequence[Need], limit: int) -> str | None:
     """The sum in words if it is more than `limit`; None if it fits, or if other machines share the load."""
     total = sum(need.nbytes for need in needs)
     if total <= limit or config.cluster.address != LOCAL:
@@ -71,7 +71,7 @@ def shortage(config: PipelineConfig, needs: Sequence[Need], limit: int) -> str |
     return f"about {_gib(total)} GiB of memory for a machine with {_gib(limit)}: {lines}"
 
 
-def fix(needs: Sequence[Need]) -> str:
+def suggest_fix(needs: Sequence[Need]) -> str:
     """The keys to change, in words; those of the largest parts come first."""
     largest = sorted(needs, key=lambda need: -need.nbytes)
     keys = dict.fromkeys(key for need in largest[:3] for key in need.knobs.split(", "))
@@ -80,14 +80,14 @@ def fix(needs: Sequence[Need]) -> str:
 
 def refuse_too_large(config: PipelineConfig, inputs: Inputs) -> None:
     """Raises: ConfigError with the sum if the merge does not fit into this machine."""
-    needs = estimate(config, inputs)
-    found = shortage(config, needs, machine_bytes())
+    needs = estimate_memory(config, inputs)
+    found = describe_shortage(config, needs, machine_bytes())
     if found is not None:
         raise ConfigError.at(
             "memory",
             found=found,
             wanted="a merge that fits into this machine",
-            fix=f"{fix(needs)}; or use a larger machine",
+            fix=f"{suggest_fix(needs)}; or use a larger machine",
         )
 
 
@@ -104,8 +104,8 @@ def rank_bytes(needs: Sequence[Need]) -> int:
     return TRAINER_PROCESS + sum(need.nbytes // need.ranks for need in needs if need.ranks)
 
 
-def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    ranks, largest = config.trainer.ranks, inputs.body(inputs.student).largest
+def _trainer_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+    ranks, largest = config.trainer.ranks, inputs.read_body(inputs.student).largest
     # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before. So they are before
     # gradients are added up, from a copy in the order of the ranks.
     checkpoint, summed = STATE_COPY * inputs.trained, summed_bytes(config, inputs.trained)
@@ -140,10 +140,10 @@ def _trainer(config: PipelineConfig, inputs: Inputs) -> list[Need]:
                 ranks=ranks,
             )
         )
-    return [*needs, *_critic(config, inputs)]
+    return [*needs, *_critic_needs(config, inputs)]
 
 
-def _critic(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+def _critic_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     """The critic computes while the student's trainer does not, so it adds what it keeps, and a copy while a checkpoint is written,
     which is there beside the trainer's."""
     if not config.objective.has_critic:
@@ -193,7 +193,7 @@ def trainer_state(config: PipelineConfig, inputs: Inputs) -> dict[str, int]:
 
 def gathered_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     """Weights that one rank has gathered from the others at a time: what fits the bucket, and one that does not."""
-    bucket, largest = config.trainer.bucket, inputs.body(inputs.student).largest
+    bucket, largest = config.trainer.bucket, inputs.read_body(inputs.student).largest
     most = max(GATHERED_AT_ONCE, largest) if bucket is None else bucket + largest
     return min(inputs.student.parameters, most) * DTYPE_BYTES[config.trainer.dtype]
 
@@ -208,8 +208,8 @@ def micro_batch_bytes(config: PipelineConfig, inputs: Inputs) -> int:
     student, trainer, width = inputs.student, config.trainer, DTYPE_BYTES[config.trainer.dtype]
     # A unit that is trained together may begin just below the limit. What is left of a row is computed, too.
     unit = widest_unit(config)
-    tokens = columns(trainer.micro_batch_tokens + unit, unit)
-    body = inputs.body(student)
+    tokens = count_columns(trainer.micro_batch_tokens + unit, unit)
+    body = inputs.read_body(student)
     activations = (
         tokens * body.activation_width(student.hidden_size, checkpointing=trainer.gradient_checkpointing) * width
     )
@@ -229,12 +229,12 @@ def widest_unit(config: PipelineConfig) -> int:
     more responses. An architecture that trees are wrong for, which only the started model tells, needs less.
     """
     longest = config.rollout.max_model_len
-    return tree_limit(longest) if config.rollout.shares else longest
+    return tree_limit(longest) if config.rollout.shares_prefixes else longest
 
 
 def tree_mask_bytes(config: PipelineConfig, tokens: int) -> int:
     """Bytes of the mask of so many tokens in trees; all layers share it."""
-    return MASK_COPIES * tokens * widest_unit(config) if config.rollout.shares else 0
+    return MASK_COPIES * tokens * widest_unit(config) if config.rollout.shares_prefixes else 0
 
 
 def heads_bytes(config: PipelineConfig, inputs: Inputs) -> int:
@@ -251,10 +251,10 @@ def engine_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
     weights = (2 * student.parameters + student.vocab_rows * student.hidden_size) * width
     logits = rollout.max_num_seqs * student.vocab_rows * 4 * 3
     tokens = max(PREFILLED_AT_ONCE, rollout.max_model_len)
-    return weights, logits + tokens * (inputs.body(student).widest or student.hidden_size) * 4 * width
+    return weights, logits + tokens * (inputs.read_body(student).widest or student.hidden_size) * 4 * width
 
 
-def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+def _rollout_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     rollout, engines = config.rollout, engines_of_worker(config.domains)
     weights, working = engine_bytes(config, inputs)  # processes divide the weights; each has activations of its own
     divided = ", rollout.tensor_parallel_size" if rollout.tensor_parallel_size > 1 else ""
@@ -272,7 +272,7 @@ def _rollout(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     ]
 
 
-def _teachers(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+def _teacher_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     teachers = config.teachers
     if teachers.elsewhere or not inputs.experts:
         return []
@@ -315,7 +315,7 @@ def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
     largest = max((expert.info for expert in inputs.scorers.values()), key=lambda info: info.parameters)
     adapter = max((expert.adapter.parameters for expert in inputs.scorers.values() if expert.adapter), default=0)
     tokens = min(SCORED_AT_ONCE, config.trainer.samples_per_step * config.rollout.max_model_len)
-    widest = inputs.body(largest).widest or largest.hidden_size
+    widest = inputs.read_body(largest).widest or largest.hidden_size
     activations = tokens * widest * 6 * width + tree_mask_bytes(config, tokens)
     return (largest.parameters + adapter) * width, activations
 
@@ -328,8 +328,8 @@ def teacher_sizes(config: PipelineConfig, inputs: Inputs) -> tuple[list[int], in
     return [info.parameters * width for info in models.values()], adapters * width
 
 
-def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    responses = most_samples(config) * max(_written(config, domain) for domain in config.domains.values())
+def _transfer_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+    responses = most_samples(config) * max(_longest_sample(config, domain) for domain in config.domains.values())
     per_token = answer_class(config.teachers.payload).token_bytes(
         hidden_size=max((e.info.hidden_size for e in inputs.scorers.values()), default=0),
         itemsize=DTYPE_BYTES[config.teachers.dtype],
@@ -347,7 +347,7 @@ def _travelling(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     ]
 
 
-def _written(config: PipelineConfig, domain: DomainConfig) -> int:
+def _longest_sample(config: PipelineConfig, domain: DomainConfig) -> int:
     """Tokens that the student writes for one sample at most."""
     acts, turn = domain.environment, config.rollout.max_new_tokens
     if acts is None or acts.replay:
@@ -356,18 +356,18 @@ def _written(config: PipelineConfig, domain: DomainConfig) -> int:
 
 
 def pushed_bytes(config: PipelineConfig, inputs: Inputs) -> int:
-    """What a push takes beside the copies of trainer and engines."""
+    """Return the bytes of a push beside the copies of trainer and engines."""
     width = DTYPE_BYTES[config.trainer.dtype]
     pushed = inputs.pushed * width
     if config.sync.kind == "shared_memory":
         return 2 * pushed
     # Rank 0 fills one bucket while another is in the object store, and each engine copies from it, at most all of it.
-    bucket = max(min(pushed, BUCKET_BYTES), inputs.body(inputs.student).largest * width)
+    bucket = max(min(pushed, BUCKET_BYTES), inputs.read_body(inputs.student).largest * width)
     kept = pushed if SCHEDULES[config.schedule.mode].STEPS_AHEAD else 0
     return kept + (2 + config.rollout.workers) * bucket
 
 
-def _processes(config: PipelineConfig, inputs: Inputs) -> Need:
+def _process_needs(config: PipelineConfig, inputs: Inputs) -> Need:
     workers = config.teachers.scoring_workers
     prompts = PROMPT * sum(len(part) for part in inputs.prompts.values())
     divided = config.teachers.tensor_parallel_size if isinstance(config.teachers, VLLMTeachers) else 1

@@ -9,7 +9,7 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.interfaces import RolloutEngine
-from opd.settings.named import users
+from opd.settings.named import import_user_object
 
 KEY = "rollout.engine"
 METHODS = (*(name for name in vars(RolloutEngine) if not name.startswith("_")), "wait_ready")
@@ -29,7 +29,7 @@ WANTED = "a class with the methods of opd.interfaces.RolloutEngine and wait_read
 
 def users_engine(place: str) -> Any:
     """Import the user's rollout engine. Raises: ConfigError if it cannot be imported."""
-    return users(place, KEY, WANTED)
+    return import_user_object(place, KEY, WANTED)
 
 
 def refuse_unfit(config: PipelineConfig) -> None:
@@ -40,7 +40,7 @@ def refuse_unfit(config: PipelineConfig) -> None:
     place = config.rollout.engine
     engine = users_engine(place)
     needed = [name for name in METHODS if name != "receive" or config.sync.kind == "network"]
-    missing = [f"{name}()" for name in needed if isinstance(engine, type) and not _has(engine, name)]
+    missing = [f"{name}()" for name in needed if isinstance(engine, type) and not _has_own_method(engine, name)]
     if missing:
         found = f"{place} without {', '.join(missing)}"
         if missing == ["receive()"]:
@@ -52,7 +52,7 @@ def refuse_unfit(config: PipelineConfig) -> None:
             wanted, fix = WANTED, "add them: docs/python.md"
         raise ConfigError.at(KEY, found=found, wanted=wanted, fix=fix)
     for key, argument, wanted, example in ARGUMENTS:
-        if getattr(config.schedule, key) and isinstance(engine, type) and not _takes(engine, argument):
+        if getattr(config.schedule, key) and isinstance(engine, type) and not _takes_argument(engine, argument):
             raise ConfigError.at(
                 KEY,
                 found=f"{place}, whose generate() has no argument `{argument}`",
@@ -61,14 +61,14 @@ def refuse_unfit(config: PipelineConfig) -> None:
             )
 
 
-def _has(engine: type, name: str) -> bool:
-    """Whether the class has a method of its own; whoever extends the protocol inherits one that does nothing."""
+def _has_own_method(engine: type, name: str) -> bool:
+    """Return True if the class has a method of its own; whoever extends the protocol inherits one that does nothing."""
     found = getattr(engine, name, None)
     return callable(found) and found is not getattr(RolloutEngine, name, None)
 
 
-def _takes(engine: type[Any], name: str) -> bool:
-    """Whether `generate` has this argument."""
+def _takes_argument(engine: type[Any], name: str) -> bool:
+    """Return True if `generate` has this argument."""
     return any(
         p.name == name or p.kind is Parameter.VAR_KEYWORD for p in signature(engine.generate).parameters.values()
     )

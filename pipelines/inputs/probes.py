@@ -11,7 +11,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from experts.probe import ProbeRecord, take_probe
-from opd.files import atomic_write_text, storing
+from opd.files import atomic_write_text, raise_storage_errors
 from opd.records.types import Teacher, WeightedTeacher
 from opd.settings.strict import DTYPE_BYTES
 from pipelines.inputs.read import Inputs
@@ -45,7 +45,7 @@ def take_missing_probes(inputs: Inputs, tell: Tell, known: Path | None = None) -
             records[digest] = record
         probed[name] = replace(expert.teacher, probe=records[digest].probe)
     if known is not None and records != before:
-        with storing(known):
+        with raise_storage_errors(known):
             atomic_write_text(known, json.dumps({digest: one.model_dump() for digest, one in records.items()}))
     if not probed:
         return inputs

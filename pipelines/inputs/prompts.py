@@ -43,7 +43,7 @@ def load_training(
         prompts = read_prompts(config, name, source, tokenizer, tell)
         exam = config.domains[name].eval
         if exam is not None and exam.holdout is not None:
-            prompts = _side(prompts, exam.holdout, held_out=False)
+            prompts = _split_sides(prompts, exam.holdout, held_out=False)
         training[name] = _short_enough(source, prompts, tell)
     return training
 
@@ -78,9 +78,9 @@ def load_exams(
             config, name, source, tokenizer, tell if domain.eval.prompts is not None else lambda _: None
         )
         if domain.eval.holdout is not None:
-            prompts = _side(prompts, domain.eval.holdout, held_out=True)
+            prompts = _split_sides(prompts, domain.eval.holdout, held_out=True)
         prompts = _short_enough(source, prompts, tell)
-        verifier = Reward() if domain.acts else build_verifier(domain.eval.verifier)
+        verifier = Reward() if domain.has_episodes else build_verifier(domain.eval.verifier)
         exams[name] = DomainExam(tuple(prompts[: samples or config.evaluate.samples]), verifier)
         refuse_unjudgeable(prompts.rows.label, exams[name], domain.eval)
     return exams
@@ -92,7 +92,7 @@ def read_prompts(
     """A domain's prompts as its student reads them; `tell` gets a sentence about each thing that is not read, or read in another way
     than one might think. Raises: PromptError."""
     student = config.student
-    if config.domains[domain].acts and is_here(source):
+    if config.domains[domain].has_episodes and is_here(source):
         # Its environment or its program says which tools there are, and with which variables its messages are rendered.
         source = as_prompts_config(source).without_columns("tools", "chat_template_kwargs")
     prompts = load_prompts(source, domain, tokenizer, student.template_date, student.chat_template_kwargs)
@@ -155,13 +155,13 @@ def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, PromptT
     where: dict[tuple[Any, ...], dict[str, str]] = {}
     questions = [question for exam in exams.values() for question in exam.prompts]
     for domain, prompts in training.items():
-        for prompt in prompts.among(questions):
+        for prompt in prompts.select_equal_prompts(questions):
             if prompt.token_ids:
-                where.setdefault(_task(prompt, exams), {}).setdefault(domain, prompt.id)
+                where.setdefault(_task_key(prompt, exams), {}).setdefault(domain, prompt.id)
     shared: dict[tuple[str, str], list[str]] = {}
     for domain, exam in exams.items():
         for prompt in exam.prompts:
-            for trained, first in where.get(_task(prompt, exams), {}).items():
+            for trained, first in where.get(_task_key(prompt, exams), {}).items():
                 shared.setdefault((domain, trained), []).append(f"question {prompt.id} is training prompt {first}")
     if not shared:
         return
@@ -178,7 +178,7 @@ def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, PromptT
     )
 
 
-def _task(prompt: Prompt, exams: Mapping[str, DomainExam]) -> tuple[Any, ...]:
+def _task_key(prompt: Prompt, exams: Mapping[str, DomainExam]) -> tuple[Any, ...]:
     """Equal for prompts that ask the same."""
     acts = prompt.domain in exams and isinstance(exams[prompt.domain].verifier, Reward)
     return (*prompt.token_ids, json.dumps(prompt.metadata, sort_keys=True) if acts else "")
@@ -217,18 +217,18 @@ def _short_enough(source: Path | PromptsConfig, prompts: PromptTable, tell: Tell
     if count:
         tell(
             f"{prompts.rows.label}: {count} of {len(prompts)} prompts of {prompts.domain} have more than max_prompt_tokens = "
-            f"{room} tokens and are left out: {shown(prompts, long)}"
+            f"{room} tokens and are left out: {example_ids(prompts, long)}"
         )
-    return prompts.where(~long)
+    return prompts.select_prompts(~long)
 
 
-def shown(prompts: PromptTable, mask: Any) -> str:
+def example_ids(prompts: PromptTable, mask: Any) -> str:
     """Ids of the first few prompts for which `mask` is true, for messages."""
-    return ", ".join(prompts.ids(mask, EXAMPLES)) + (" ..." if np.count_nonzero(mask) > EXAMPLES else "")
+    return ", ".join(prompts.prompt_ids(mask, EXAMPLES)) + (" ..." if np.count_nonzero(mask) > EXAMPLES else "")
 
 
-def _side(prompts: PromptTable, share: float, *, held_out: bool) -> PromptTable:
-    side = prompts.where(prompts.held_out(share) == held_out)
+def _split_sides(prompts: PromptTable, share: float, *, held_out: bool) -> PromptTable:
+    side = prompts.select_prompts(prompts.held_out(share) == held_out)
     if not len(side):
         raise PromptError.at(
             prompts.rows.label,

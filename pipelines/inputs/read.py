@@ -16,7 +16,7 @@ from experts.bound_files import model_digest
 from experts.checks import check_fits
 from experts.finite import check_finite
 from experts.model_dir import ModelInfo, inspect_model, refuse_other_tokens
-from experts.registry import Manifest, Registry, default_root
+from experts.registry import ExpertManifest, Registry, default_root
 from experts.weight_files import Hashes, weight_tensors
 from opd.config import PipelineConfig
 from opd.config.domains import ExpertConfig, RegisteredExperts
@@ -46,19 +46,19 @@ from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.max_memory import refuse_no_room
 from pipelines.inputs.own_engine import refuse_unfit, refuse_unplaced
 from pipelines.inputs.prompts import (
+    example_ids,
     load_exams,
     load_training,
     prompts_of,
     refuse_leaks,
     refuse_unread_variables,
     room_warnings,
-    shown,
 )
 from pipelines.inputs.rewards import refuse_unrewardable
 from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
 from pipelines.inputs.slow_types import slow_types
 from pipelines.inputs.tasks import refuse_other_tasks
-from pipelines.inputs.template_date import dated
+from pipelines.inputs.template_date import set_template_date
 from teachers.flight.access import read_roots, read_token
 
 
@@ -88,7 +88,7 @@ class Inputs:
     bodies: Mapping[str, Body] = field(default_factory=dict)
     """Directory -> sizes of the layers of a model whose weights are not on this machine."""
 
-    def body(self, model: ModelInfo) -> Body:
+    def read_body(self, model: ModelInfo) -> Body:
         """Sizes of a model's layers. Raises: ModelError for weights that cannot be read."""
         return self.bodies.get(model.path) or Body.of(weight_tensors(Path(model.path)))
 
@@ -119,7 +119,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teaching:
-    """Who scores what, checked: the part of `Inputs` that needs no prompts."""
+    """The checked assignment of teachers to domains: the part of `Inputs` that needs no prompts."""
 
     student: ModelInfo
     scorers: dict[str, Expert]
@@ -132,9 +132,9 @@ class Teaching:
 def read_teachers(config: PipelineConfig) -> Teaching:
     """Read and check student and experts. Raises: OpdError for the first thing that is wrong."""
     student = inspect_student(config)
-    by_name = _experts(config)
+    by_name = _read_experts(config)
     _refuse_broken_weights(student, by_name, config)
-    warnings = _twins(by_name)
+    warnings = _warn_of_twins(by_name)
     for name, expert in by_name.items():
         warnings += check_fits(student, expert.info, name)
     taught = not isinstance(config.teachers, NoTeachers)
@@ -178,7 +178,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
     tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
     refuse_unread_variables(config, tokenizer)
-    config = dated(config, tokenizer)
+    config = set_template_date(config, tokenizer)
     sources = {d: prompts_of(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
     notices = slow_types(config)
     every = load_training(config, sources, tokenizer, notices.append)
@@ -186,7 +186,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     refuse_leaks(exams, every)
     check_tasks(exam.lm_eval)
     notices += [notice for table in every.values() for notice in _left_out(table)]
-    prompts = {domain: table.where(table.lengths > 0) for domain, table in every.items()}
+    prompts = {domain: table.select_prompts(table.lengths > 0) for domain, table in every.items()}
     _refuse_all_too_long(prompts, config.rollout.max_model_len)
     check_environments(config, prompts, tokenizer, teaching.student.eos_token_ids)
     refuse_other_tasks(config, prompts, exams)
@@ -199,7 +199,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         scoring=teaching.scoring,
         prompts=prompts,
         exams=exams,
-        untrained=_untrained(config, teaching.routes, tokenizer),
+        untrained=_untrained_tokens(config, teaching.routes, tokenizer),
         tokenizer=tokenizer,
         lora=lora,
         template_date=config.student.template_date,
@@ -250,16 +250,16 @@ def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
     return tokenizer
 
 
-def _experts(config: PipelineConfig) -> dict[str, Expert]:
+def _read_experts(config: PipelineConfig) -> dict[str, Expert]:
     known: Hashes = {}  # adapters share bases, and a base is long to read
     if not isinstance(config.experts, RegisteredExperts):
-        return {name: _inline(name, expert, known) for name, expert in config.experts.items()}
+        return {name: _inline_expert(name, expert, known) for name, expert in config.experts.items()}
     registry = Registry(config.registry or default_root())
     names = names_in_use(config.experts, registry)
     return {name: _registered(registry, name, known) for name in names}
 
 
-def _inline(name: str, expert: ExpertConfig, known: Hashes) -> Expert:
+def _inline_expert(name: str, expert: ExpertConfig, known: Hashes) -> Expert:
     info, adapter = inspect_expert(expert.model, expert.base, known)
     return Expert(
         teacher=as_teacher(name, info, adapter), domain=expert.domain, info=info, adapter=adapter, prompts=None
@@ -267,7 +267,7 @@ def _inline(name: str, expert: ExpertConfig, known: Hashes) -> Expert:
 
 
 def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
-    manifest: Manifest = registry.get(name)
+    manifest: ExpertManifest = registry.get(name)
     problems = registry.verify(name, known)
     if problems:
         raise ModelError.at(
@@ -313,7 +313,7 @@ def names_in_use(experts: RegisteredExperts, registry: Registry) -> list[str]:
     return names
 
 
-def _untrained(
+def _untrained_tokens(
     config: PipelineConfig, routes: Mapping[str, Sequence[WeightedTeacher]], tokenizer: Any
 ) -> dict[str, frozenset[int]]:
     """`teachers.mask_tokens` as ids, by domain. Raises: ConfigError for a name that is no expert's, or no token."""
@@ -364,7 +364,7 @@ def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, Expert], co
             looked_at.add(key)
 
 
-def _twins(experts: Mapping[str, Expert]) -> list[str]:
+def _warn_of_twins(experts: Mapping[str, Expert]) -> list[str]:
     """A warning for each expert that has the same weights as another one."""
     first: dict[str, str] = {}
     return [
@@ -385,7 +385,7 @@ def _left_out(prompts: PromptTable) -> list[str]:
             wanted="at least one that asks something",
             fix="is the column `prompt` the right one?",
         )
-    which = f"{count} of {len(prompts)} prompts have no text and are left out: {shown(prompts, empty)}"
+    which = f"{count} of {len(prompts)} prompts have no text and are left out: {example_ids(prompts, empty)}"
     return [f"{prompts.rows.label}: {which}"] if count else []
 
 

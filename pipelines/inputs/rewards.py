@@ -21,7 +21,7 @@ def refuse_unrewardable(
     if config.objective.reward is None:
         return
     for name, domain in config.domains.items():
-        if not domain.rewarded or domain.acts:
+        if not domain.is_rewarded or domain.has_episodes:
             continue
         table = prompts[name]
         for index in range(0, len(table), max(1, len(table) // TRIED)):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
-from opd.config import PipelineConfig, extrapolation, trainer_has_start
+from opd.config import PipelineConfig, domain_extrapolation, trainer_has_start
 from opd.config.objectives import OBJECTIVES, objective_config
 from opd.errors import ConfigError
 from opd.records.types import Teacher, WeightedTeacher
@@ -45,7 +45,7 @@ def route_domains(
     routes: dict[str, tuple[WeightedTeacher, ...]] = {}
     notices: list[str] = []
     for domain in config.domains:
-        shares = _shares(config, domain, experts)
+        shares = _expert_weights(config, domain, experts)
         total = sum(shares.values())
         if abs(total - 1) > 1e-6:
             shown = ", ".join(f"{name} {weight / total:.3g}" for name, weight in shares.items())
@@ -61,14 +61,15 @@ def route_domains(
 def scoring_routes(
     config: PipelineConfig, routes: Mapping[str, tuple[WeightedTeacher, ...]], start: Teacher
 ) -> dict[str, tuple[WeightedTeacher, ...]]:
-    """Who scores each domain, with which weight: its experts, and where the target lies beyond them the start student, unless
-    the trainer asks it.
+    """Return the teachers of each domain, with their weights.
+
+    They are its experts and, where the target lies beyond them, the start student, unless the trainer asks it.
 
     The target is prod_k expert_k^(lambda w_k) * start^(1 - lambda), normalised; lambda is the domain's `extrapolate`.
     """
     scoring = dict(routes)
     for domain, assigned in routes.items():
-        factor = extrapolation(config, domain)
+        factor = domain_extrapolation(config, domain)
         if factor > 1:
             experts = tuple(replace(one, weight=factor * one.weight) for one in assigned)
             itself = () if trainer_has_start(config) else (WeightedTeacher(teacher=start, weight=1 - factor),)
@@ -80,11 +81,11 @@ def asked_by_trainer(config: PipelineConfig) -> dict[str, float]:
     """Domain -> weight of the start student where the trainer asks it, and no teacher scores in its name."""
     if not trainer_has_start(config):
         return {}
-    factors = {domain: extrapolation(config, domain) for domain in config.domains}
+    factors = {domain: domain_extrapolation(config, domain) for domain in config.domains}
     return {domain: 1 - factor for domain, factor in factors.items() if factor > 1}
 
 
-def _shares(config: PipelineConfig, domain: str, experts: Mapping[str, Expert]) -> dict[str, float]:
+def _expert_weights(config: PipelineConfig, domain: str, experts: Mapping[str, Expert]) -> dict[str, float]:
     """Expert -> weight as the pipeline gives it, without experts of weight 0."""
     named = config.domains[domain].teachers
     if named is None:

@@ -19,9 +19,9 @@ from opd.errors import ConfigError
 from opd.prompts import PromptTable, render_prompt
 from opd.settings.near import did_you_mean
 from pipelines.inputs.at_once import refuse_wrong_prompts
-from pipelines.inputs.prompts import prompts_of, read_prompts, refuse_unread_variables, registered_prompts, shown
+from pipelines.inputs.prompts import example_ids, prompts_of, read_prompts, refuse_unread_variables, registered_prompts
 from pipelines.inputs.read import load_tokenizer
-from pipelines.inputs.template_date import dated
+from pipelines.inputs.template_date import set_template_date
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Left:
 
     def __str__(self) -> str:
         count = int(np.count_nonzero(self.mask))
-        names = f": {shown(self.prompts, self.mask)}" if count else ""
+        names = f": {example_ids(self.prompts, self.mask)}" if count else ""
         return f"  {count:>9,}  {self.why}{names}"
 
 
@@ -51,16 +51,16 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
     refuse_wrong_prompts(config, domain)
     tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
     refuse_unread_variables(config, tokenizer)
-    config = dated(config, tokenizer)
+    config = set_template_date(config, tokenizer)
     for name in [domain] if domain else config.domains:
         settings = config.domains[name]
         training = prompts_of(name, settings, None if settings.prompts else registered_prompts(config, name))
-        yield from _source(config, tokenizer, name, training, count)
+        yield from _shown_source(config, tokenizer, name, training, count)
         if settings.eval is not None and settings.eval.prompts is not None:
-            yield from _source(config, tokenizer, name, settings.eval.prompts, count, exam=True)
+            yield from _shown_source(config, tokenizer, name, settings.eval.prompts, count, exam=True)
 
 
-def _source(
+def _shown_source(
     config: PipelineConfig,
     tokenizer: Any,
     domain: str,
@@ -98,7 +98,7 @@ def _left_out(
     def leave(why: str, mask: Any) -> None:
         nonlocal prompts
         left.append(Left(why=why, prompts=prompts, mask=mask))
-        prompts = prompts.where(~mask)
+        prompts = prompts.select_prompts(~mask)
 
     if settings is not None and settings.holdout is not None:
         leave(f"held out for the exam (eval.holdout {settings.holdout:g})", prompts.held_out(settings.holdout))

@@ -15,7 +15,10 @@ from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 
 
 def sub_agents_options(config: PipelineConfig, domain: str, environment: EnvironmentConfig) -> SubAgentsOptions | None:
-    """What the episodes of a domain may start; None: nothing. Raises: ConfigError for an environment's name that is none."""
+    """Return the sub-agents that the episodes of a domain may start; None: nothing.
+
+    Raises: ConfigError for an environment's name that is none.
+    """
     if not environment.sub_agents:
         return None
     kinds = {name: _sub_agent(config, domain, agent) for name, agent in environment.sub_agents.items()}
@@ -77,7 +80,9 @@ def _check_system(where: str, agent: SubAgentConfig, chat: ChatAppender | None) 
     found = "text for a system message, but the domain's prompts are no chat messages"
     if chat is not None:
         try:
-            chat.first([{"role": "system", "content": agent.system}, {"role": "user", "content": agent.prompt}])
+            chat.encode_opening(
+                [{"role": "system", "content": agent.system}, {"role": "user", "content": agent.prompt}]
+            )
             return
         except TemplateError as error:
             found = f"text for a system message, which the student's chat template refuses: {error}"

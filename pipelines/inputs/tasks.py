@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from opd.config import PipelineConfig
 from opd.config.domains import EnvironmentConfig
-from opd.environments import find, place_of
+from opd.environments import find_environment, place_of
 from opd.errors import PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.prompts import PromptTable
@@ -28,15 +28,15 @@ def refuse_other_tasks(
         if environment is None:
             continue
         if not environment.replay:  # a replay plays no episode in training
-            _refuse(prompts[name].rows.label, environment, prompts[name])
+            _refuse_prompts(prompts[name].rows.label, environment, prompts[name])
         if name in exams:
-            _refuse(f"domains.{name}.eval", environment, exams[name].prompts)
+            _refuse_prompts(f"domains.{name}.eval", environment, exams[name].prompts)
 
 
-def _refuse(where: str, environment: EnvironmentConfig, prompts: PromptTable | Sequence[Prompt]) -> None:
+def _refuse_prompts(where: str, environment: EnvironmentConfig, prompts: PromptTable | Sequence[Prompt]) -> None:
     place, problem = place_of(environment.name, where), ""
     for index in sorted({0, len(prompts) // 2, len(prompts) - 1}):
-        said = asyncio.run(_begin(place, environment, prompts[index]))
+        said = asyncio.run(_explain_bad_task(place, environment, prompts[index]))
         if not said:
             return
         problem = problem or f"prompt {prompts[index].id}: {said}"
@@ -48,9 +48,9 @@ def _refuse(where: str, environment: EnvironmentConfig, prompts: PromptTable | S
     )
 
 
-async def _begin(place: str, config: EnvironmentConfig, prompt: Prompt) -> str:
-    """What keeps an episode from its beginning; empty if nothing does."""
-    make = find(place, "environment")
+async def _explain_bad_task(place: str, config: EnvironmentConfig, prompt: Prompt) -> str:
+    """Return the obstacle to starting an episode; empty if there is none."""
+    make = find_environment(place, "environment")
     thread = OwnThread(config.step_timeout_s)
     try:
         environment = await thread.call("the class", lambda: make(**config.options))
@@ -61,5 +61,5 @@ async def _begin(place: str, config: EnvironmentConfig, prompt: Prompt) -> str:
     except (Failed, Overdue) as error:
         return str(error)
     finally:
-        thread.end()
+        thread.end_after()
     return ""

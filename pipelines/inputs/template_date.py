@@ -22,7 +22,7 @@ DATE_CALL = "strftime_now"
 """The function by which a template asks for the date; it runs in a sandbox and has no other way."""
 
 
-def dated(config: PipelineConfig, tokenizer: Any) -> PipelineConfig:
+def set_template_date(config: PipelineConfig, tokenizer: Any) -> PipelineConfig:
     """Set the day of the pipeline's prompts: its own, else today if the tokenizer's chat template asks for a date."""
     if config.student.template_date or DATE_CALL not in str(tokenizer.chat_template):
         return config

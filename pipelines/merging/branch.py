@@ -21,28 +21,28 @@ from opd.config.reward import BaselineConfig, CriticBaseline, EmaBaseline
 from opd.errors import ConfigError, RunDirError
 from opd.files import atomic_write_text
 from opd.run import checkpoints
-from opd.run.lineage import BRANCHED, LINEAGE, events_until, sentences
+from opd.run.lineage import BRANCHED, LINEAGE, events_until, format_events
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths, step_name
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.stream import written
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.merging.changes import (
-    among,
     changed_keys,
-    dotted,
-    identity,
+    dotted_key,
+    matches_pattern,
     refuse_foreign,
+    run_identity,
     without_unread_weights,
 )
 from pipelines.merging.companions import read_companions
 from pipelines.merging.directory import link_files, locked_to_read, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
 from pipelines.merging.origin import Origin
-from pipelines.merging.run import Run
+from pipelines.merging.run import MergeRun
 from pipelines.placement import refuse_unplaceable
 
 DECIDE_ROLLOUTS = (
@@ -76,14 +76,14 @@ DECIDE_EXAMS = (
 those that are not kept for other runs because code of the user's takes part: it is the same student, with the same questions."""
 
 
-def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
+def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun:
     """Begin a run in `root`, which must not exist, from the checkpoint of `origin`; from here on it can be resumed.
 
     Raises: OpdError before anything is written.
     """
     refuse_existing(root)
     recorded = read_manifest(origin.paths)
-    before = validate(PipelineConfig, recorded["config"], origin.paths.manifest)
+    before = validate_section(PipelineConfig, recorded["config"], origin.paths.manifest)
     config = as_recorded(config, before)
     _refuse_other_shape(config, before, origin)
     inputs = read_inputs(config)
@@ -93,36 +93,40 @@ def branch(config: PipelineConfig, origin: Origin, root: Path) -> Run:
     read_companions(config, inputs)
     manifest = manifest_of(config, inputs)
     _refuse_other_student(recorded["student"], manifest["student"], origin)
-    now = validate(PipelineConfig, manifest["config"], origin.paths.manifest)
+    now = validate_section(PipelineConfig, manifest["config"], origin.paths.manifest)
     changed = changed_keys(before.model_dump(mode="json"), now.model_dump(mode="json"))
     event = {
         "event": BRANCHED,
         "run": str(origin.paths.root.absolute()),
         "step": origin.step,
-        "changed": {dotted(key): list(values) for key, values in changed.items()},
+        "changed": {dotted_key(key): list(values) for key, values in changed.items()},
     }
-    manifest |= {"identity": identity(manifest), LINEAGE: [*events_until(recorded, origin.step), event]}
-    as_written = not any(among(key, DECIDE_ROLLOUTS) for key in changed) and _same_writers(config, recorded, manifest)
+    manifest |= {"identity": run_identity(manifest), LINEAGE: [*events_until(recorded, origin.step), event]}
+    as_written = not any(matches_pattern(key, DECIDE_ROLLOUTS) for key in changed) and _same_writers(
+        config, recorded, manifest
+    )
     same_files = all(recorded.get(key) == manifest.get(key) for key in ("prompts", "versions", "guard"))
-    same_exams = same_files and not any(among(key, DECIDE_EXAMS) for key in changed)
+    same_exams = same_files and not any(matches_pattern(key, DECIDE_EXAMS) for key in changed)
     with new_directory(root) as temporary:
         _take_over(origin, recorded["identity"], temporary, manifest["identity"], as_written)
         if same_exams and config.evaluate.cache:
             _take_over_exams(origin.paths, temporary)
         write_inputs(temporary, manifest)
-    return Run(
+    return MergeRun(
         config=config,
         inputs=inputs,
         paths=RunPaths(root),
         identity=manifest["identity"],
-        notices=(*sentences([event]), *notices),
+        notices=(*format_events([event]), *notices),
         resume_from=checkpoints.LATEST,
     )
 
 
 def _same_writers(config: PipelineConfig, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    """Whether the manifests have the same files of rules, and the same experts where these write turns or mask tokens. The keys
-    with their paths do not tell."""
+    """Return True if the manifests have the same files of rules, and the same experts where these write turns or mask tokens.
+
+    The keys with their paths do not tell.
+    """
     turns = any(domain.environment and domain.environment.teacher_turns for domain in config.domains.values())
     parts = ("guard", "experts") if turns or config.teachers.mask_tokens else ("guard",)
     return all(theirs.get(part) == ours.get(part) for part in parts)
@@ -138,7 +142,7 @@ def _take_over(
     """
     target = paths.checkpoints / step_name(origin.step)
     with locked_to_read(origin.paths):  # a merge at work there might delete it meanwhile
-        refuse_foreign(checkpoints.verify(origin.checkpoint), theirs)
+        refuse_foreign(checkpoints.verify_checkpoint(origin.checkpoint), theirs)
         link_files(origin.checkpoint, target)
         if origin.paths.metrics.exists():
             shutil.copyfile(origin.paths.metrics, paths.metrics)
@@ -157,8 +161,8 @@ def _take_over_exams(origin: RunPaths, paths: RunPaths) -> None:
     """Copy the exams of the start student and of the experts; those of an expert that has changed are taken again."""
     paths.evaluation.mkdir()
     for name in ("before", "expert"):
-        if origin.exam(name).is_file():
-            shutil.copyfile(origin.exam(name), paths.exam(name))
+        if origin.evaluation_file(name).is_file():
+            shutil.copyfile(origin.evaluation_file(name), paths.evaluation_file(name))
 
 
 def _refuse_other_shape(config: PipelineConfig, before: PipelineConfig, origin: Origin) -> None:
@@ -177,8 +181,8 @@ def _refuse_other_shape(config: PipelineConfig, before: PipelineConfig, origin: 
             wanted=f"more than {origin.step}: the steps of the origin count",
             fix=f"for example --set trainer.steps={origin.step + config.trainer.steps}",
         )
-    ours, theirs = _parts(config), _parts(before)
-    for key, why in _needed(config).items():
+    ours, theirs = _state_requirements(config), _state_requirements(before)
+    for key, why in _origin_requirements(config).items():
         if ours[key] != theirs[key]:
             raise ConfigError.at(
                 key,
@@ -188,24 +192,24 @@ def _refuse_other_shape(config: PipelineConfig, before: PipelineConfig, origin: 
             )
 
 
-def _parts(config: PipelineConfig) -> dict[str, str]:
+def _state_requirements(config: PipelineConfig) -> dict[str, str]:
     """Key -> what a checkpoint or the records are made for, in words."""
     lora, reward = config.student.lora, config.objective.reward
     adapters = lora.model_dump(mode="json", exclude={"export"}) if lora else {}
     return {
         "student.lora": ", ".join(f"{key} {value}" for key, value in adapters.items()) or "none",
-        "objective.reward.baseline": _baseline(reward.baseline) if reward else "none",
+        "objective.reward.baseline": _describe_baseline(reward.baseline) if reward else "none",
         "domains": ", ".join(sorted(config.domains)),
     }
 
 
-def _baseline(baseline: BaselineConfig) -> str:
+def _describe_baseline(baseline: BaselineConfig) -> str:
     if not isinstance(baseline, CriticBaseline):
         return baseline.kind
     return f"critic, freeze_attention {str(baseline.freeze_attention).lower()}"  # a checkpoint has what is trained
 
 
-def _needed(config: PipelineConfig) -> dict[str, str]:
+def _origin_requirements(config: PipelineConfig) -> dict[str, str]:
     """Key -> why it must be the origin's, for the keys of which the run needs that."""
     needed = {"student.lora": "it says which weights the checkpoint has"}
     reward = config.objective.reward

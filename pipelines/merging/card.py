@@ -8,12 +8,12 @@ from typing import Any
 
 import yaml
 
-from experts.licences import Licence, common, concerns, licences_of
+from experts.licences import Licence, find_common, licences_of, list_concerns
 from opd import __version__
-from opd.config import PipelineConfig, extrapolation
+from opd.config import PipelineConfig, domain_extrapolation
 from opd.models.lora import ADAPTER_WEIGHTS
 from opd.report import domain_rows, markdown_table
-from opd.run.lineage import LINEAGE, commands, sentences
+from opd.run.lineage import LINEAGE, format_events, list_commands
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.routes import Expert
 
@@ -29,29 +29,29 @@ def model_card(
 ) -> str:
     """Markdown with the hub's header. `manifest` is the run's, `report` its report once there is one."""
     licences = _licences(inputs)
-    known = common(licences)
-    header = {"library_name": "transformers", **({"license": known} if known else {}), "tags": _tags(inputs)}
+    known = find_common(licences)
+    header = {"library_name": "transformers", **({"license": known} if known else {}), "tags": _card_tags(inputs)}
     lora = config.student.lora
     lines = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
         f"# {config.name}",
-        *_made(config, inputs),
+        *_describe_merge(config, inputs),
         "",
         f"- Student: `{config.student.model.name}` ({inputs.student.architecture}, {inputs.student.parameters:,} parameters)",
         f"- Steps: {config.trainer.steps} of {config.trainer.samples_per_step} responses, lr {config.trainer.lr:g}, seed {config.seed}",
-        *_beyond(config),
+        *_extrapolation_line(config),
         *([f"- LoRA: {inputs.trained:,} parameters, rank {lora.r}, alpha {lora.alpha:g}"] if lora else []),
-        *(f"- Lineage: {line}" for line in sentences((manifest or {}).get(LINEAGE, ()))),
+        *(f"- Lineage: {line}" for line in format_events((manifest or {}).get(LINEAGE, ()))),
         "",
-        *_experts(inputs),
-        *_results(report),
+        *_expert_lines(inputs),
+        *_result_lines(report),
         *_licence_lines(licences),
-        *_commands(manifest or {}),
+        *_command_lines(manifest or {}),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _experts(inputs: Inputs) -> list[str]:
+def _expert_lines(inputs: Inputs) -> list[str]:
     if not inputs.routes:
         return []
     lines = ["| Domain | Expert | Weights (BLAKE3, first 16 digits) |", "|---|---|---|"]
@@ -63,7 +63,7 @@ def _experts(inputs: Inputs) -> list[str]:
     return [*lines, ""]
 
 
-def _results(report: Mapping[str, Any] | None) -> list[str]:
+def _result_lines(report: Mapping[str, Any] | None) -> list[str]:
     """Right answers on held-out prompts; nothing before they were measured."""
     rows = domain_rows(dict(report)) if report else []
     if not rows:
@@ -89,13 +89,13 @@ def _licence_lines(found: Mapping[str, list[Licence]]) -> list[str]:
         "",
     ]
     lines += [f"- {who}: {', '.join(map(str, licences)) or 'none found'}" for who, licences in found.items()]
-    if open_questions := concerns(found):
+    if open_questions := list_concerns(found):
         lines += ["", "Before you pass this model on, look at:", "", *(f"- {line}" for line in open_questions)]
     return [*lines, ""]
 
 
-def _commands(manifest: Mapping[str, Any]) -> list[str]:
-    made = [f"    {command}" for command in commands(manifest)]
+def _command_lines(manifest: Mapping[str, Any]) -> list[str]:
+    made = [f"    {command}" for command in list_commands(manifest)]
     use = [
         "## Use",
         "",
@@ -105,12 +105,12 @@ def _commands(manifest: Mapping[str, Any]) -> list[str]:
     return [*(["## How it was made", "", *made, ""] if made else []), *use]
 
 
-def _tags(inputs: Inputs) -> list[str]:
+def _card_tags(inputs: Inputs) -> list[str]:
     return ["on-policy-distillation", "merge"] if inputs.experts else ["reinforcement-learning"]
 
 
-def _made(config: PipelineConfig, inputs: Inputs) -> list[str]:
-    """How the model was made, as sentences."""
+def _describe_merge(config: PipelineConfig, inputs: Inputs) -> list[str]:
+    """Return sentences on the making of the model."""
     if not inputs.experts:
         return [
             f"Trained by reinforcement with opd-merge {__version__}: the student wrote, and verifiers or environments gave each",
@@ -122,9 +122,9 @@ def _made(config: PipelineConfig, inputs: Inputs) -> list[str]:
     ]
 
 
-def _beyond(config: PipelineConfig) -> list[str]:
+def _extrapolation_line(config: PipelineConfig) -> list[str]:
     """The card's line about domains whose target lies beyond their experts, if there are any."""
-    factors = {domain: extrapolation(config, domain) for domain in config.domains}
+    factors = {domain: domain_extrapolation(config, domain) for domain in config.domains}
     shown = ", ".join(f"{domain} {factor:g}" for domain, factor in factors.items() if factor > 1)
     return [f"- Extrapolated beyond the experts, away from the student as it was: {shown}"] if shown else []
 

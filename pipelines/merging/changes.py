@@ -21,7 +21,7 @@ from opd.prompts.table import SYSTEM, TOOLS, VARIABLES
 from opd.run.checkpoints import Checkpoint
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 
 if TYPE_CHECKING:
     from pipelines.inputs.read import Inputs
@@ -117,33 +117,35 @@ Key = tuple[str, ...]
 
 def changed_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[Key, tuple[Any, Any]]:
     """Key -> (recorded, found), for every key that differs between two resolved pipelines."""
-    before, now = _flat(_with_mappings(recorded)), _flat(_with_mappings(found))
+    before, now = _flatten(_with_mappings(recorded)), _flatten(_with_mappings(found))
     return {key: (before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)}
 
 
 def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manifest: Path) -> list[str]:
     """Sentences about changes that are allowed. Raises: RunDirError with a table of those that are not."""
-    recorded = validate(PipelineConfig, recorded, manifest).model_dump(mode="json")  # adds defaults of newer keys
-    changes = changed_keys(recorded, validate(PipelineConfig, found, manifest).model_dump(mode="json"))
+    recorded = validate_section(PipelineConfig, recorded, manifest).model_dump(
+        mode="json"
+    )  # adds defaults of newer keys
+    changes = changed_keys(recorded, validate_section(PipelineConfig, found, manifest).model_dump(mode="json"))
     constant = recorded["trainer"]["lr_scheduler_type"] == "constant"
-    free = [key for key in changes if among(key, (*SAME_WEIGHTS, *([STEPS] if constant else ())))]
-    free += [key for key, (before, _) in changes.items() if among(key, [TEMPLATE_DATE]) and before is None]
-    rounding = [key for key in changes if among(key, SAME_BUT_FOR_ROUNDING)]
-    refused = {dotted(key): change for key, change in changes.items() if key not in (*free, *rounding)}
+    free = [key for key in changes if matches_pattern(key, (*SAME_WEIGHTS, *([STEPS] if constant else ())))]
+    free += [key for key, (before, _) in changes.items() if matches_pattern(key, [TEMPLATE_DATE]) and before is None]
+    rounding = [key for key in changes if matches_pattern(key, SAME_BUT_FOR_ROUNDING)]
+    refused = {dotted_key(key): change for key, change in changes.items() if key not in (*free, *rounding)}
     if refused:
         steps = [f"{STEPS} (only with a constant learning rate)"] if STEPS in refused else []
         raise RunDirError.at(
             RunPaths(manifest.parent).pipeline,
-            found=f"keys that differ from those the run began with\n{_table(refused)}",
+            found=f"keys that differ from those the run began with\n{_change_table(refused)}",
             wanted="these keys as they were; "
             + ", ".join([*steps, "checkpoint.*, evaluate.every, cluster.*"])
             + ", trainer.ranks and what else docs/resume.md lists may change",
             fix="put them back, or start a new run in another directory",
         )
-    accepted = {dotted(key): changes[key] for key in (*free, *rounding)}
+    accepted = {dotted_key(key): changes[key] for key in (*free, *rounding)}
     notices = [f"{key}: {_shown(before)} before, {_shown(now)} now" for key, (before, now) in accepted.items()]
     if rounding:
-        keys = ", ".join(map(dotted, rounding))
+        keys = ", ".join(map(dotted_key, rounding))
         notices.append(f"not bit for bit from here: {keys} changed, which changes the order of sums")
     return notices
 
@@ -151,16 +153,18 @@ def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manife
 def refused_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """Keys that differ and decide what is computed, including the number of steps."""
     free = (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING)
-    return [dotted(key) for key in changed_keys(recorded, found) if not among(key, free)]
+    return [dotted_key(key) for key in changed_keys(recorded, found) if not matches_pattern(key, free)]
 
 
-def identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def run_identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The identity of a run, which its checkpoints carry: hashes of the keys that may not change, of student and experts.
 
     It is made once, when the run begins, because a later release may know more keys.
     """
     free = (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING, STEPS)
-    bound = {dotted(key): value for key, value in _flat(manifest["config"]).items() if not among(key, free)}
+    bound = {
+        dotted_key(key): value for key, value in _flatten(manifest["config"]).items() if not matches_pattern(key, free)
+    }
     return {
         "config": blake3_json(bound),
         "student": blake3_json(manifest["student"]),
@@ -204,7 +208,7 @@ def refuse_lost_records(config: PipelineConfig, paths: RunPaths, done: int) -> N
 
 def refuse_changed_inputs(recorded: Mapping[str, Any], found: Mapping[str, Any], manifest: Path) -> None:
     """Raises: RunDirError naming student, experts or domains whose files are not what the run began with."""
-    if unrecorded(recorded):
+    if warn_unrecorded(recorded):
         found = _weights_only(found)
     for part in ("student", "experts", "prompts", "guard"):
         before, now = recorded.get(part, {}), found.get(part, {})
@@ -212,7 +216,7 @@ def refuse_changed_inputs(recorded: Mapping[str, Any], found: Mapping[str, Any],
             before, now = ({name: list(files.values()) for name, files in side.items()} for side in (before, now))
         before = without_unread_weights(before, now)
         if before != now:
-            names = [_named(k, before, now) for k in {**before, **now} if before.get(k) != now.get(k)]
+            names = [_name_change(k, before, now) for k in {**before, **now} if before.get(k) != now.get(k)]
             raise RunDirError.at(
                 manifest,
                 found=f"{part} changed since the run began: {', '.join(names)}",
@@ -248,7 +252,7 @@ def refuse_columns_of_registered_prompts(
         source = inputs.registered_prompts(name)
         if domain.prompts is not None or source is None or not inputs.prompts[name].with_trait(OF_COLUMNS).any():
             continue
-        columns = ("system",) if domain.acts else OF_CHATS
+        columns = ("system",) if domain.has_episodes else OF_CHATS
         passed_over = open_rows(as_prompts_config(source).without_columns(*columns)).unread
         if read := [column for column in columns if column in passed_over]:
             raise RunDirError.at(
@@ -260,7 +264,7 @@ def refuse_columns_of_registered_prompts(
             )
 
 
-def unrecorded(recorded: Mapping[str, Any]) -> list[str]:
+def warn_unrecorded(recorded: Mapping[str, Any]) -> list[str]:
     """A warning about a run that an older release began, with hashes of weights only.
 
     Such a run goes on: nothing is known to be wrong with it, and a refusal would lose its steps. The manifest records now
@@ -292,7 +296,7 @@ def other_rules(recorded: Mapping[str, Any], config: PipelineConfig) -> list[str
 
 
 def _other_rules(config: PipelineConfig) -> Iterator[str]:
-    """What releases of format 3 decided otherwise, as far as it matters to this pipeline."""
+    """Yield the rules that releases of format 3 decided otherwise, as far as they matter to this pipeline."""
     prompts = config.trainer.samples_per_step // config.rollout.n
     by_samples = isinstance(config.balance, SamplesBalance)
     if not by_samples or len(set(config.domain_weights.values())) > 1 or prompts % len(config.domains):
@@ -300,7 +304,7 @@ def _other_rules(config: PipelineConfig) -> Iterator[str]:
     if config.trainer.lr_scheduler_type != "constant" and not config.trainer.min_lr_ratio:
         yield "how fast the learning rate falls to 0"
     objective = config.objective
-    if objective.weighting != "token_mean" and any(domain.acts for domain in config.domains.values()):
+    if objective.weighting != "token_mean" and any(domain.has_episodes for domain in config.domains.values()):
         yield "how much an episode of several segments weighs"
     if config.rollout.temperature != 1 and (objective.reward is not None or objective.kind == "sampled"):
         yield "which tokens are too old to be trained"
@@ -318,12 +322,12 @@ def _weights_only(found: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "student": student, "experts": experts}
 
 
-def _named(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _name_change(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Name what has changed: a file of the student, a domain, or an expert with its files that differ."""
-    sides = [_flat(side[name]) for side in (before, now) if isinstance(side.get(name), Mapping)]
+    sides = [_flatten(side[name]) for side in (before, now) if isinstance(side.get(name), Mapping)]
     if len(sides) < 2:
         return name
-    files = [dotted(key[1:]) for key in {**sides[0], **sides[1]} if sides[0].get(key) != sides[1].get(key)]
+    files = [dotted_key(key[1:]) for key in {**sides[0], **sides[1]} if sides[0].get(key) != sides[1].get(key)]
     return f"{name} ({', '.join(dict.fromkeys(file or 'domains' for file in files))})"
 
 
@@ -337,8 +341,8 @@ def version_warnings(recorded: Mapping[str, str], found: Mapping[str, str]) -> l
     ]
 
 
-def among(key: Key, patterns: Iterable[str]) -> bool:
-    """Whether a pattern stands for the key: part by part between the dots, and `*` at its end for what follows, too."""
+def matches_pattern(key: Key, patterns: Iterable[str]) -> bool:
+    """Return True if a pattern matches the key: part by part between the dots, and `*` at its end for what follows, too."""
     return any(_stands_for(pattern, key) for pattern in patterns)
 
 
@@ -348,17 +352,17 @@ def _stands_for(pattern: str, key: Key) -> bool:
     return alike and (len(key) == len(parts) or (len(key) > len(parts) and pattern.endswith("*")))
 
 
-def dotted(key: Key) -> str:
+def dotted_key(key: Key) -> str:
     """The key as people write it."""
     return ".".join(key)
 
 
-def _flat(data: Mapping[str, Any], above: Key = ()) -> dict[Key, Any]:
+def _flatten(data: Mapping[str, Any], above: Key = ()) -> dict[Key, Any]:
     """Flatten nested mappings; an empty mapping counts as no key."""
     flat: dict[Key, Any] = {}
     for name, value in data.items():
         key = (*above, str(name))
-        flat |= _flat(value, key) if isinstance(value, Mapping) else {key: value}
+        flat |= _flatten(value, key) if isinstance(value, Mapping) else {key: value}
     return flat
 
 
@@ -385,7 +389,7 @@ def _shown(value: Any) -> str:
     return "nothing" if value is None else str(value)
 
 
-def _table(changes: Mapping[str, tuple[Any, Any]]) -> str:
+def _change_table(changes: Mapping[str, tuple[Any, Any]]) -> str:
     rows = [("key", "the run", "now"), *((key, _shown(old), _shown(new)) for key, (old, new) in changes.items())]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join(

@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from opd.errors import RunDirError, StorageError
-from opd.files import place_dir, storing
+from opd.files import place_dir, raise_storage_errors
 from opd.live.status import is_held
 from opd.machine import leftovers
 from opd.run import checkpoints
@@ -61,7 +61,7 @@ def new_directory(root: Path) -> Iterator[RunPaths]:
     Raises: RunDirError if that is impossible, or if another command has begun a run in `root` meanwhile.
     """
     _clear_abandoned(root)
-    temporary = root.with_name(f".tmp-{root.name}-{leftovers.mark()}")
+    temporary = root.with_name(f".tmp-{root.name}-{leftovers.driver_mark()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
@@ -86,12 +86,12 @@ def _clear_abandoned(root: Path) -> None:
     """Delete what commands that are gone had begun to fill for `root`."""
     head = f".tmp-{root.name}-"
     for path in root.parent.glob(".tmp-*"):
-        if path.name.startswith(head) and not leftovers.alive(path.name.removeprefix(head)):
+        if path.name.startswith(head) and not leftovers.is_driver_alive(path.name.removeprefix(head)):
             shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
-def locked(paths: RunPaths) -> Iterator[None]:
+def lock_run_directory(paths: RunPaths) -> Iterator[None]:
     """Allow one driver per run directory. The system frees the lock when the process ends, however it ends."""
     try:
         with FileLock(paths.lock, timeout=LOOK_S, poll_interval=LOOK_S / 4):
@@ -102,10 +102,10 @@ def locked(paths: RunPaths) -> Iterator[None]:
 
 @contextmanager
 def locked_to_read(paths: RunPaths) -> Iterator[None]:
-    """Like `locked`, but a directory that may only be read goes without a lock. Raises: RunDirError if a merge is at work there."""
+    """Like `lock_run_directory`, but a directory that may only be read goes without a lock. Raises: RunDirError if a merge is at work there."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(paths))
+            stack.enter_context(lock_run_directory(paths))
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
@@ -124,10 +124,10 @@ def _at_work(paths: RunPaths) -> RunDirError:
 def says_what_is_intact(paths: RunPaths) -> Iterator[None]:
     """Within, the error of a full disk also names what is intact and how to go on. Raises: StorageError."""
     try:
-        with storing(paths.root):
+        with raise_storage_errors(paths.root):
             yield
     except StorageError as error:
-        steps = checkpoints.steps_of(paths.checkpoints)
+        steps = checkpoints.list_checkpoint_steps(paths.checkpoints)
         intact = f"checkpoint of step {steps[-1]}" if steps else "the run directory; no checkpoint was due yet"
         raise StorageError(
             f"{error}\n  intact: {intact}\n  fix:    make room or mend the disk, then `opd merge --resume {as_typed(paths.whole)}`"
@@ -137,12 +137,12 @@ def says_what_is_intact(paths: RunPaths) -> Iterator[None]:
 def link_files(source: Path, target: Path) -> None:
     """Put a directory's files under a second name, as hard links where the file system has them; what lies there goes."""
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target, copy_function=_link)
+    shutil.copytree(source, target, copy_function=_link_or_copy)
     for directory in (target, *(path for path in target.rglob("*") if path.is_dir())):
         directory.chmod(directory.stat().st_mode | stat.S_IRWXU)  # the source may be one that nobody may write to
 
 
-def _link(source: str, target: str) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:  # most likely no hard links here; the copy raises any other error again

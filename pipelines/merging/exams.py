@@ -11,7 +11,7 @@ from opd import loop
 from opd.config import PipelineConfig
 from opd.evaluation.evaluator import BEFORE, EXPERT, measure_before, measure_experts
 from opd.live.interfaces import Display
-from opd.records.scores import Evaluation, combined
+from opd.records.scores import Evaluation, combine_evaluations
 from opd.records.types import Teacher
 from opd.rollouts.worker import can_swap, model_shape
 from opd.run.paths import RunPaths
@@ -30,7 +30,7 @@ class StartingExams:
     paths: RunPaths
     shown: Display
 
-    def take(self) -> tuple[Evaluation, Evaluation]:
+    def measure_exams(self) -> tuple[Evaluation, Evaluation]:
         """The exam of the student before, and that of the experts; the engine holds the student afterwards."""
         inputs = self.inputs
         known = KnownExams(self.config, inputs, self.paths.root, self.shown.say)
@@ -41,28 +41,28 @@ class StartingExams:
             return measure_before(self.parts.evaluator, domains, self.shown.say)
 
         def start(domains: Sequence[str]) -> Evaluation:
-            found = self._told(known.measured(student.digest, domains, now), student)
+            found = self._announce_reuse(known.measure_or_reuse(student.digest, domains, now), student)
             return replace(found, model=BEFORE, step=0, tokens=0)
 
-        before = self._once("before", dict.fromkeys(inputs.exams, student.digest), start)
+        before = self._measure_once("before", dict.fromkeys(inputs.exams, student.digest), start)
         if not inputs.teachers:
             return before, Evaluation(model=EXPERT, scores={})
 
         def experts(domains: Sequence[str]) -> Evaluation:
-            one = [self._expert(known, domain, before.accuracy) for domain in domains]
-            found = combined(one, EXPERT)
+            one = [self._expert_exam(known, domain, before.accuracy) for domain in domains]
+            found = combine_evaluations(one, EXPERT)
             if len(found.cached) < len(domains):
                 self.parts.engine.load(self.config.student.model)
             return found
 
         digests = {domain: teacher.digest for domain, teacher in inputs.teachers.items()}
-        return before, self._once("expert", digests, experts)
+        return before, self._measure_once("expert", digests, experts)
 
-    def _once(
+    def _measure_once(
         self, name: str, weights: Mapping[str, str], measure: Callable[[Sequence[str]], Evaluation]
     ) -> Evaluation:
         """The exam in the run directory, completed by what is missing in it. `weights`: domain -> digest of who answers."""
-        file = self.paths.exam(name)
+        file = self.paths.evaluation_file(name)
         known = Evaluation.load(file) if file.exists() else None
         missing = [d for d in self.inputs.exams if not (known and known.is_of(d, weights[d]))]
         if known and not missing:
@@ -70,18 +70,18 @@ class StartingExams:
         found = measure(missing)
         found = replace(found, weights={domain: weights[domain] for domain in found.scores})
         if known:
-            found = combined([known, found], found.model)
+            found = combine_evaluations([known, found], found.model)
         self.parts.reporter.evaluation(name, found)
         return found
 
-    def _expert(self, known: KnownExams, domain: str, before: Mapping[str, float]) -> Evaluation:
+    def _expert_exam(self, known: KnownExams, domain: str, before: Mapping[str, float]) -> Evaluation:
         """The exam of one domain's expert; `before` are the student's accuracies."""
-        teacher, scratch = self.inputs.teachers[domain], self.paths.scratch("expert")
+        teacher, scratch = self.inputs.teachers[domain], self.paths.scratch_path("expert")
 
         def measure(domains: Sequence[str]) -> Evaluation:
             self.shown.doing(f"the exam of expert {teacher.name} on {domain}")
             return measure_experts(
-                self._hold,
+                self._load_expert,
                 self.parts.evaluator,
                 before,
                 dict.fromkeys(domains, teacher),
@@ -89,9 +89,9 @@ class StartingExams:
                 self.shown.say,
             )
 
-        return self._told(known.measured(teacher.digest, [domain], measure), teacher)
+        return self._announce_reuse(known.measure_or_reuse(teacher.digest, [domain], measure), teacher)
 
-    def _hold(self, directory: Path) -> None:
+    def _load_expert(self, directory: Path) -> None:
         """Have the engines hold an expert's model. They need to reach its files only if they cannot take its weights in place of the
         student's."""
         student = self.config.student.model
@@ -100,7 +100,7 @@ class StartingExams:
         else:
             self.parts.engine.load(directory)
 
-    def _told(self, found: Evaluation, who: Teacher) -> Evaluation:
+    def _announce_reuse(self, found: Evaluation, who: Teacher) -> Evaluation:
         """The same exam; what was taken over from another run is said."""
         for domain, source in found.cached.items():
             self.shown.say(f"{who.name}: {found.scores[domain].accuracy:.3f} on {domain}, cached from {source}")

@@ -1,4 +1,4 @@
-"""What `opd merge` looks at before it imports the engines' packages, which takes seconds."""
+"""Quick checks of `opd merge`, before it imports the engines' packages, which takes seconds."""
 
 from __future__ import annotations
 

@@ -42,22 +42,22 @@ class Journal:
 
     def write(self) -> None:
         """Bring the file up to date. Raises: OSError."""
-        self.now.write(self._paths.live, self._paths.scratch(self._paths.live.name))
+        self.now.write(self._paths.live, self._paths.scratch_path(self._paths.live.name))
 
-    def beside(self, displays: Displays) -> Displays:
+    def write_beside(self, displays: Displays) -> Displays:
         """The same displays; what they are told is written down too."""
 
         @contextmanager
         def both(begun: Beginning) -> Iterator[Display]:
             with displays(begun) as shown:
-                told = _Both(self, shown)
+                told = _JournalDisplay(self, shown)
                 told.doing("Ray starts")
                 yield told
 
         return both
 
 
-class _Both:
+class _JournalDisplay:
     """Hands everything on to a display, and notes it."""
 
     def __init__(self, journal: Journal, shown: Display) -> None:
@@ -66,7 +66,7 @@ class _Both:
 
     def say(self, line: str) -> None:
         # Not written yet: a signal's handler, which says things too, may come while the file is being written.
-        self._journal.now = self._journal.now.said(line)
+        self._journal.now = self._journal.now.with_note(line)
         self._shown.say(line)
 
     def doing(self, what: str) -> None:
@@ -84,7 +84,7 @@ class _Both:
 
 
 def end_of(error: BaseException) -> str:
-    """How a merge ends by this error: one of `opd.live.now.ENDS`."""
+    """Return the kind of end that this error means for a merge: one of `opd.live.now.ENDS`."""
     if isinstance(error, Paused):
         return PAUSED
     return STOPPED if isinstance(error, Interrupted | KeyboardInterrupt) else FAILED

@@ -17,9 +17,12 @@ from opd.run.paths import RunPaths
 def record_layouts(parts: Parts, paths: RunPaths, say: Callable[[str], None]) -> None:
     """Write `layouts.json`, and say which models cannot share a prompt, or cannot be packed by position ids alone."""
     student, teachers = parts.trainer.layout, parts.teachers.layouts
-    found = {"student": _record(student), "teachers": {name: _record(proof) for name, proof in teachers.items()}}
+    found = {
+        "student": _layout_record(student),
+        "teachers": {name: _layout_record(proof) for name, proof in teachers.items()},
+    }
     atomic_write_text(paths.layouts, json.dumps(found, indent=2))
-    for line in (*_lines("the student", student), *(_of_teachers(teachers))):
+    for line in (*_layout_lines("the student", student), *(_of_teachers(teachers))):
         say(line)
 
 
@@ -28,15 +31,17 @@ def _of_teachers(teachers: dict[str, LayoutProof]) -> Iterator[str]:
     for name, proof in teachers.items():
         by_layout.setdefault(proof.layout, []).append(name)
     for names in by_layout.values():
-        yield from _lines(f"{'teacher' if len(names) == 1 else 'teachers'} {', '.join(names)}", teachers[names[0]])
+        yield from _layout_lines(
+            f"{'teacher' if len(names) == 1 else 'teachers'} {', '.join(names)}", teachers[names[0]]
+        )
 
 
-def _record(proof: LayoutProof) -> dict[str, Any]:
+def _layout_record(proof: LayoutProof) -> dict[str, Any]:
     tried = {layout: error if math.isfinite(error) else None for layout, error in proof.tried.items()}
     return {"layout": proof.layout, "tried": tried}
 
 
-def _lines(who: str, proof: LayoutProof) -> Iterator[str]:
+def _layout_lines(who: str, proof: LayoutProof) -> Iterator[str]:
     refused = [layout for layout in proof.tried if layout not in (proof.layout, SHARED)]
     if SHARED in proof.tried and proof.layout != SHARED and proof.proven:
         error = proof.tried[SHARED]

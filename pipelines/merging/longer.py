@@ -20,21 +20,21 @@ from opd.errors import RunDirError
 from opd.run import checkpoints
 from opd.run.lineage import EXTENDED, LINEAGE
 from opd.run.paths import RunPaths
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.text import as_typed
 from pipelines.merging.directory import refuse_no_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Longer:
-    """A merge that is to take more steps."""
+class Extension:
+    """Further steps for a finished or stopped merge."""
 
     more: int
     at: int
-    """Step of the checkpoint that it goes on from."""
+    """Step of the newest checkpoint, from which training continues."""
 
-    def pipeline(self, config: PipelineConfig) -> PipelineConfig:
-        """The pipeline with the further steps."""
+    def extended_pipeline(self, config: PipelineConfig) -> PipelineConfig:
+        """Return the pipeline with the further steps, and with a record of the shorter learning-rate decay before them."""
         trainer = config.trainer
         update: dict[str, Any] = {"steps": trainer.steps + self.more}
         if trainer.lr_scheduler_type != "constant":
@@ -44,14 +44,14 @@ class Longer:
             update["extended"] = (*(one for one in trainer.extended if one.at < self.at), shorter)
         return config.model_copy(update={"trainer": trainer.model_copy(update=update)})
 
-    def manifest(self, recorded: Mapping[str, Any], paths: RunPaths) -> dict[str, Any]:
-        """The manifest with the further steps, and an event in its lineage.
+    def extended_manifest(self, recorded: Mapping[str, Any], paths: RunPaths) -> dict[str, Any]:
+        """Return the manifest with the further steps, and an event in its lineage.
 
         Raises: RunDirError for a run that an extension before has not brought to its end.
         """
-        before = validate(PipelineConfig, recorded["config"], paths.manifest)
+        before = validate_section(PipelineConfig, recorded["config"], paths.manifest)
         self._refuse_on_its_way(recorded, before.trainer.steps, paths)
-        now = self.pipeline(before)
+        now = self.extended_pipeline(before)
         event = {
             "event": EXTENDED,
             "after_step": self.at,
@@ -67,7 +67,7 @@ class Longer:
         }
 
     def _refuse_on_its_way(self, recorded: Mapping[str, Any], steps: int, paths: RunPaths) -> None:
-        """The same command given again after Ctrl-C would add its steps a second time."""
+        """Refuse an extension of an unfinished extension: repeating the command after Ctrl-C would add its steps twice."""
         events = recorded.get(LINEAGE, ())
         if events and events[-1]["event"] == EXTENDED and self.at < steps:
             raise RunDirError.at(
@@ -77,8 +77,8 @@ class Longer:
                 fix=f"`opd merge --resume {as_typed(paths.root)}` goes on to that end; extend it then",
             )
 
-    def notices(self, config: PipelineConfig) -> list[str]:
-        """Sentences about the longer pipeline `config`: how long it is, and in what it is not the run of so many steps."""
+    def extension_notices(self, config: PipelineConfig) -> list[str]:
+        """Return sentences on the length of the extended pipeline `config`, and on its differences from one run of that length."""
         trainer, taken = config.trainer, f"the {self.at} steps already taken"
         said = [f"{trainer.steps} steps in all, {self.more} more than before; the run goes on after step {self.at}"]
         if trainer.lr_scheduler_type != "constant":
@@ -93,7 +93,7 @@ class Longer:
         return said
 
 
-def longer(paths: RunPaths, more: int) -> Longer:
+def plan_extension(paths: RunPaths, more: int) -> Extension:
     """Check that a run can be made longer by so many steps; needs no torch and reads no weights.
 
     Raises: RunDirError if it is no run, a merge in several rounds or one of them, or has no checkpoint.
@@ -108,7 +108,7 @@ def longer(paths: RunPaths, more: int) -> Longer:
             wanted="a merge of one round",
             fix=f"start a new merge whose student.model is {RunPaths(paths.whole).model}",
         )
-    steps = checkpoints.steps_of(paths.checkpoints)
+    steps = checkpoints.list_checkpoint_steps(paths.checkpoints)
     if not steps:
         raise RunDirError.at(
             paths.checkpoints,
@@ -116,4 +116,4 @@ def longer(paths: RunPaths, more: int) -> Longer:
             wanted="the checkpoint of the last step, with weights and optimiser",
             fix=f"put it back, or start a new merge whose student.model is {paths.model}",
         )
-    return Longer(more=more, at=steps[-1])
+    return Extension(more=more, at=steps[-1])

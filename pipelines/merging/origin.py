@@ -35,7 +35,7 @@ def origin_of(given: str) -> Origin:
     named = bool(mark) and tail.isdecimal()
     paths = RunPaths(Path(head if named else given))
     refuse_no_run(paths)
-    steps = checkpoints.steps_of(paths.checkpoints)
+    steps = checkpoints.list_checkpoint_steps(paths.checkpoints)
     if not steps or (named and int(tail) not in steps):
         raise RunDirError.at(
             f"--from {given}",
@@ -45,10 +45,10 @@ def origin_of(given: str) -> Origin:
             wanted="RUN_DIR@STEP, the step of a checkpoint that is there, or RUN_DIR for the newest",
             fix="name one of these steps; checkpoint.keep and checkpoint.keep_every say which ones a run keeps"
             if steps
-            else f"give {_rounds(paths)} to start from its weights alone, set student.model to the model that it left",
+            else f"give {_read_rounds(paths)} to start from its weights alone, set student.model to the model that it left",
         )
     return Origin(paths, int(tail) if named else steps[-1])
 
 
-def _rounds(paths: RunPaths) -> str:
-    return f"a round, such as {paths.round(1).root};" if paths.rounds.exists() else "another run;"
+def _read_rounds(paths: RunPaths) -> str:
+    return f"a round, such as {paths.round_dir(1).root};" if paths.rounds.exists() else "another run;"

@@ -18,16 +18,16 @@ from opd.evaluation.evaluator import MERGED
 from opd.files import atomic_write_text
 from opd.records.scores import Evaluation
 from opd.report import write_report
-from opd.run.metrics import MetricsFile, steps_and_tokens
+from opd.run.metrics import MetricsFile, count_steps_and_tokens
 from opd.run.paths import RunPaths, step_name
 from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
 
 T = TypeVar("T")
 
 
-def trained(metrics: Path) -> tuple[int, int]:
+def trained_so_far(metrics: Path) -> tuple[int, int]:
     """`steps_and_tokens` of a metrics file."""
-    return steps_and_tokens(MetricsFile(metrics).read())
+    return count_steps_and_tokens(MetricsFile(metrics).read())
 
 
 def of_merged(found: Evaluation, model: Path, steps: int, tokens: int) -> Evaluation:
@@ -50,12 +50,12 @@ def take_back(paths: RunPaths, done: int, steps: int) -> None:
             file.unlink()
     if done >= steps:
         return
-    after = paths.exam("after")
+    after = paths.evaluation_file("after")
     if after.exists():
         found = Evaluation.load(after)
         step = found.step or _stored_steps(paths.report)
         if step is not None and step <= done:
-            replace(found, step=step).save(paths.exam(step_name(step)))
+            replace(found, step=step).save(paths.evaluation_file(step_name(step)))
         after.unlink()
     public, weights = read_lm_eval(paths.lm_eval), lm_eval_weights(paths.lm_eval)
     if MERGED in public:

@@ -20,13 +20,13 @@ from opd.config import PipelineConfig, as_begun, load_pipeline, rounds_of
 from opd.config.pipeline import RoundConfig
 from opd.errors import RunDirError
 from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED
-from opd.files import atomic_write_text, replace_dir, sweep
-from opd.records.scores import Evaluation, combined
+from opd.files import atomic_write_text, replace_dir, sweep_temporary_files
+from opd.records.scores import Evaluation, combine_evaluations
 from opd.report import build_report, read_run, write_report
 from opd.run import checkpoints
-from opd.run.metrics import steps_and_tokens
+from opd.run.metrics import count_steps_and_tokens
 from opd.run.paths import EXAMS, RunPaths
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
 from pipelines.evaluation.models import evaluate_models
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
@@ -39,12 +39,12 @@ from pipelines.merging.changes import (
     accept_changes,
     refuse_changed_inputs,
     refuse_columns_of_registered_prompts,
-    unrecorded,
+    warn_unrecorded,
 )
-from pipelines.merging.directory import link_files, locked, new_directory, refuse_existing
+from pipelines.merging.directory import link_files, lock_run_directory, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, with_absolute_paths, write_inputs
-from pipelines.merging.run import Run
-from pipelines.merging.surroundings import TERMINAL, Surroundings
+from pipelines.merging.run import MergeRun
+from pipelines.merging.surroundings import TERMINAL, MergeCallbacks
 
 FORMAT = 1
 """The format of `rounds.json`."""
@@ -68,16 +68,16 @@ class Rounds:
     """The checkpoint of the round under way to go on from; None for a run that begins."""
     tell: Tell
 
-    def carry_out(self, around: Surroundings = TERMINAL) -> dict[str, Any]:
-        """Take all rounds to their end. Returns the report. Raises: what `pipelines.merging.run.Run.carry_out` raises."""
-        with locked(RunPaths(self.root)):
+    def carry_out(self, around: MergeCallbacks = TERMINAL) -> dict[str, Any]:
+        """Take all rounds to their end. Returns the report. Raises: what `pipelines.merging.run.MergeRun.carry_out` raises."""
+        with lock_run_directory(RunPaths(self.root)):
             if self.resume_from is None:
                 return _go_on(self, self.plan, checkpoints.LATEST, around)
-            sweep(self.root)
+            sweep_temporary_files(self.root)
             return _go_on(self, _checked_again(self), self.resume_from, around)
 
 
-def begin(config: PipelineConfig, root: Path, tell: Tell) -> Run | Rounds:
+def begin_rounds(config: PipelineConfig, root: Path, tell: Tell) -> MergeRun | Rounds:
     """Begin a new merge, whose run directory `root` must not exist; from here on it can be resumed.
 
     Raises: OpdError before anything is written. All rounds are checked before the first begins.
@@ -88,22 +88,22 @@ def begin(config: PipelineConfig, root: Path, tell: Tell) -> Run | Rounds:
     configs = rounds_of(config)
     inputs = _check_all(configs)
     config, *configs = [on_day(one, inputs[0].template_date) for one in (config, *configs)]
-    plan = [_facts(one, found) for one, found in zip(configs, inputs, strict=True)]
+    plan = [_exam_facts(one, found) for one, found in zip(configs, inputs, strict=True)]
     with new_directory(root) as temporary:
-        _write(temporary, config, plan)
+        _write_rounds(temporary, config, plan)
     return Rounds(config=config, configs=configs, root=root, plan=plan, resume_from=None, tell=tell)
 
 
-def reopen(
+def reopen_rounds(
     root: Path, config: PipelineConfig | None, overrides: list[str] | None, wanted: str, tell: Tell
-) -> Run | Rounds:
+) -> MergeRun | Rounds:
     """Reopen an interrupted merge, to go on in its round or with the next one. See `pipelines.merging.run.reopen`."""
     paths = RunPaths(root)
     if not paths.rounds.exists():
         return merging.reopen(root, config, overrides, wanted)
     recorded = _read_plan(paths.rounds)
     config = config or load_pipeline(paths.pipeline, overrides)
-    begun = [validate(PipelineConfig, facts["config"], paths.rounds) for facts in recorded]
+    begun = [validate_section(PipelineConfig, facts["config"], paths.rounds) for facts in recorded]
     config = as_recorded(config, begun[0])
     configs = rounds_of(config)
     if len(configs) != len(recorded):
@@ -124,15 +124,15 @@ def _checked_again(run: Rounds) -> list[Facts]:
     """
     paths, first = RunPaths(run.root), _num_finished(run.configs, run.root)
     inputs = _check_all(run.configs[first:])
-    found = [_facts(one, its) for one, its in zip(run.configs[first:], inputs, strict=True)]
+    found = [_exam_facts(one, its) for one, its in zip(run.configs[first:], inputs, strict=True)]
     changes = []
     for before, now, config, its in zip(run.plan[first:], found, run.configs[first:], inputs, strict=True):
         refuse_changed_inputs(before, now, paths.rounds)
         refuse_columns_of_registered_prompts(before, config, its, paths.rounds)
-        changes += unrecorded(before) + accept_changes(before["config"], now["config"], paths.rounds)
+        changes += warn_unrecorded(before) + accept_changes(before["config"], now["config"], paths.rounds)
     plan = [*run.plan[:first], *found]
     if changes:
-        _write(paths, run.config, plan)
+        _write_rounds(paths, run.config, plan)
     return plan
 
 
@@ -145,24 +145,29 @@ def _check_all(configs: Sequence[PipelineConfig]) -> list[Inputs]:
     return inputs
 
 
-def _facts(config: PipelineConfig, inputs: Inputs) -> Facts:
+def _exam_facts(config: PipelineConfig, inputs: Inputs) -> Facts:
     teachers = {domain: teacher.digest for domain, teacher in inputs.teachers.items()}
     return {**manifest_of(config, inputs), "teachers": teachers}
 
 
-def _write(paths: RunPaths, config: PipelineConfig, plan: Sequence[Facts]) -> None:
+def _write_rounds(paths: RunPaths, config: PipelineConfig, plan: Sequence[Facts]) -> None:
     """Write the files that say what the rounds are."""
     experts = {name: facts for one in plan for name, facts in one["experts"].items()}
     sizes = {name: size for one in plan for name, size in one["models"]["experts"].items()}
     first = {key: facts for key, facts in plan[0].items() if key != "teachers"}
     write_inputs(
         paths,
-        first | {"config": _whole(config, plan), "experts": experts, "models": {**first["models"], "experts": sizes}},
+        first
+        | {
+            "config": _whole_pipeline(config, plan),
+            "experts": experts,
+            "models": {**first["models"], "experts": sizes},
+        },
     )
     atomic_write_text(paths.rounds, json.dumps({"format": FORMAT, "rounds": plan}, indent=1))
 
 
-def _whole(config: PipelineConfig, plan: Sequence[Facts]) -> dict[str, Any]:
+def _whole_pipeline(config: PipelineConfig, plan: Sequence[Facts]) -> dict[str, Any]:
     """The pipeline of all rounds, with absolute paths and bases of adapters as the checked pipelines of the rounds have them."""
     data = with_absolute_paths(config)
     for name, expert in data["experts"].items():
@@ -172,11 +177,11 @@ def _whole(config: PipelineConfig, plan: Sequence[Facts]) -> dict[str, Any]:
     if isinstance(config.rounds, list):
         # By way of JSON, which has lists in place of tuples.
         first, *others = json.loads(json.dumps([data, *(one["config"] for one in plan[1:])]))
-        data["rounds"] = [{}, *(_difference(first, other) for other in others)]
+        data["rounds"] = [{}, *(_round_difference(first, other) for other in others)]
     return data
 
 
-def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def _round_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """The `RoundConfig` that turns `first` into `other`."""
     found = {key: other[key] for key in RoundConfig.model_fields if other[key] != first[key]}
     for key in ("rollout", "teachers", "objective", "trainer"):
@@ -208,19 +213,19 @@ def _read_plan(file: Path) -> list[Facts]:
 def _num_finished(configs: Sequence[PipelineConfig], root: Path) -> int:
     """Number of finished rounds, counted from the first."""
     for index, config in enumerate(configs):
-        paths = RunPaths(root).round(index + 1)
+        paths = RunPaths(root).round_dir(index + 1)
         measured = not config.evaluate.lm_eval.tasks or MERGED in read_lm_eval(paths.lm_eval)
         if not paths.report.exists() or not measured:
             return index
     return len(configs)
 
 
-def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str, around: Surroundings) -> dict[str, Any]:
+def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str, around: MergeCallbacks) -> dict[str, Any]:
     """Merge the rounds that are left, then make the results of the whole."""
     configs, whole, num = run.configs, RunPaths(run.root), len(run.configs)
     finished = _num_finished(configs, run.root)
     if wanted not in (checkpoints.LATEST, checkpoints.LATEST_VALID) and (
-        finished == num or not whole.round(finished + 1).root.exists()
+        finished == num or not whole.round_dir(finished + 1).root.exists()
     ):
         raise RunDirError.at(
             f"--resume-from {wanted}",
@@ -230,39 +235,41 @@ def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str, around: Surroundings
         )
     with around.signals() as signals:
         for index in range(finished, num):
-            config, paths = configs[index], whole.round(index + 1)
+            config, paths = configs[index], whole.round_dir(index + 1)
             if index:
-                student = config.student.model_copy(update={"model": whole.round(index).model})
+                student = config.student.model_copy(update={"model": whole.round_dir(index).model})
                 config = config.model_copy(update={"student": student})
             if paths.root.exists():
                 run.tell(f"round {index + 1} of {num}: going on")
                 merging.resume(paths.root, config, None, wanted, around)
             elif index:
                 run.tell(f"round {index + 1} of {num}: from the model of round {index}")
-                _begin(config, index, plan, run, around)
+                _begin_round(config, index, plan, run, around)
             else:
                 run.tell(f"round 1 of {num}")
                 merging.start(config, paths.root, around=around)
-            if signals.asked() and index + 1 < num:
+            if signals.should_leave() and index + 1 < num:
                 raise Interrupted(config.trainer.steps, run.root, signals.number)
-        return _finish(run, plan)
+        return _finish_rounds(run, plan)
 
 
-def _begin(config: PipelineConfig, index: int, plan: Sequence[Facts], run: Rounds, around: Surroundings) -> None:
+def _begin_round(
+    config: PipelineConfig, index: int, plan: Sequence[Facts], run: Rounds, around: MergeCallbacks
+) -> None:
     """Start round `index`, counted from 0, which is not the first, with the evaluations of the round before.
 
     Raises: what `pipelines.merging.run.start` raises.
     """
     whole = RunPaths(run.root)
-    before = whole.round(index)
-    facts = _facts(config, read_inputs(config))
+    before = whole.round_dir(index)
+    facts = _exam_facts(config, read_inputs(config))
     refuse_changed_inputs(plan[index] | {"student": facts["student"]}, facts, whole.rounds)
     if before.checkpoints.exists() or before.targets.exists():
         run.tell(f"round {index} is finished: its checkpoints are deleted, its model stays")
         shutil.rmtree(before.checkpoints, ignore_errors=True)
         shutil.rmtree(before.targets, ignore_errors=True)
     known = known_evaluations(before, plan[index - 1], facts)
-    merging.start(config, whole.round(index + 1).root, known, around)
+    merging.start(config, whole.round_dir(index + 1).root, known, around)
 
 
 def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, str]:
@@ -274,11 +281,11 @@ def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, s
     experts = [domain for domain in exams if before["teachers"][domain] == now["teachers"][domain]]
     known = {}
     for name, source, model, domains in (("before", "after", BEFORE, exams), ("expert", "expert", EXPERT, experts)):
-        found = _only(Evaluation.load(paths.exam(source)), model, domains)
+        found = _restrict_evaluation(Evaluation.load(paths.evaluation_file(source)), model, domains)
         if found.scores:
             if model == BEFORE:
                 found = replace(found, step=0, tokens=0)  # the next round starts from this model
-            known[paths.exam(name).name] = found.as_text()
+            known[paths.evaluation_file(name).name] = found.as_text()
     public = read_lm_eval(paths.lm_eval)
     if public:
         weights = lm_eval_weights(paths.lm_eval)
@@ -300,7 +307,7 @@ def _same_exam(domain: str, before: Facts, now: Facts) -> bool:
     return exam(before) == exam(now)
 
 
-def _only(found: Evaluation, model: str, domains: Sequence[str]) -> Evaluation:
+def _restrict_evaluation(found: Evaluation, model: str, domains: Sequence[str]) -> Evaluation:
     return Evaluation(
         model=model,
         scores={domain: score for domain, score in found.scores.items() if domain in domains},
@@ -310,32 +317,32 @@ def _only(found: Evaluation, model: str, domains: Sequence[str]) -> Evaluation:
     )
 
 
-def _finish(run: Rounds, plan: Sequence[Facts]) -> dict[str, Any]:
+def _finish_rounds(run: Rounds, plan: Sequence[Facts]) -> dict[str, Any]:
     """Make model, evaluations and report of the whole. The report comes last: it is the sign that all is complete."""
     configs, paths = run.configs, RunPaths(run.root)
-    rounds = [paths.round(index + 1) for index in range(len(configs))]
+    rounds = [paths.round_dir(index + 1) for index in range(len(configs))]
     _take_model(rounds[-1].model, paths.model)
     paths.evaluation.mkdir(exist_ok=True)
-    measured = {name: [Evaluation.load(one.exam(name)) for one in rounds] for name in EXAMS}
-    combined(measured["expert"], EXPERT).save(paths.exam("expert"))
+    measured = {name: [Evaluation.load(one.evaluation_file(name)) for one in rounds] for name in EXAMS}
+    combine_evaluations(measured["expert"], EXPERT).save(paths.evaluation_file("expert"))
     for name, found, in_rounds, model in (
         ("before", measured["before"], configs, configs[0].student.model),
         ("after", measured["after"][::-1], configs[::-1], paths.model),
     ):
-        if not paths.exam(name).exists():  # it exists if a finished run is resumed
-            whole = _elsewhere(found, in_rounds, model, run.tell)
-            steps, tokens = steps_and_tokens(read_run(run.root).records) if name == "after" else (0, 0)
-            replace(whole, step=steps, tokens=tokens).save(paths.exam(name))
+        if not paths.evaluation_file(name).exists():  # it exists if a finished run is resumed
+            whole = _complete_evaluations(found, in_rounds, model, run.tell)
+            steps, tokens = count_steps_and_tokens(read_run(run.root).records) if name == "after" else (0, 0)
+            replace(whole, step=steps, tokens=tokens).save(paths.evaluation_file(name))
     files = read_run(run.root)
     # Read from the files: `read_run` gives no final exam, because a run without a report counts as unfinished.
-    exams = {name: Evaluation.load(paths.exam(name)).accuracy for name in EXAMS}
+    exams = {name: Evaluation.load(paths.evaluation_file(name)).accuracy for name in EXAMS}
     wall_s = sum(one.stored["wall_s"] for one in files.rounds if one.stored)
     report = build_report(configs[0].name, exams, files.records, wall_s=wall_s, versions=plan[-1]["versions"])
     atomic_write_text(paths.report, json.dumps(report, indent=2))
     return write_report(run.root)
 
 
-def _elsewhere(
+def _complete_evaluations(
     measured: Sequence[Evaluation], configs: Sequence[PipelineConfig], model_dir: Path, tell: Tell
 ) -> Evaluation:
     """Complete the first of `measured`: its model also takes the exams of domains that only other rounds have."""
@@ -345,7 +352,7 @@ def _elsewhere(
         if missing:
             tell(f"{found.model}: on the domains of another round, {', '.join(missing)}")
             (more,) = evaluate_models(config, [model_dir], missing, tell).values()
-            found = combined([found, more], found.model)
+            found = combine_evaluations([found, more], found.model)
     return found
 
 

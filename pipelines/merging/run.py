@@ -18,10 +18,10 @@ from typing import Any
 
 from opd import loop
 from opd.cluster import WorkerDied, ray_session
-from opd.config import PipelineConfig, load_pipeline, overlaps
+from opd.config import PipelineConfig, is_overlapped, load_pipeline
 from opd.errors import ModelError, RunDirError, RunError, StorageError
 from opd.evaluation.evaluator import MERGED
-from opd.files import atomic_write_text, replace_dir, storing, sweep
+from opd.files import atomic_write_text, raise_storage_errors, replace_dir, sweep_temporary_files
 from opd.live.displays import Beginning
 from opd.live.interfaces import Display
 from opd.records.scores import Evaluation
@@ -30,10 +30,10 @@ from opd.run import checkpoints
 from opd.run.checkpoints import Checkpoint
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.sinks import open_sinks
 from opd.text import as_typed
-from pipelines.build import build, num_workers
+from pipelines.build import build_merge, num_workers
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.inputs.gpu_memory import refuse_crowded_gpus
 from pipelines.inputs.memory import refuse_too_large
@@ -45,54 +45,60 @@ from pipelines.merging import card
 from pipelines.merging.changes import (
     accept_changes,
     changed_rules,
-    identity,
     refuse_changed_inputs,
     refuse_columns_of_registered_prompts,
     refuse_foreign,
     refuse_lost_records,
-    unrecorded,
+    run_identity,
     version_warnings,
+    warn_unrecorded,
 )
 from pipelines.merging.companions import read_companions
-from pipelines.merging.directory import locked, new_directory, refuse_existing, refuse_no_run, says_what_is_intact
+from pipelines.merging.directory import (
+    lock_run_directory,
+    new_directory,
+    refuse_existing,
+    refuse_no_run,
+    says_what_is_intact,
+)
 from pipelines.merging.exams import StartingExams
 from pipelines.merging.journal import Journal
 from pipelines.merging.layouts import record_layouts
-from pipelines.merging.longer import Longer
+from pipelines.merging.longer import Extension
 from pipelines.merging.manifest import (
     finish_inputs,
+    library_versions,
     manifest_of,
     own_pipeline,
     read_manifest,
-    renewed,
+    renew_manifest,
     replace_inputs,
-    versions,
     write_inputs,
 )
-from pipelines.merging.results import of_merged, take_back, trained
-from pipelines.merging.surroundings import TERMINAL, Surroundings
+from pipelines.merging.results import of_merged, take_back, trained_so_far
+from pipelines.merging.surroundings import TERMINAL, MergeCallbacks
 from pipelines.placement import beside_the_driver, refuse_unplaceable, reserve_places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class MergeRun:
     """A merge of one round in its run directory, checked; it stays the same however often the workers are started again."""
 
     config: PipelineConfig
     inputs: Inputs
     paths: RunPaths
     identity: Mapping[str, Any]
-    """What `pipelines.merging.changes.identity` found when the run began."""
+    """Result of `pipelines.merging.changes.run_identity` when the run began."""
     notices: tuple[str, ...] = ()
     """Notices for the user before the workers start."""
     resume_from: str | None = None
-    """The checkpoint to go on from, as `opd.run.checkpoints.choose` takes it; None for a run that begins."""
+    """The checkpoint to go on from, as `opd.run.checkpoints.choose_checkpoint` takes it; None for a run that begins."""
     changed: Mapping[str, Any] | None = None
     """The manifest with the changes of this resume; None if the one in the run directory is still right."""
-    around: Surroundings = TERMINAL
-    """What the run shows and listens to; `carry_out` sets it."""
+    around: MergeCallbacks = TERMINAL
+    """Display, signals and sinks of the run; `carry_out` sets them."""
 
-    def carry_out(self, around: Surroundings = TERMINAL) -> dict[str, Any]:
+    def carry_out(self, around: MergeCallbacks = TERMINAL) -> dict[str, Any]:
         """Take the run to its end. Returns the report.
 
         If a worker dies and the step cannot replace it, all workers are started again, and the run goes on from its last
@@ -102,8 +108,8 @@ class Run:
         Interrupted after Ctrl-C, also if a worker dies then.
         """
         notices, most = list(self.notices), self.config.cluster.max_restarts
-        with locked(self.paths), says_what_is_intact(self.paths), Journal(self.paths) as journal:
-            around = replace(around, display=journal.beside(around.display))
+        with lock_run_directory(self.paths), says_what_is_intact(self.paths), Journal(self.paths) as journal:
+            around = replace(around, display=journal.write_beside(around.display))
             checkpoint = _go_on_from(self, self.resume_from, notices) if self.resume_from else None
             if self.changed:
                 replace_inputs(self.paths, self.changed)
@@ -116,21 +122,21 @@ class Run:
             with around.signals() as signals:
                 for restart in itertools.count(1):
                     try:
-                        return _session(run, checkpoint, notices, signals)
+                        return _run_session(run, checkpoint, notices, signals)
                     except WorkerDied as error:
                         if restart > most or (error.start_error and error.start_error == start_error):
                             raise
                         start_error = error.start_error
                         notices = [f"{error}", f"starting all workers again, {restart} of {most} times"]
                         checkpoint = _go_on_from(self, checkpoints.LATEST, notices)
-                        if signals.asked():  # a scheduler's SIGTERM may have gone to the workers, too
+                        if signals.should_leave():  # a scheduler's SIGTERM may have gone to the workers, too
                             done = checkpoint.step if checkpoint else 0
                             raise Interrupted(done, self.paths.root, signals.number, died=error) from None
         raise AssertionError("the last attempt returns or raises")
 
 
 def start(
-    config: PipelineConfig, root: Path, known: Mapping[str, str] | None = None, around: Surroundings = TERMINAL
+    config: PipelineConfig, root: Path, known: Mapping[str, str] | None = None, around: MergeCallbacks = TERMINAL
 ) -> dict[str, Any]:
     """`begin` a run and carry it out. Returns the report."""
     return begin(config, root, known).carry_out(around)
@@ -141,7 +147,7 @@ def resume(
     config: PipelineConfig | None = None,
     overrides: list[str] | None = None,
     wanted: str = checkpoints.LATEST,
-    around: Surroundings = TERMINAL,
+    around: MergeCallbacks = TERMINAL,
 ) -> dict[str, Any]:
     """`reopen` a run and carry it out. Returns the report."""
     return reopen(root, config, overrides, wanted).carry_out(around)
@@ -152,7 +158,7 @@ def start_or_resume(config: PipelineConfig, root: Path) -> dict[str, Any]:
     return resume(root) if root.exists() else start(config, root)
 
 
-def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = None) -> Run:
+def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = None) -> MergeRun:
     """Begin a new merge of one round, whose run directory `root` must not exist; from here on it can be resumed.
 
     `known`: name -> text of files of `evaluation/` that were measured before and are not measured again.
@@ -166,7 +172,7 @@ def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
     refuse_unplaceable(config)
     read_companions(config, inputs)  # what the merged model needs at the end can be read now
     manifest = manifest_of(config, inputs)
-    manifest["identity"] = identity(manifest)
+    manifest["identity"] = run_identity(manifest)
     with new_directory(root) as temporary:
         write_inputs(temporary, manifest)
         if known:
@@ -174,7 +180,7 @@ def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
             for name, text in known.items():
                 atomic_write_text(temporary.evaluation / name, text)
     # From here on `opd merge --resume` works, even without a checkpoint.
-    return Run(
+    return MergeRun(
         config=config, inputs=inputs, paths=RunPaths(root), identity=manifest["identity"], notices=tuple(notices)
     )
 
@@ -184,35 +190,35 @@ def reopen(
     config: PipelineConfig | None = None,
     overrides: list[str] | None = None,
     wanted: str = checkpoints.LATEST,
-) -> Run:
+) -> MergeRun:
     """Reopen an interrupted merge, to go on from a checkpoint, or from the start if it has none.
 
     `config` replaces the run's own pipeline, `overrides` change it; both may change only what `pipelines.merging.changes`
-    lists; `wanted` is what `opd.run.checkpoints.choose` takes. Raises: OpdError, and then nothing is written.
+    lists; `wanted` is what `opd.run.checkpoints.choose_checkpoint` takes. Raises: OpdError, and then nothing is written.
     """
     paths = RunPaths(root)
     refuse_no_run(paths)
     recorded = read_manifest(paths)
     config = config or load_pipeline(own_pipeline(paths, recorded), overrides)
-    return _reopened(paths, recorded, config, wanted)
+    return _make_resumed_run(paths, recorded, config, wanted)
 
 
-def extend(root: Path, longer: Longer, overrides: list[str] | None = None) -> Run:
+def extend(root: Path, longer: Extension, overrides: list[str] | None = None) -> MergeRun:
     """Reopen a finished or stopped merge to take further steps from its newest checkpoint.
 
     `overrides` are those of `reopen`. Raises: OpdError, and then nothing is written.
     """
     paths = RunPaths(root)
     before = read_manifest(paths)
-    recorded = longer.manifest(before, paths)
-    config = longer.pipeline(load_pipeline(own_pipeline(paths, before), overrides))
-    run = _reopened(paths, recorded, config, checkpoints.LATEST)
-    return replace(run, notices=(*longer.notices(config), *run.notices), changed=run.changed or recorded)
+    recorded = longer.extended_manifest(before, paths)
+    config = longer.extended_pipeline(load_pipeline(own_pipeline(paths, before), overrides))
+    run = _make_resumed_run(paths, recorded, config, checkpoints.LATEST)
+    return replace(run, notices=(*longer.extension_notices(config), *run.notices), changed=run.changed or recorded)
 
 
-def _reopened(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConfig, wanted: str) -> Run:
+def _make_resumed_run(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConfig, wanted: str) -> MergeRun:
     """The run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
-    config = as_recorded(config, validate(PipelineConfig, recorded["config"], paths.manifest))
+    config = as_recorded(config, validate_section(PipelineConfig, recorded["config"], paths.manifest))
     inputs = read_inputs(config)
     refuse_too_large(config, inputs)
     crowded = refuse_crowded_gpus(config, inputs)
@@ -222,35 +228,35 @@ def _reopened(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConf
     refuse_changed_inputs(recorded, found, paths.manifest)
     changes = accept_changes(recorded["config"], found["config"], paths.manifest)
     refuse_columns_of_registered_prompts(recorded, config, inputs, paths.manifest)
-    older = unrecorded(recorded)
-    steps = checkpoints.steps_of(paths.checkpoints)
+    older = warn_unrecorded(recorded)
+    steps = checkpoints.list_checkpoint_steps(paths.checkpoints)
     if wanted != checkpoints.LATEST or not steps or steps[-1] < config.trainer.steps:
         older += changed_rules(recorded, config)
-    return Run(
+    return MergeRun(
         config=config,
         inputs=inputs,
         paths=paths,
         identity=recorded["identity"],
         notices=(*version_warnings(recorded["versions"], found["versions"]), *older, *changes, *crowded),
         resume_from=wanted,
-        changed=renewed(recorded, found) if changes or older else None,
+        changed=renew_manifest(recorded, found) if changes or older else None,
     )
 
 
-def _go_on_from(run: Run, wanted: str, notices: list[str]) -> Checkpoint | None:
+def _go_on_from(run: MergeRun, wanted: str, notices: list[str]) -> Checkpoint | None:
     """Choose and verify the checkpoint to go on from, and set later ones aside. Adds to `notices`.
 
     Raises: RunDirError; then nothing has changed, except that leftovers of a killed process are gone.
     """
     paths = run.paths
     for directory in (paths.root, paths.checkpoints, paths.targets):
-        sweep(directory)
-    checkpoint = checkpoints.choose(paths.checkpoints, wanted, notices.append)
+        sweep_temporary_files(directory)
+    checkpoint = checkpoints.choose_checkpoint(paths.checkpoints, wanted, notices.append)
     if checkpoint:
         refuse_foreign(checkpoint, run.identity)
         _refuse_fewer_steps(run.config, checkpoint.step)
         refuse_lost_records(run.config, paths, checkpoint.step)
-        aside = checkpoints.supersede(paths.checkpoints, checkpoint.step)
+        aside = checkpoints.set_newer_aside(paths.checkpoints, checkpoint.step)
         if aside:
             notices.append(f"set aside, since the run goes on from step {checkpoint.step}: {', '.join(aside)}")
     return checkpoint
@@ -266,7 +272,9 @@ def _refuse_fewer_steps(config: PipelineConfig, done: int) -> None:
         )
 
 
-def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], signals: Interrupts) -> dict[str, Any]:
+def _run_session(
+    run: MergeRun, checkpoint: Checkpoint | None, notices: Sequence[str], signals: Interrupts
+) -> dict[str, Any]:
     """Take the run from a checkpoint to its report, with new workers. Raises: WorkerDied; as `_leave_early`."""
     began = time.monotonic()
     config, paths = run.config, run.paths
@@ -282,23 +290,23 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
         open_sinks(config.logging, paths.root, done) as sinks,
         ray_session(config.cluster, num_workers(config)),
     ):
-        _introduce(run, notices, shown)
-        _reserve(config, shown)
-        parts = build(config, run.inputs, paths, shown, run.identity, [*sinks, *run.around.sinks])
+        _print_notices(run, notices, shown)
+        _reserve_workers(config, shown)
+        parts = build_merge(config, run.inputs, paths, shown, run.identity, [*sinks, *run.around.sinks])
         record_layouts(parts, paths, shown.say)
         parts.sync.begin()
         before, expert = _before_and_experts(parts, run, shown)
         parts.monitors.begin(records, expert)
-        with signals.asking(shown.say):
+        with signals.handle_first_signal(shown.say):
             if checkpoint:
-                _load(parts, checkpoint, config.trainer.ranks, shown)
-            last = loop.run(parts, _plan(config, checkpoint), signals.asked)
+                _load_checkpoint(parts, checkpoint, config.trainer.ranks, shown)
+            last = loop.run(parts, _plan_steps(config, checkpoint), signals.should_leave)
         _leave_early(parts, run, last, signals)
         shown.doing("the merged model is written")
-        _export(parts, run)
+        _export_model(parts, run)
         shown.doing("the exam of the merged model")
         parts.sync.hold(paths.model, like=config.student.model)
-        after = of_merged(parts.evaluator.evaluate(model=MERGED), paths.model, *trained(paths.metrics))
+        after = of_merged(parts.evaluator.evaluate(model=MERGED), paths.model, *trained_so_far(paths.metrics))
         parts.reporter.evaluation("after", after)
         wall_s = time.monotonic() - began
     exams = {"before": before.accuracy, "expert": expert.accuracy, "after": after.accuracy}
@@ -308,21 +316,21 @@ def _session(run: Run, checkpoint: Checkpoint | None, notices: Sequence[str], si
     return report
 
 
-def _leave_early(parts: loop.Parts, run: Run, last: int, signals: Interrupts) -> None:
+def _leave_early(parts: loop.Parts, run: MergeRun, last: int, signals: Interrupts) -> None:
     """Nothing, if the run is through with step `last`.
 
     Raises: RunError if a monitor ends it, Paused among them, with the page of what it saw written; Interrupted after a signal.
     """
     ended = parts.monitors.verdict()
     if ended is not None:
-        with storing(run.paths.page):
+        with raise_storage_errors(run.paths.page):
             write_report(run.paths.whole)
         raise ended
     if last < run.config.trainer.steps:
         raise Interrupted(last, run.paths.root, signals.number)
 
 
-def _introduce(run: Run, notices: Sequence[str], shown: Display) -> None:
+def _print_notices(run: MergeRun, notices: Sequence[str], shown: Display) -> None:
     """Tell the user what to know before the workers start."""
     for notice in (*run.inputs.warnings, *notices):
         shown.say(f"warning: {notice}")
@@ -335,14 +343,14 @@ def _introduce(run: Run, notices: Sequence[str], shown: Display) -> None:
     shown.doing("workers start")
 
 
-def _reserve(config: PipelineConfig, shown: Display) -> None:
+def _reserve_workers(config: PipelineConfig, shown: Display) -> None:
     """Have a place for every worker before the first one loads. Raises: RunError past the deadline."""
     found = reserve_places(config, beside=beside_the_driver(config))
     for address in dict.fromkeys(found.values()):
         shown.say(f"on {address}: {', '.join(name for name, at in found.items() if at == address)}")
 
 
-def _load(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display) -> None:
+def _load_checkpoint(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display) -> None:
     """Load the state of the checkpoint into trainer and engine."""
     parts.log.prune(checkpoint.step)  # a run that was killed between commit and prune still has these
     parts.log.bring_back(checkpoint.step + 1, checkpoint.path)
@@ -355,7 +363,7 @@ def _load(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display)
         shown.say(f"its {checkpoint.world_size} ranks are {ranks} now: not bit for bit from here")
 
 
-def _plan(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.Plan:
+def _plan_steps(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.Plan:
     """The steps that are left; none if the checkpoint is of the last step."""
     return loop.Plan(
         first_step=checkpoint.step + 1 if checkpoint else 1,
@@ -363,24 +371,24 @@ def _plan(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.Plan:
         policy_version=checkpoint.policy_version if checkpoint else 0,
         checkpoint_every=config.checkpoint.every,
         evaluate_every=config.evaluate.every,
-        overlap=overlaps(config),
+        overlap=is_overlapped(config),
     )
 
 
-def _before_and_experts(parts: loop.Parts, run: Run, shown: Display) -> tuple[Evaluation, Evaluation]:
+def _before_and_experts(parts: loop.Parts, run: MergeRun, shown: Display) -> tuple[Evaluation, Evaluation]:
     """The exams of the student before training and of each domain's expert."""
-    before, expert = StartingExams(parts, run.config, run.inputs, run.paths, shown).take()
+    before, expert = StartingExams(parts, run.config, run.inputs, run.paths, shown).measure_exams()
     shown.exams(before.accuracy, expert.accuracy, clear_domains(before.scores, expert.scores))
     return before, expert
 
 
-def _export(parts: loop.Parts, run: Run) -> None:
+def _export_model(parts: loop.Parts, run: MergeRun) -> None:
     """Export the merged model, which plain transformers and vLLM can load, and LoRA's adapter if it is wanted."""
     paths = run.paths
-    temporary = paths.scratch("model")
+    temporary = paths.scratch_path("model")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with storing(paths.model):
+        with raise_storage_errors(paths.model):
             temporary.mkdir()
             parts.trainer.export(temporary.absolute())
             _write_companions(run, temporary)
@@ -394,7 +402,7 @@ def _export(parts: loop.Parts, run: Run) -> None:
         raise
 
 
-def _write_companions(run: Run, weights: Path) -> None:
+def _write_companions(run: MergeRun, weights: Path) -> None:
     """Write the tokenizer's files and the card beside the weights. Raises: RunError that says where the weights are; StorageError."""
     try:
         companions = read_companions(run.config, run.inputs)
@@ -407,15 +415,15 @@ def _write_companions(run: Run, weights: Path) -> None:
         (weights / name).write_bytes(content)
 
 
-def _write_report(run: Run, exams: Mapping[str, Mapping[str, float]], wall_s: float) -> dict[str, Any]:
+def _write_report(run: MergeRun, exams: Mapping[str, Mapping[str, float]], wall_s: float) -> dict[str, Any]:
     """Write report.json and report.html, and the results into the model's card. Returns the report."""
     paths = run.paths
     records = MetricsFile(paths.metrics).read()
-    report = build_report(run.config.name, exams, records, wall_s=wall_s, versions=versions())
-    with storing(paths.report):
+    report = build_report(run.config.name, exams, records, wall_s=wall_s, versions=library_versions())
+    with raise_storage_errors(paths.report):
         atomic_write_text(paths.report, json.dumps(report, indent=2))
         full = write_report(paths.root)
-    with storing(paths.model):
+    with raise_storage_errors(paths.model):
         card_text = card.model_card(run.config, run.inputs, read_manifest(paths), full)
         atomic_write_text(paths.model / card.NAME, card_text)
     return full

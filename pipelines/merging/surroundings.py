@@ -7,19 +7,19 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from opd.interfaces import Sink
-from opd.live.displays import Displays, display
+from opd.live.displays import Displays, open_display
 from pipelines.interrupts import Interrupts, interrupts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class MergeCallbacks:
     """Display, signals and sinks of a merge. The defaults are those of the command line."""
 
-    display: Displays = display
+    display: Displays = open_display
     signals: Callable[[], AbstractContextManager[Interrupts]] = interrupts
-    """Handles signals, and says whether to leave after a step."""
+    """Context that handles signals; its value says whether to stop after the current step."""
     sinks: tuple[Sink, ...] = ()
-    """They get the record of every step, after the metrics file."""
+    """Receivers of the record of every step, called after the metrics file is written."""
 
 
-TERMINAL = Surroundings()
+TERMINAL = MergeCallbacks()

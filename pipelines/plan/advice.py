@@ -7,10 +7,10 @@ from typing import Any
 
 from opd.config import PipelineConfig
 from opd.errors import OpdError
-from opd.settings.yaml_files import apply_overrides, validate
+from opd.settings.yaml_files import apply_overrides, validate_section
 from pipelines.plan.plan import fits_cluster
 from pipelines.plan.spec import ClusterSpec, load_spec, shipped_specs
-from pipelines.propose.sizes import rungs
+from pipelines.propose.sizes import shrinking_steps
 from pipelines.propose.text import on_one_line
 
 
@@ -31,7 +31,7 @@ def advise_changes(config: PipelineConfig, spec: ClusterSpec) -> str:
 def _list_changes(config: PipelineConfig, *, gpus: bool) -> Iterator[str]:
     """Yield the keys by which `opd init` would make the merge smaller, one after the other, as far as the pipeline has not
     done it."""
-    for _, change in rungs(gpus=gpus):
+    for _, change in shrinking_steps(gpus=gpus):
         for section, keys in change.items():
             for key, value in keys.items():
                 if key != "lr" and _is_smaller(value, getattr(getattr(config, section), key, None)):
@@ -48,7 +48,7 @@ def _is_smaller(value: Any, now: Any) -> bool:
 def _fits_with_changes(config: PipelineConfig, spec: ClusterSpec, changes: Sequence[str]) -> bool:
     try:
         data = apply_overrides(config.model_dump(mode="json", exclude_unset=True), list(changes))
-        return fits_cluster(validate(PipelineConfig, data, "plan"), spec)
+        return fits_cluster(validate_section(PipelineConfig, data, "plan"), spec)
     except OpdError:
         return False  # a change that does not go with the other keys of this pipeline
 

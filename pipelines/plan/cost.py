@@ -58,8 +58,8 @@ class Seconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where the workers of one role run."""
+class WorkerHardware:
+    """The hardware under the workers of one role."""
 
     spec: ClusterSpec
     workers: int
@@ -90,22 +90,22 @@ class Place:
             return 1.0
         return max(1.0, self.workers / (self.spec.machines * self.spec.machine.cores))
 
-    def products(self, flops: float, dtype: DType, share: float) -> float:
+    def matmul_seconds(self, flops: float, dtype: DType, share: float) -> float:
         """Seconds of so many FLOPs in one worker, which reaches that share of the rate."""
         return flops / (self.spec.rates.flops(dtype) * self.at_work * share)
 
-    def moved(self, nbytes: float) -> float:
+    def copy_seconds(self, nbytes: float) -> float:
         """Seconds to read or write so many bytes in one worker's memory."""
         return nbytes / (self.spec.rates.memory * self.at_work * self.spec.factors.memory.share)
 
-    def touched(self, nbytes: float) -> float:
+    def first_touch_seconds(self, nbytes: float) -> float:
         """Seconds that so many bytes take longer because their memory has just been given to the worker's process."""
         fresh, known = self.spec.rates.fresh, self.spec.rates.memory
         if self.spec.machine.gpus or fresh is None:
             return 0.0
         return max(0.0, nbytes / fresh - nbytes / known) / self.at_work
 
-    def collective(self, nbytes: float, members: float) -> float:
+    def collective_seconds(self, nbytes: float, members: float) -> float:
         """Seconds until each of so many devices has bytes that are divided among all of them, or has their sum.
 
         A ring passes (members - 1) / members of them through each link. Between machines all links of a machine share in this.
@@ -120,11 +120,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Where all roles run."""
+    """The hardware under all roles."""
 
-    rollout: Place
-    teachers: Place
-    trainer: Place
+    rollout: WorkerHardware
+    teachers: WorkerHardware
+    trainer: WorkerHardware
     shared: bool
     """Roles take turns on the same devices."""
     crowd: float = 1.0
@@ -133,14 +133,14 @@ class Places:
 
     @classmethod
     def of(cls, config: PipelineConfig, spec: ClusterSpec) -> Self:
-        """The places of a pipeline's workers; `placed` has brought it in line with the spec."""
+        """The places of a pipeline's workers; `apply_placement` has brought it in line with the spec."""
         cluster, on_gpus = config.cluster, spec.machine.gpus > 0
         workers = (config.rollout.workers, max(1, config.teachers.scoring_workers), config.trainer.ranks)
         engine, scorer = rollout_devices(cluster, config.rollout), teacher_devices(cluster, config.teachers)
         gpus = (engine, scorer, cluster.trainer_gpus)
         beside = 1 if on_gpus else roles_at_once(config)
         rollout, teachers, trainer = (
-            Place(spec=spec, workers=n, devices=(own or 1) if on_gpus else _cores(spec, n, beside))
+            WorkerHardware(spec=spec, workers=n, devices=(own or 1) if on_gpus else _worker_cores(spec, n, beside))
             for n, own in zip(workers, gpus, strict=True)
         )
         teachers = replace(teachers, in_turn=isinstance(config.teachers, TransformersTeachers))
@@ -155,7 +155,7 @@ class Places:
         return max(each) if self.shared else sum(each)
 
 
-def _cores(spec: ClusterSpec, workers: int, beside: int) -> float:
+def _worker_cores(spec: ClusterSpec, workers: int, beside: int) -> float:
     """The share of a machine's cores that one of a role's workers computes with, where `beside` roles do at the same time: its
     threads, as `opd merge` counts them, or less where there are more threads than cores."""
     there = ceil(workers / spec.machines)
@@ -163,7 +163,7 @@ def _cores(spec: ClusterSpec, workers: int, beside: int) -> float:
     return min(1 / there, threads / spec.machine.cores)
 
 
-def placed(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:
+def apply_placement(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:
     """The pipeline with the workers and GPUs of the spec's placement, if it has one."""
     chosen = spec.placement
     if chosen is None:
@@ -174,7 +174,9 @@ def placed(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:
     if spec.machine.gpus:
         rollout["tensor_parallel_size"] = chosen.rollout.devices
         teachers |= (
-            {"tensor_parallel_size": chosen.teachers.devices} if divided else _mapped(config, chosen.teachers.devices)
+            {"tensor_parallel_size": chosen.teachers.devices}
+            if divided
+            else _map_layers(config, chosen.teachers.devices)
         )
     cluster = {
         "rollout_gpus": 1,
@@ -190,8 +192,8 @@ def placed(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:
     return config.model_copy(update=changed)
 
 
-def _mapped(config: PipelineConfig, gpus: int) -> dict[str, Any]:
-    """What divides the layers of a teacher among so many GPUs; sizes for another number of GPUs say nothing."""
+def _map_layers(config: PipelineConfig, gpus: int) -> dict[str, Any]:
+    """Return the map that divides the layers of a teacher among so many GPUs; sizes for another number of GPUs say nothing."""
     teachers = config.teachers
     if not isinstance(teachers, TransformersTeachers) or (gpus == 1 and teachers.device_map is None):
         return {}

@@ -15,7 +15,7 @@ StepCost = Callable[[int, float], Seconds]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCost:
-    """What an engine's events cost."""
+    """Costs of an engine's events."""
 
     prefill: Callable[[int], Seconds]
     """Tokens of prompts -> reading them."""
@@ -27,8 +27,8 @@ class EngineCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wrote:
-    """What an engine did."""
+class EngineTimeline:
+    """Simulated work of an engine."""
 
     spent: Seconds
     steps: int
@@ -36,7 +36,7 @@ class Wrote:
     """Mean sequences of a step."""
 
 
-def write(prompt: int, groups: Sequence[Sequence[int]], slots: int, cost: EngineCost) -> Wrote:
+def simulate_writing(prompt: int, groups: Sequence[Sequence[int]], slots: int, cost: EngineCost) -> EngineTimeline:
     """Let an engine write the responses of some prompts, `slots` of them at a time, those that wait in order.
 
     A prompt is read once for all responses to it.
@@ -62,4 +62,4 @@ def write(prompt: int, groups: Sequence[Sequence[int]], slots: int, cost: Engine
         now = ends
         while running and running[0][0] == now:
             begun -= heapq.heappop(running)[1]
-    return Wrote(spent=spent, steps=now, sequences=sampled / max(1, now))
+    return EngineTimeline(spent=spent, steps=now, sequences=sampled / max(1, now))

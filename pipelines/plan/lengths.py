@@ -19,7 +19,7 @@ HUNDREDTH = 2.3263
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class StepLengths:
     """The lengths of one step: each prompt's responses, in tokens."""
 
     prompt: int
@@ -41,17 +41,17 @@ class Written:
         """What is laid out together, and its responses: a response with its prompt, or trees of responses to one prompt."""
         found = []
         for number, (domain, group) in enumerate(zip(self.domains, self.groups, strict=True)):
-            for place, responses in enumerate(_trees(self.prompt, group)):
+            for place, responses in enumerate(_share_prompts(self.prompt, group)):
                 size = self.prompt + sum(responses)
                 others = tuple(f"{number}/{place}/{i}" for i in range(1, len(responses)))
                 found.append((RowSize(f"{number}/{place}/0", domain, size, others), responses))
         return found
 
 
-def written(config: PipelineConfig, models: Models, lengths: LengthsSpec, step: int) -> Written:
+def draw_responses(config: PipelineConfig, models: Models, lengths: LengthsSpec, step: int) -> StepLengths:
     """Draw the responses of one step: the same for the same seed and step."""
     chance = random.Random(f"{lengths.seed}/plan/{step}")
-    median, prompt = stated(config, lengths)
+    median, prompt = stated_lengths(config, lengths)
     sigma = math.log(lengths.tail) / HUNDREDTH
     groups, domains = [], []
     for domain, samples in models.samples.items():
@@ -59,17 +59,17 @@ def written(config: PipelineConfig, models: Models, lengths: LengthsSpec, step: 
             drawn = (median * math.exp(sigma * chance.gauss(0, 1)) for _ in range(config.rollout.n))
             groups.append(tuple(min(config.rollout.max_new_tokens, max(1, round(length))) for length in drawn))
             domains.append(domain)
-    return Written(prompt=prompt, groups=tuple(groups), domains=tuple(domains))
+    return StepLengths(prompt=prompt, groups=tuple(groups), domains=tuple(domains))
 
 
-def stated(config: PipelineConfig, lengths: LengthsSpec) -> tuple[float, int]:
+def stated_lengths(config: PipelineConfig, lengths: LengthsSpec) -> tuple[float, int]:
     """(median of responses, tokens of a prompt), with the defaults that the pipeline's limits give."""
     rollout = config.rollout
     prompt = lengths.prompt or max(1, rollout.max_model_len - rollout.max_new_tokens)
     return min(lengths.response or rollout.max_new_tokens, rollout.max_new_tokens), prompt
 
 
-def _trees(prompt: int, group: Sequence[int]) -> list[tuple[int, ...]]:
+def _share_prompts(prompt: int, group: Sequence[int]) -> list[tuple[int, ...]]:
     """Responses to one prompt, as many beside each other as a tree may have."""
     limit = tree_limit(prompt + max(group))
     trees: list[list[int]] = []

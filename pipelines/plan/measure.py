@@ -12,15 +12,15 @@ from typing import Any
 import yaml
 
 from opd.errors import ConfigError
-from opd.files import atomic_write_text, storing
+from opd.files import atomic_write_text, raise_storage_errors
 from pipelines.inputs.machine_memory import machine_bytes
 from pipelines.plan.shapes import KINDS, read_config
-from pipelines.plan.shapes.attention import grouped
-from pipelines.plan.shapes.feed_forward import dense as dense_feed_forward
+from pipelines.plan.shapes.attention import grouped_attention
+from pipelines.plan.shapes.feed_forward import dense_layers
 from pipelines.plan.spec import DEFAULT, ClusterSpec, load_spec
 
 SECONDS = 1.0
-"""How long each rate is measured."""
+"""Seconds for which each rate is measured."""
 ROWS, WIDTH, IDS = 512, 576, 49152
 """The product: states with the output head of a model such as SmolLM2. Every factor of two-cores is a share of it."""
 COPIED = 128 << 20
@@ -38,7 +38,7 @@ class Layer:
     """A dense decoder layer, as far as its time goes."""
 
     whose: str
-    """Where the shape comes from, for people."""
+    """Source of the shape, for people."""
     hidden: int
     queries: int
     keys: int
@@ -75,7 +75,7 @@ def layer_of(model_dir: Path) -> Layer:
         head=head,
         inside=config.intermediate_size,
     )
-    dense = KINDS.get(config.model_type) == (grouped, dense_feed_forward)
+    dense = KINDS.get(config.model_type) == (grouped_attention, dense_layers)
     return own if dense and own.parameters <= LARGEST else SMOLLM2
 
 
@@ -86,11 +86,11 @@ def measured_spec(base: ClusterSpec, layer: Layer = SMOLLM2) -> ClusterSpec:
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rates = {
-        "float32": _products(torch, torch.float32),
-        "bfloat16": _products(torch, torch.bfloat16),
-        "memory": _copies(torch),
-        "fresh": _fresh(torch),
-        "calls": _calls(torch),
+        "float32": _measure_matmul(torch, torch.float32),
+        "bfloat16": _measure_matmul(torch, torch.bfloat16),
+        "memory": _measure_copies(torch),
+        "fresh": _measure_fresh_memory(torch),
+        "calls": _measure_small_calls(torch),
     }
     machine = {"cores": len(os.sched_getaffinity(0)), "memory": machine_bytes()}
     # How much of a product a body reaches differs among machines and shapes, so it is measured, not taken from the base.
@@ -128,17 +128,17 @@ def _layer_rate(torch: Any, layer: Layer, passes: int) -> float:
         leaf.requires_grad_(passes > 1)
 
     def run() -> None:
-        made_B_T_D = _pass(torch, layer, weights, hidden_B_T_D)
+        made_B_T_D = _layer_forward(torch, layer, weights, hidden_B_T_D)
         if passes > 1:
             made_B_T_D.sum().backward()
 
     pairs = 2 * layer.queries * LAYER_WIDE / 2
     flops = 2 * LAYER_ROWS * LAYER_WIDE * (layer.parameters + pairs)
     with torch.set_grad_enabled(passes > 1):
-        return float(passes * flops / _quickest(run))
+        return float(passes * flops / _quickest_seconds(run))
 
 
-def _pass(torch: Any, layer: Layer, weights: Sequence[Any], hidden_B_T_D: Any) -> Any:
+def _layer_forward(torch: Any, layer: Layer, weights: Sequence[Any], hidden_B_T_D: Any) -> Any:
     """[B, T, D] of one layer, without norms and positions."""
     q, k, v, o, gate, up, down = weights
     linear = torch.nn.functional.linear
@@ -171,7 +171,7 @@ def _decode_rate(torch: Any, layer: Layer) -> float:
             torch.nn.functional.linear(tokens_B_I, weight_O_I)
 
     with torch.inference_mode():
-        return 2 * LAYER_BATCH * layer.parameters / _quickest(run)
+        return 2 * LAYER_BATCH * layer.parameters / _quickest_seconds(run)
 
 
 def cluster_spec(name_or_path: str | None, measure: Path | None, model_dir: Path) -> ClusterSpec:
@@ -200,33 +200,33 @@ def measure_to(path: Path, model_dir: Path) -> ClusterSpec:
     if file or path.is_dir():
         found = f"{file} is a file" if file else f"{path}, a directory"
         raise ConfigError.at("--measure", found=found, wanted="a file to write", fix="name another, such as here.yaml")
-    with storing(path):
+    with raise_storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     spec = measured_spec(load_spec(str(path) if path.is_file() else DEFAULT), layer_of(model_dir))
-    with storing(path):
+    with raise_storage_errors(path):
         atomic_write_text(path, yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True), sort_keys=False))
     return spec
 
 
-def _products(torch: Any, dtype: Any) -> float:
+def _measure_matmul(torch: Any, dtype: Any) -> float:
     """FLOP/s of a matrix product, the best of one second's."""
     hidden_N_D, head_V_D = torch.randn(ROWS, WIDTH).to(dtype), torch.randn(IDS, WIDTH).to(dtype)
-    return 2 * ROWS * WIDTH * IDS / _quickest(lambda: hidden_N_D @ head_V_D.T)
+    return 2 * ROWS * WIDTH * IDS / _quickest_seconds(lambda: hidden_N_D @ head_V_D.T)
 
 
-def _copies(torch: Any) -> float:
+def _measure_copies(torch: Any) -> float:
     """Bytes a second that a copy reads and writes."""
     source = torch.ones(COPIED, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * COPIED / _quickest(lambda: target.copy_(source))
+    return 2 * COPIED / _quickest_seconds(lambda: target.copy_(source))
 
 
-def _fresh(torch: Any) -> float:
+def _measure_fresh_memory(torch: Any) -> float:
     """Bytes a second that are written to memory which is asked for each time."""
-    return COPIED / _quickest(lambda: torch.empty(COPIED, dtype=torch.uint8).fill_(1))
+    return COPIED / _quickest_seconds(lambda: torch.empty(COPIED, dtype=torch.uint8).fill_(1))
 
 
-def _calls(torch: Any) -> float:
+def _measure_small_calls(torch: Any) -> float:
     """Small operations a second that one core begins: Python's part and torch's, no arithmetic worth the name."""
     row_1_D, square_D_D = torch.ones(1, SMALL), torch.ones(SMALL, SMALL)
 
@@ -235,10 +235,10 @@ def _calls(torch: Any) -> float:
             torch.nn.functional.linear(row_1_D, square_D_D)
 
     with torch.inference_mode():
-        return CALLS / _quickest(some)
+        return CALLS / _quickest_seconds(some)
 
 
-def _quickest(work: Callable[[], Any]) -> float:
+def _quickest_seconds(work: Callable[[], Any]) -> float:
     """Seconds of the quickest of the runs that a second has room for."""
     work()
     end, best = time.perf_counter() + SECONDS, float("inf")

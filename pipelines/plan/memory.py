@@ -9,12 +9,12 @@ from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.payloads import answer_class
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.inputs.gpu_memory import CONTEXT, Phase, phases, roles, scoring_gpu_bytes
+from pipelines.inputs.gpu_memory import CONTEXT, Phase, gpu_roles, memory_phases, scoring_gpu_bytes
 from pipelines.inputs.memory import (
     ROLLOUT_PROCESS,
     TEACHER_PROCESS,
     engine_bytes,
-    estimate,
+    estimate_memory,
     gathered_bytes,
     heads_bytes,
     micro_batch_bytes,
@@ -50,7 +50,7 @@ class Room:
         return self.needed <= self.there
 
 
-def held(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float) -> list[Held]:
+def memory_parts(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float) -> list[Held]:
     """Every part of every role; `cache` are the bytes of keys and values on each device of an engine."""
     inputs, ranks, width = models.inputs, config.trainer.ranks, DTYPE_BYTES[config.rollout.dtype]
     parts = {part: nbytes / ranks for part, nbytes in trainer_state(config, inputs).items()}
@@ -78,12 +78,12 @@ def held(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float
     return found
 
 
-def fullest(config: PipelineConfig, models: Models) -> dict[str, int]:
+def fullest_workers(config: PipelineConfig, models: Models) -> dict[str, int]:
     """Role -> most bytes of one of its workers on a machine without GPUs, its process included: the sum of `opd check`, by role.
 
-    Not all parts are there at one time, so this can be less than the sum of `held`.
+    Not all parts are there at one time, so this can be less than the sum of `memory_parts`.
     """
-    needs = estimate(config, models.inputs)
+    needs = estimate_memory(config, models.inputs)
 
     def of(role: str) -> int:
         return sum(need.nbytes for need in needs if need.what.startswith(role))
@@ -129,13 +129,13 @@ def cache_tokens(config: PipelineConfig, models: Models, spec: ClusterSpec, cach
     return cache * devices / (a_token * cache_copies(config, models, spec))
 
 
-def rooms(config: PipelineConfig, models: Models, spec: ClusterSpec, shared: bool) -> list[Room]:
-    """What is needed and what is there, of the fullest device, or of the whole merge on a machine without GPUs."""
+def memory_rooms(config: PipelineConfig, models: Models, spec: ClusterSpec, shared: bool) -> list[Room]:
+    """Return the bytes needed and available, of the fullest device, or of the whole merge on a machine without GPUs."""
     if not spec.machine.gpus:
-        needed = sum(need.nbytes for need in estimate(config, models.inputs))
+        needed = sum(need.nbytes for need in estimate_memory(config, models.inputs))
         return [Room(what="all machines", needed=needed, there=spec.machines * spec.machine.memory)]
     size = spec.machine.gpu_memory
-    kinds = {role.what: role for role in roles(config, models.inputs)}
+    kinds = {role.what: role for role in gpu_roles(config, models.inputs)}
     found = [
         Room(
             what=f"{role.what}: its share and its weights", needed=role.least + CONTEXT, there=round(role.share * size)
@@ -145,7 +145,7 @@ def rooms(config: PipelineConfig, models: Models, spec: ClusterSpec, shared: boo
     ]
     together = [list(kinds.values())] if shared else [[role] for role in kinds.values()]
     for devices_roles in together:
-        worst: Phase = max(phases(devices_roles), key=lambda phase: phase.total(size))
+        worst: Phase = max(memory_phases(devices_roles), key=lambda phase: phase.total(size))
         names = " + ".join(name for name, _, _ in worst.parts)
         found.append(Room(what=names, needed=worst.total(size), there=size))
     return found

@@ -15,11 +15,11 @@ from opd.config.domains import ExpertConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
 from opd.errors import ConfigError
 from opd.models.lora import ADAPTER_CONFIG, LoraConfig, LoraSize
-from opd.prompts.balance import rounded, samples_by_weight
+from opd.prompts.balance import round_counts, samples_by_weight
 from opd.records.types import Teacher
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
-from pipelines.plan.shapes import Shape, located, read_shape
+from pipelines.plan.shapes import Shape, locate_file, read_shape
 
 
 class _Adapter(LoraConfig):
@@ -39,7 +39,7 @@ class Models:
     """Domain -> responses of a step."""
     notes: tuple[str, ...]
 
-    def rows(self) -> dict[str, int]:
+    def rows_by_scorer(self) -> dict[str, int]:
         """Name of everyone who scores -> rows of a step."""
         rows = dict.fromkeys(self.scorers, 0)
         for domain, assigned in self.inputs.scoring.items():
@@ -50,13 +50,13 @@ class Models:
     @property
     def opinions(self) -> int:
         """Target rows of a step."""
-        return sum(self.rows().values())
+        return sum(self.rows_by_scorer().values())
 
 
 def read_models(config: PipelineConfig) -> Models:
     """Read configs of student and experts. Raises: OpdError for a config that is missing or has no formulas."""
     shape = read_shape(config.student.model)
-    student = _info(config.student.model, shape)
+    student = _memory_facts(config.student.model, shape)
     if shape.context is not None and config.rollout.max_model_len > shape.context:
         raise ConfigError.at(
             "rollout.max_model_len",
@@ -65,7 +65,7 @@ def read_models(config: PipelineConfig) -> Models:
             fix=f"set rollout.max_model_len to {shape.context} or less",
         )
     shapes, experts, notes = {START: shape}, dict[str, Expert](), list[str]()
-    for name, expert, own in _experts(config, shape, notes):
+    for name, expert, own in _expert_shapes(config, shape, notes):
         experts[name], shapes[name] = expert, own
     routes = {} if isinstance(config.teachers, NoTeachers) else route_domains(config, experts)[0]
     start = Expert(teacher=Teacher(name=START, model_dir=config.student.model), domain="", info=student, prompts=None)
@@ -75,7 +75,7 @@ def read_models(config: PipelineConfig) -> Models:
     scorers = {name: everyone[name] for name in dict.fromkeys(names)}
     lora = config.student.lora
     if lora is not None:
-        trained, pushed = shape.lora(lora.r, None if isinstance(lora.targets, str) else lora.targets)
+        trained, pushed = shape.lora_numbers(lora.r, None if isinstance(lora.targets, str) else lora.targets)
     inputs = Inputs(
         student=student,
         scorers=scorers,
@@ -90,21 +90,21 @@ def read_models(config: PipelineConfig) -> Models:
         bodies={expert.info.path: shapes[name].body for name, expert in everyone.items()},
     )
     found = {name: shapes[name] for name in scorers}
-    return Models(inputs=inputs, student=shape, scorers=found, samples=_samples(config), notes=tuple(notes))
+    return Models(inputs=inputs, student=shape, scorers=found, samples=_samples_by_domain(config), notes=tuple(notes))
 
 
-def _samples(config: PipelineConfig) -> dict[str, int]:
+def _samples_by_domain(config: PipelineConfig) -> dict[str, int]:
     """Responses of each domain in an ordinary step, as `opd merge` deals them out."""
     total = config.trainer.samples_per_step // config.rollout.n
-    prompts = rounded(samples_by_weight(total, config.domain_weights), total, draw=0.5)
+    prompts = round_counts(samples_by_weight(total, config.domain_weights), total, draw=0.5)
     return {name: config.rollout.n * count for name, count in prompts.items()}
 
 
-def _experts(config: PipelineConfig, student: Shape, notes: list[str]) -> Iterator[tuple[str, Expert, Shape]]:
+def _expert_shapes(config: PipelineConfig, student: Shape, notes: list[str]) -> Iterator[tuple[str, Expert, Shape]]:
     """Name, expert and shape. Raises: OpdError."""
     if not isinstance(config.experts, RegisteredExperts):
         for name, given in config.experts.items():
-            yield (name, *_inline(name, given))
+            yield (name, *_inline_model(name, given))
         return
     registry = Registry(config.registry or default_root())
     there = registry.names()
@@ -114,25 +114,29 @@ def _experts(config: PipelineConfig, student: Shape, notes: list[str]) -> Iterat
             manifest = registry.get(name)
             shape = read_shape(Path(manifest.info.path))
             adapter = manifest.adapter.path if manifest.adapter else None
-            teacher = _teacher(name, Path(manifest.info.path), None if adapter is None else Path(adapter))
+            teacher = _make_teacher(name, Path(manifest.info.path), None if adapter is None else Path(adapter))
             expert = Expert(
                 teacher=teacher, domain=manifest.domain, info=manifest.info, adapter=manifest.adapter, prompts=None
             )
             yield name, expert, shape
         else:
             missing.append(name)
-            info = _info(Path(f"expert {name}"), student)
-            yield name, Expert(teacher=_teacher(name, Path(info.path)), domain=name, info=info, prompts=None), student
+            info = _memory_facts(Path(f"expert {name}"), student)
+            yield (
+                name,
+                Expert(teacher=_make_teacher(name, Path(info.path)), domain=name, info=info, prompts=None),
+                student,
+            )
     if missing:
         notes.append(f"not registered yet, planned as full models of the student's shape: {', '.join(missing)}")
 
 
-def _inline(name: str, given: ExpertConfig) -> tuple[Expert, Shape]:
-    if not located(given.model, ADAPTER_CONFIG).is_file():
+def _inline_model(name: str, given: ExpertConfig) -> tuple[Expert, Shape]:
+    if not locate_file(given.model, ADAPTER_CONFIG).is_file():
         shape = read_shape(given.model)
-        teacher = _teacher(name, given.model)
-        return Expert(teacher=teacher, domain=given.domain, info=_info(given.model, shape), prompts=None), shape
-    file = located(given.model, ADAPTER_CONFIG)
+        teacher = _make_teacher(name, given.model)
+        return Expert(teacher=teacher, domain=given.domain, info=_memory_facts(given.model, shape), prompts=None), shape
+    file = locate_file(given.model, ADAPTER_CONFIG)
     lora = read_as(_Adapter, file)
     named = given.base or named_base(file.parent)
     if named is None:
@@ -146,7 +150,7 @@ def _inline(name: str, given: ExpertConfig) -> tuple[Expert, Shape]:
     base = given.base or named.resolve()
     shape = read_shape(base)
     targets = lora.target_modules if isinstance(lora.target_modules, list) else None
-    parameters, _ = shape.lora(lora.r, targets)
+    parameters, _ = shape.lora_numbers(lora.r, targets)
     adapter = AdapterInfo(
         path=str(given.model),
         base=str(base),
@@ -156,12 +160,12 @@ def _inline(name: str, given: ExpertConfig) -> tuple[Expert, Shape]:
         parameters=parameters,
         files={},
     )
-    info = _info(base, shape)
-    teacher = _teacher(name, base, given.model)
+    info = _memory_facts(base, shape)
+    teacher = _make_teacher(name, base, given.model)
     return Expert(teacher=teacher, domain=given.domain, info=info, adapter=adapter, prompts=None), shape
 
 
-def _teacher(name: str, model_dir: Path, adapter: Path | None = None) -> Teacher:
+def _make_teacher(name: str, model_dir: Path, adapter: Path | None = None) -> Teacher:
     """A teacher whose weights are known by their place, since nothing is hashed."""
     own = f"{model_dir}:{name}" if adapter else str(model_dir)
     return Teacher(
@@ -169,7 +173,7 @@ def _teacher(name: str, model_dir: Path, adapter: Path | None = None) -> Teacher
     )
 
 
-def _info(path: Path, shape: Shape) -> ModelInfo:
+def _memory_facts(path: Path, shape: Shape) -> ModelInfo:
     """The facts that memory depends on; the rest is empty."""
     return ModelInfo(
         path=str(path),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from opd.config import PipelineConfig
 from opd.config.sections import HELD_WHOLE
 from opd.config.teachers import TransformersTeachers
-from opd.models.packing import pack
+from opd.models.packing import pack_into_rows
 from opd.payloads import answer_class
 from opd.settings.strict import DTYPE_BYTES
 from opd.train.plan import RowSize, plan_micro_batches
@@ -23,8 +23,8 @@ from pipelines.inputs.max_memory import in_memory, off_gpus
 from pipelines.inputs.memory import SCORED_AT_ONCE
 from pipelines.inputs.routes import asked_by_trainer
 from pipelines.plan.cost import Places, Seconds
-from pipelines.plan.engine import EngineCost, Wrote, write
-from pipelines.plan.lengths import Written
+from pipelines.plan.engine import EngineCost, EngineTimeline, simulate_writing
+from pipelines.plan.lengths import StepLengths
 from pipelines.plan.memory import cache_copies
 from pipelines.plan.models import Models
 from pipelines.plan.push import Push
@@ -39,7 +39,7 @@ class Trained:
     last: Seconds
     """The optimiser."""
     gathers: int
-    """How often all weights are gathered."""
+    """Number of times that all weights are gathered."""
 
     @property
     def spent(self) -> Seconds:
@@ -47,7 +47,7 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class StepCost:
     """Everything that the phases depend on but the lengths."""
 
     config: PipelineConfig
@@ -57,11 +57,11 @@ class Work:
     slots: int
     """Sequences that one engine writes at a time."""
 
-    def rollout(self, lengths: Written) -> list[Wrote]:
+    def rollout_seconds(self, lengths: StepLengths) -> list[EngineTimeline]:
         """Every engine's part of a step; prompts are dealt out one by one."""
         workers, cost = self.places.rollout.workers, self._engine_cost(lengths.prompt)
         shares = [lengths.groups[first::workers] for first in range(workers)]
-        return [write(lengths.prompt, share, self.slots, cost) for share in shares if share]
+        return [simulate_writing(lengths.prompt, share, self.slots, cost) for share in shares if share]
 
     def _engine_cost(self, prompt: int) -> EngineCost:
         place, shape, spec = self.places.rollout, self.models.student, self.spec
@@ -72,18 +72,20 @@ class Work:
 
         def prefill(tokens: int) -> Seconds:
             flops = shape.forward(tokens, prompt / 2)
-            return Seconds(compute=place.products(flops, dtype, factors.forward.share), link=self._reduced(tokens))
+            return Seconds(
+                compute=place.matmul_seconds(flops, dtype, factors.forward.share), link=self._reduce_seconds(tokens)
+            )
 
         def step(batch: int, seen: float) -> Seconds:
             flops = shape.forward(batch, seen) + 2 * batch * shape.head
-            products = place.products(flops, dtype, factors.decode.share)
+            products = place.matmul_seconds(flops, dtype, factors.decode.share)
             looked_at = min(seen, shape.attention.window or seen)
             cache = batch * looked_at * shape.attention.kv_values * copies
-            read = place.moved((shape.touched(batch) + cache) * width)
+            read = place.copy_seconds((shape.numbers_read(batch) + cache) * width)
             return Seconds(
                 compute=products if products >= read else 0.0,
                 memory=read if read > products else 0.0,
-                link=self._reduced(batch),
+                link=self._reduce_seconds(batch),
                 overhead=place.crowd * (extra.engine_step.of(shape.tensors) + batch * extra.token.s),
             )
 
@@ -91,16 +93,16 @@ class Work:
             prefill=prefill, step=step, request=Seconds(overhead=extra.request.s), phase=Seconds(overhead=extra.phase.s)
         )
 
-    def _reduced(self, tokens: int) -> float:
+    def _reduce_seconds(self, tokens: int) -> float:
         """Two sums a layer among the devices of one engine."""
         place, shape = self.places.rollout, self.models.student
         if place.devices <= 1:
             return 0.0
         nbytes = 2 * tokens * shape.hidden * DTYPE_BYTES[self.config.rollout.dtype]
-        once = self.spec.overheads.message.s + place.collective(nbytes, place.devices)
+        once = self.spec.overheads.message.s + place.collective_seconds(nbytes, place.devices)
         return 2 * shape.layers * once
 
-    def score(self, lengths: Written) -> list[Seconds]:
+    def score(self, lengths: StepLengths) -> list[Seconds]:
         """Every worker's part of a step: the teacher with the most rows goes to the worker with the fewest."""
         if self.config.teachers.elsewhere or not self.models.scorers:
             return []
@@ -110,34 +112,34 @@ class Work:
         found = [Seconds(overhead=self.spec.overheads.phase.s + self.spec.overheads.stream.s) for _ in range(workers)]
         for name in sorted(rows, key=lambda one: -sum(rows[one])):
             load, worker = heapq.heappop(loads)
-            found[worker] += self._scored(name, rows[name])
+            found[worker] += self._score_seconds(name, rows[name])
             heapq.heappush(loads, (load + sum(rows[name]), worker))
         return found
 
-    def _rows_of(self, name: str, lengths: Written) -> list[int]:
+    def _rows_of(self, name: str, lengths: StepLengths) -> list[int]:
         """Sizes of the units of the domains that a teacher scores."""
         scoring = self.models.inputs.scoring
         mine = {domain for domain, given in scoring.items() if name in [one.teacher.name for one in given]}
         return [unit.length for unit, _ in lengths.units if unit.domain in mine]
 
-    def _scored(self, name: str, sizes: Sequence[int]) -> Seconds:
+    def _score_seconds(self, name: str, sizes: Sequence[int]) -> Seconds:
         place, shape, dtype = self.places.teachers, self.models.scorers[name], self.config.teachers.dtype
         extra = self.spec.overheads
         compute, read, passes = 0.0, 0, 0
-        for batch in cut(sorted(sizes), SCORED_AT_ONCE):
-            tokens, wide = computed(batch)
+        for batch in cut_into_runs(sorted(sizes), SCORED_AT_ONCE):
+            tokens, wide = computed_tokens(batch)
             read += tokens
             flops = shape.forward(tokens, wide / 2)
-            compute += place.products(flops, dtype, self.spec.factors.forward.share)
+            compute += place.matmul_seconds(flops, dtype, self.spec.factors.forward.share)
             passes += 1
-        rows = self.models.rows()[name]
+        rows = self.models.rows_by_scorer()[name]
         return Seconds(
             compute=compute,
-            link=self._loaded(name) + passes * self._brought(name),
+            link=self._load_seconds(name) + passes * self._offload_seconds(name),
             overhead=extra.teacher.of(shape.tensors) + rows * extra.scored_row.s + read * extra.scored_token.s,
         )
 
-    def _loaded(self, name: str) -> float:
+    def _load_seconds(self, name: str) -> float:
         """Seconds until a teacher's weights are where it computes. Weights within `teachers.memory` stay there on CPUs, those
         within `teachers.gpu_memory` on GPUs."""
         place, spec, teachers = self.places.teachers, self.spec, self.config.teachers
@@ -155,7 +157,7 @@ class Work:
         # Files that machines have read stay in half of their memory.
         return copied if every / place.machines <= spec.machine.memory / 2 else max(copied, read)
 
-    def _brought(self, name: str) -> float:
+    def _offload_seconds(self, name: str) -> float:
         """Seconds of a pass in which layers that are on no GPU come to the first one: from memory, and from the files."""
         teachers, links = self.config.teachers, self.spec.links
         if not self.spec.machine.gpus or not isinstance(teachers, TransformersTeachers) or not teachers.max_memory:
@@ -165,7 +167,7 @@ class Work:
         on_disk = off - in_memory(teachers, weights)
         return (off / links.load + on_disk / links.disk) / self.spec.factors.link.share
 
-    def train(self, lengths: Written) -> Trained:
+    def train_seconds(self, lengths: StepLengths) -> Trained:
         """The busiest rank, which the others wait for in every micro-batch; then the optimiser."""
         place, config = self.places.trainer, self.config
         units = {unit.sample_id: (unit, responses) for unit, responses in lengths.units}
@@ -175,11 +177,11 @@ class Work:
         busiest = max(ranks, key=lambda rank: sum(unit.length for part in rank for unit, _ in part))
         return Trained(
             micro_batches=tuple(self._micro_batch(part) for part in busiest),
-            last=self._optimiser(),
-            gathers=sum(3 if self._asked(part) else 2 for part in busiest),
+            last=self._optimiser_seconds(),
+            gathers=sum(3 if self._start_student_sizes(part) else 2 for part in busiest),
         )
 
-    def _asked(self, rows: Sequence[tuple[RowSize, tuple[int, ...]]]) -> list[int]:
+    def _start_student_sizes(self, rows: Sequence[tuple[RowSize, tuple[int, ...]]]) -> list[int]:
         """Sizes of the units for which the ranks run the student without its adapters: it is one of their teachers."""
         domains = asked_by_trainer(self.config)
         return [unit.length for unit, _ in rows if unit.domain in domains]
@@ -187,26 +189,26 @@ class Work:
     def _micro_batch(self, rows: Sequence[tuple[RowSize, tuple[int, ...]]]) -> Seconds:
         config, shape, place = self.config, self.models.student, self.places.trainer
         spec, dtype = self.spec, config.trainer.dtype
-        tokens, wide = computed([unit.length for unit, _ in rows])
+        tokens, wide = computed_tokens([unit.length for unit, _ in rows])
         trained = sum(sum(responses) for _, responses in rows)
         flops = self._passes * shape.forward(tokens, wide / 2) + 2 * trained * shape.head * self._head_passes()
-        compute = place.products(flops, dtype, spec.factors.backward.share)
-        asked = self._asked(rows)
-        asked_tokens, asked_wide = computed(asked)
-        compute += place.products(shape.forward(asked_tokens, asked_wide / 2), dtype, spec.factors.forward.share)
+        compute = place.matmul_seconds(flops, dtype, spec.factors.backward.share)
+        asked = self._start_student_sizes(rows)
+        asked_tokens, asked_wide = computed_tokens(asked)
+        compute += place.matmul_seconds(shape.forward(asked_tokens, asked_wide / 2), dtype, spec.factors.forward.share)
         count = sum(len(responses) for _, responses in rows)
         extra = spec.overheads
         own = extra.micro_batch.of(shape.tensors) + count * extra.trained_row.s + tokens * extra.trained_token.s
         gathers = 3 if asked else 2
-        talk = self.gathered(gathers) + self.summed()
+        talk = self.gather_seconds(gathers) + self.reduce_gradients_seconds()
         hidden = min(spec.factors.hidden.share * talk, compute)
         # Logits of student and teachers in float32: written and read once each.
-        logits = place.moved(trained * shape.vocab * 8 * (1 + self._opinions()))
+        logits = place.copy_seconds(trained * shape.vocab * 8 * (1 + self._teacher_heads()))
         return Seconds(
             compute=compute,
             memory=logits,
             link=talk - hidden,
-            overhead=place.crowd * own + self._messages(gathers),
+            overhead=place.crowd * own + self._micro_batch_messages(gathers),
         )
 
     @property
@@ -215,14 +217,14 @@ class Work:
         backward = 1.0 if self.models.inputs.lora else 2.0
         return 1.0 + backward + (1.0 if self.config.trainer.gradient_checkpointing else 0.0)
 
-    def flops(self, lengths: Written) -> dict[str, float]:
+    def phase_flops(self, lengths: StepLengths) -> dict[str, float]:
         """FLOPs of each phase that the models ask for, padding left out."""
         shape, seen = self.models.student, lengths.tokens / len(lengths.responses) / 2
         responses = sum(lengths.responses)
         prompts = lengths.prompt * len(lengths.groups)
         scored = sum(one.forward(sum(self._rows_of(name, lengths)), seen) for name, one in self.models.scorers.items())
         laid_out = sum(unit.length for unit, _ in lengths.units)
-        asked = sum(self._asked(lengths.units))
+        asked = sum(self._start_student_sizes(lengths.units))
         heads = 2 * responses * shape.head * self._head_passes()
         return {
             "rollout": shape.forward(prompts + responses, seen) + 2 * responses * shape.head,
@@ -234,51 +236,52 @@ class Work:
     def _head_passes(self) -> float:
         """Products of a trained token's states with an output head: the student's there and back, each teacher's there."""
         back = 1 if self.models.inputs.lora else 2
-        return 1 + back + self._opinions()
+        return 1 + back + self._teacher_heads()
 
-    def _opinions(self) -> float:
+    def _teacher_heads(self) -> float:
         """Heads beside the student's for each trained token: none where teachers send log-probs, but that of a start student that
         the trainer asks."""
         sends = answer_class(self.config.teachers.payload).SENDS_HEADS
         asked = sum(self.models.samples[domain] for domain in asked_by_trainer(self.config))
         return ((self.models.opinions if sends else 0) + asked) / max(1, self.config.trainer.samples_per_step)
 
-    def gathered(self, times: int = 2) -> float:
+    def gather_seconds(self, times: int = 2) -> float:
         """Seconds to gather all weights so many times; a micro-batch does forward, and backward."""
         place = self.places.trainer
         nbytes = times * self.models.student.parameters * DTYPE_BYTES[self.config.trainer.dtype]
-        return place.collective(nbytes, place.workers) if self._is_sharded() else 0.0
+        return place.collective_seconds(nbytes, place.workers) if self._is_sharded() else 0.0
 
-    def summed(self) -> float:
+    def reduce_gradients_seconds(self) -> float:
         """Seconds to add up gradients, each rank its shard."""
         place = self.places.trainer
         nbytes = self.models.inputs.trained * DTYPE_BYTES[self.config.trainer.grad_accum_dtype]
-        return place.collective(nbytes, place.workers) if self._is_sharded() else 0.0
+        return place.collective_seconds(nbytes, place.workers) if self._is_sharded() else 0.0
 
     def _is_sharded(self) -> bool:
         return self.places.trainer.workers > 1
 
-    def _messages(self, gathers: int) -> float:
+    def _micro_batch_messages(self, gathers: int) -> float:
         """Collectives of a micro-batch: every tensor's gradient is added up, those that no rank holds whole are gathered."""
         if not self._is_sharded():
             return 0.0
         large = sum(p.layers for p in self.models.student.parts if p.parameters > HELD_WHOLE * p.layers)
         return (self.models.student.tensors + gathers * large) * self.spec.overheads.message.s
 
-    def _optimiser(self) -> Seconds:
+    def _optimiser_seconds(self) -> Seconds:
         """One pass over gradient, master, both moments and compute copy of a shard."""
         place, trainer = self.places.trainer, self.config.trainer
         each = 2 * 12 + 2 * DTYPE_BYTES[trainer.grad_accum_dtype] + DTYPE_BYTES[trainer.dtype]
         nbytes = self.models.inputs.trained * each / place.workers
         return Seconds(
-            memory=place.moved(nbytes), overhead=self.spec.overheads.phase.s + place.crowd * self.spec.overheads.step.s
+            memory=place.copy_seconds(nbytes),
+            overhead=self.spec.overheads.phase.s + place.crowd * self.spec.overheads.step.s,
         )
 
-    def sync(self, lengths: Written) -> Seconds:
+    def push_seconds(self, lengths: StepLengths) -> Seconds:
         """A push to every engine, and its probe."""
-        gathered = self.places.trainer.collective(self.push.nbytes, self.places.trainer.workers)
+        gathered = self.places.trainer.collective_seconds(self.push.nbytes, self.places.trainer.workers)
         # The probe's pass of the trainer gathers all weights once more.
-        return self.push.spent(lengths.prompt, gathered + self.gathered(1))
+        return self.push.push_seconds(lengths.prompt, gathered + self.gather_seconds(1))
 
     @property
     def push(self) -> Push:
@@ -300,15 +303,15 @@ def teacher_bytes(config: PipelineConfig, models: Models) -> dict[str, int]:
     return found
 
 
-def computed(sizes: Sequence[int]) -> tuple[int, int]:
+def computed_tokens(sizes: Sequence[int]) -> tuple[int, int]:
     """(tokens of the rows that units are laid out in, width of a row): the padding counts."""
     if not sizes:
         return 0, 0
-    packing = pack(sizes)
+    packing = pack_into_rows(sizes)
     return packing.num_rows * packing.width, packing.width
 
 
-def cut(sizes: Sequence[int], most: int) -> list[list[int]]:
+def cut_into_runs(sizes: Sequence[int], most: int) -> list[list[int]]:
     """Consecutive runs of at most so many tokens; a longer unit is alone."""
     found: list[list[int]] = []
     for size in sizes:

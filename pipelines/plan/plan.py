@@ -10,15 +10,15 @@ from opd.config import PipelineConfig
 from opd.config.pipeline import rounds_of
 from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.max_memory import refuse_no_room
-from pipelines.plan.cost import Places, Seconds, placed
-from pipelines.plan.lengths import stated, written
-from pipelines.plan.memory import Held, Room, cache_bytes, cache_tokens, fullest, held, rooms
+from pipelines.plan.cost import Places, Seconds, apply_placement
+from pipelines.plan.lengths import draw_responses, stated_lengths
+from pipelines.plan.memory import Held, Room, cache_bytes, cache_tokens, fullest_workers, memory_parts, memory_rooms
 from pipelines.plan.models import Models, read_models
-from pipelines.plan.phases import Work
+from pipelines.plan.phases import StepCost
 from pipelines.plan.push import refuse_apart
-from pipelines.plan.simulate import Step, simulate, timeline
+from pipelines.plan.simulate import SimulatedStep, role_timeline, simulate_steps
 from pipelines.plan.spec import ClusterSpec
-from pipelines.plan.traffic import Sent, traffic
+from pipelines.plan.traffic import Sent, step_traffic
 
 SIMULATED = 20
 """Steps that are simulated at most; the others are taken to be like them."""
@@ -26,8 +26,8 @@ HOUR = 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """How one role's devices spend the merge."""
+class RoleRow:
+    """Busy and idle time of one role's devices."""
 
     name: str
     workers: int
@@ -54,7 +54,7 @@ class PhasePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MergePlan:
     """All that `opd plan` says."""
 
     pipeline: str
@@ -76,7 +76,7 @@ class Plan:
     room: tuple[Room, ...]
     traffic: tuple[Sent, ...]
     phases: tuple[PhasePlan, ...]
-    roles: tuple[Role, ...]
+    roles: tuple[RoleRow, ...]
     step_s: float
     hours: float
     """All steps; no start, no exams, no checkpoints."""
@@ -90,22 +90,22 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
+def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
     """Plan a merge. Raises: OpdError for a model without a config or a formula, or a pipeline that a merge would refuse here."""
-    spec, config = spec.at_its_speed(), placed(config, spec)
-    models = _models(config)
+    spec, config = spec.at_its_speed(), apply_placement(config, spec)
+    models = _read_models(config)
     places = Places.of(config, spec)
     refuse_apart(config, spec, places)
     cache = cache_bytes(config, models, spec)
-    slots, notes = _slots(config, models, spec, cache)
-    work = Work(config=config, spec=spec, models=models, places=places, slots=max(1, slots))
+    slots, notes = _engine_slots(config, models, spec, cache)
+    work = StepCost(config=config, spec=spec, models=models, places=places, slots=max(1, slots))
     total = sum(one.trainer.steps for one in rounds_of(config))
-    steps = simulate(work, spec.lengths, min(SIMULATED, total))
-    first = written(config, models, spec.lengths, 0)
-    phases = tuple(_phase(name, steps, flops) for name, flops in work.flops(first).items())
+    steps = simulate_steps(work, spec.lengths, min(SIMULATED, total))
+    first = draw_responses(config, models, spec.lengths, 0)
+    phases = tuple(_phase_row(name, steps, flops) for name, flops in work.phase_flops(first).items())
     step_s = sum(step.wall for step in steps) / len(steps)
-    room = tuple(rooms(config, models, spec, places.shared))
-    return Plan(
+    room = tuple(memory_rooms(config, models, spec, places.shared))
+    return MergePlan(
         pipeline=config.name,
         cluster=spec.name,
         parameters=models.student.parameters,
@@ -113,39 +113,39 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> Plan:
         experts=len(models.inputs.experts),
         steps=total,
         samples=config.trainer.samples_per_step,
-        prompt=stated(config, spec.lengths)[1],
+        prompt=stated_lengths(config, spec.lengths)[1],
         response=sum(step.response_tokens for step in steps) / len(steps) / config.trainer.samples_per_step,
         sequences=sum(step.sequences for step in steps) / len(steps),
-        memory=tuple(held(config, models, spec, cache)),
-        fullest={} if spec.machine.gpus else fullest(config, models),
+        memory=tuple(memory_parts(config, models, spec, cache)),
+        fullest={} if spec.machine.gpus else fullest_workers(config, models),
         room=room,
-        traffic=tuple(traffic(work, first)),
+        traffic=tuple(step_traffic(work, first)),
         phases=phases,
-        roles=tuple(_roles(steps, places)),
+        roles=tuple(_role_rows(steps, places)),
         step_s=step_s,
         hours=total * step_s / HOUR,
-        devices=_gpus(spec),
-        device_hours=total * step_s / HOUR * _gpus(spec),
-        limit=_limit(phases),
+        devices=_spec_gpus(spec),
+        device_hours=total * step_s / HOUR * _spec_gpus(spec),
+        limit=_limiting_phase(phases),
         fits=_fits_places(room, places, spec, slots),
-        notes=(*models.notes, *notes, *_notes(config, spec, places)),
+        notes=(*models.notes, *notes, *_plan_notes(config, spec, places)),
     )
 
 
 def fits_cluster(config: PipelineConfig, spec: ClusterSpec) -> bool:
     """Return `make_plan(config, spec).fits` without a simulated step. Raises: OpdError, as `make_plan` does."""
-    config = placed(config, spec)
-    models, places = _models(config), Places.of(config, spec)
+    config = apply_placement(config, spec)
+    models, places = _read_models(config), Places.of(config, spec)
     refuse_apart(config, spec, places)
-    slots, _ = _slots(config, models, spec, cache_bytes(config, models, spec))
-    return _fits_places(list(rooms(config, models, spec, places.shared)), places, spec, slots)
+    slots, _ = _engine_slots(config, models, spec, cache_bytes(config, models, spec))
+    return _fits_places(list(memory_rooms(config, models, spec, places.shared)), places, spec, slots)
 
 
 def _fits_places(room: Sequence[Room], places: Places, spec: ClusterSpec, slots: int) -> bool:
     return all(one.fits for one in room) and places.devices <= spec.devices + 1e-9 and slots > 0
 
 
-def _models(config: PipelineConfig) -> Models:
+def _read_models(config: PipelineConfig) -> Models:
     """The models of a pipeline whose GPUs and sizes a merge would take too. Raises: OpdError."""
     refuse_idle_gpus(config)
     models = read_models(config)
@@ -153,14 +153,14 @@ def _models(config: PipelineConfig) -> Models:
     return models
 
 
-def _gpus(spec: ClusterSpec) -> float:
+def _spec_gpus(spec: ClusterSpec) -> float:
     return spec.devices if spec.machine.gpus else 0
 
 
-def _slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float) -> tuple[int, list[str]]:
+def _engine_slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float) -> tuple[int, list[str]]:
     """Sequences that an engine writes at a time: `rollout.max_num_seqs`, or as many of mean length as its cache holds. With 0 the
     merge does not fit, and is planned as if it had room for one, to say what is missing."""
-    lengths = written(config, models, spec.lengths, 0)
+    lengths = draw_responses(config, models, spec.lengths, 0)
     each = lengths.tokens / len(lengths.responses)
     room, wanted = int(cache_tokens(config, models, spec, cache) / each), config.rollout.max_num_seqs
     if room >= min(wanted, len(lengths.responses)):
@@ -172,27 +172,28 @@ def _slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: flo
     return room, [f"the key-value cache holds {room} sequences of {each:.0f} tokens, rollout.max_num_seqs is {wanted}"]
 
 
-def _phase(name: str, steps: Sequence[Step], flops: float) -> PhasePlan:
+def _phase_row(name: str, steps: Sequence[SimulatedStep], flops: float) -> PhasePlan:
     mean = sum((step.phases[name] for step in steps), Seconds()).times(1 / len(steps))
     return PhasePlan(name=name, seconds=mean.total, **mean.parts(), limit=mean.limit, flops=flops)
 
 
-def _roles(steps: Sequence[Step], places: Places) -> list[Role]:
-    shares = {role: busy for role, busy, _ in timeline(steps)}
+def _role_rows(steps: Sequence[SimulatedStep], places: Places) -> list[RoleRow]:
+    shares = {role: busy for role, busy, _ in role_timeline(steps)}
     each = {"rollout": places.rollout, "teachers": places.teachers, "trainer": places.trainer}
     return [
-        Role(name=name, workers=place.workers, devices=place.devices, busy=shares[name]) for name, place in each.items()
+        RoleRow(name=name, workers=place.workers, devices=place.devices, busy=shares[name])
+        for name, place in each.items()
     ]
 
 
-def _limit(phases: Sequence[PhasePlan]) -> str:
+def _limiting_phase(phases: Sequence[PhasePlan]) -> str:
     longest = max(phases, key=lambda phase: phase.seconds)
     return f"{longest.name}: {longest.limit}"
 
 
-def _notes(config: PipelineConfig, spec: ClusterSpec, places: Places) -> Iterator[str]:
-    """What the plan leaves out, or what a merge of today does not do."""
-    acting = [name for name, domain in config.domains.items() if domain.acts]
+def _plan_notes(config: PipelineConfig, spec: ClusterSpec, places: Places) -> Iterator[str]:
+    """Return notes on what the plan leaves out, or what a merge of today does not do."""
+    acting = [name for name, domain in config.domains.items() if domain.has_episodes]
     if acting:
         yield f"planned as single responses although they are episodes of turns: {', '.join(acting)}"
     if isinstance(config.rounds, list):

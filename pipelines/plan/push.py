@@ -15,7 +15,7 @@ from opd.errors import ConfigError
 from opd.models.buckets import BUCKET_BYTES
 from opd.settings.strict import DTYPE_BYTES
 from opd.sync.proof import PROBE_SEQUENCES
-from pipelines.plan.cost import Place, Places, Seconds
+from pipelines.plan.cost import Places, Seconds, WorkerHardware
 from pipelines.plan.shapes import Shape
 from pipelines.plan.spec import ClusterSpec
 
@@ -66,17 +66,17 @@ class Push:
 
     @property
     def _buckets(self) -> int:
-        """How many there are: none has less room than the largest tensor takes."""
+        """Number of buckets: none has less room than the largest tensor takes."""
         head = self.shape.head if self.pushed == self.shape.parameters else 0  # adapters leave it as it is
         largest = max(head, *(part.inputs * part.outputs for part in self.shape.parts))
         return ceil(self.nbytes / max(BUCKET_BYTES, largest * DTYPE_BYTES[self.config.trainer.dtype]))
 
-    def spent(self, prompt: int, gathered: float) -> Seconds:
+    def push_seconds(self, prompt: int, gathered: float) -> Seconds:
         """A push whose weights the ranks gather in so many seconds, and its proof; prompts of so many tokens are its probe."""
         # Ranks gather and prove, engines read and prove, on cores that they may have to share.
         crowd = RANKS * self.places.trainer.crowd + (1 - RANKS) * self.places.rollout.crowd
         overhead = self.spec.overheads.phase.s + crowd * self.spec.overheads.push.of(self.shape.tensors)
-        out, into = self._out(), self._in()
+        out, into = self._send_seconds(), self._receive_seconds()
         link = gathered + out.link + into.link
         if self.over_network and (self.spec.machine.gpus or self._away):
             # The ranks gather the next bucket while the engines take one.
@@ -86,16 +86,16 @@ class Push:
             late = into.times((self._away - 1) / self._buckets)
             link, into = link + late.link, into + late
         memory = out.memory + into.memory
-        return Seconds(compute=self._probe(prompt), memory=memory, link=link, overhead=overhead)
+        return Seconds(compute=self._probe_seconds(prompt), memory=memory, link=link, overhead=overhead)
 
-    def _out(self) -> Seconds:
+    def _send_seconds(self) -> Seconds:
         """Until weights that are gathered have left rank 0."""
         if not self.over_network:
             return self._in_host(self.places.trainer, WRITTEN, 1.0)
         # A bucket is filled by the way from the GPU.
         return self._in_host(self.places.trainer, STORED - 1 if self.spec.machine.gpus else STORED, 1.0)
 
-    def _in(self) -> Seconds:
+    def _receive_seconds(self) -> Seconds:
         """From there into every engine; all of them read at the same time."""
         place = self.places.rollout
         nbytes = 2 * LOADED * self.nbytes
@@ -107,25 +107,27 @@ class Push:
         # With GPUs nobody waits for the copy that is passed on: it is made while the engine takes its own, which is no shorter.
         if self.over_network and self._away > 1 and not self.spec.machine.gpus:
             taken += self._in_host(place, PASSED, 1.0)
-        loaded = place.moved(nbytes) + place.touched((LOADED - REPLACED) * self.nbytes)
+        loaded = place.copy_seconds(nbytes) + place.first_touch_seconds((LOADED - REPLACED) * self.nbytes)
         return taken + Seconds(memory=loaded, link=wire)
 
-    def _in_host(self, place: Place, copies: int, devices: float) -> Seconds:
+    def _in_host(self, place: WorkerHardware, copies: int, devices: float) -> Seconds:
         """Copies in the host's memory by one process; with GPUs, also the way between host and so many GPUs, each with its part."""
         if not self.spec.machine.gpus:
-            return Seconds(memory=place.moved(2 * copies * self.nbytes) + place.touched(copies * self.nbytes))
+            return Seconds(
+                memory=place.copy_seconds(2 * copies * self.nbytes) + place.first_touch_seconds(copies * self.nbytes)
+            )
         rate = self.spec.links.load * self.spec.factors.link.share
         return Seconds(link=(copies + 1 / devices) * self.nbytes / rate)
 
-    def _probe(self, prompt: int) -> float:
+    def _probe_seconds(self, prompt: int) -> float:
         """Seconds for the beginnings of a few prompts in the trainer, then in the engines."""
         config, wanted = self.config, self.config.sync.probe_tokens
         each = max(2, min(prompt, config.rollout.max_model_len - 1, wanted // PROBE_SEQUENCES + 1))
         tokens = each * max(PROBE_SEQUENCES, ceil(wanted / (each - 1)))
         flops = self.shape.forward(tokens, each / 2) + 2 * tokens * self.shape.head
         share = self.spec.factors.forward.share
-        there = self.places.rollout.products(flops, config.rollout.dtype, share)
-        here = self.places.trainer.products(flops, config.trainer.dtype, share)
+        there = self.places.rollout.matmul_seconds(flops, config.rollout.dtype, share)
+        here = self.places.trainer.matmul_seconds(flops, config.trainer.dtype, share)
         return there + here
 
 

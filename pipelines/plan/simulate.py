@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from opd.config.pipeline import overlaps
+from opd.config.pipeline import is_overlapped
 from pipelines.plan.cost import Seconds
-from pipelines.plan.engine import Wrote
-from pipelines.plan.lengths import Written, written
-from pipelines.plan.phases import Trained, Work
+from pipelines.plan.engine import EngineTimeline
+from pipelines.plan.lengths import StepLengths, draw_responses
+from pipelines.plan.phases import StepCost, Trained
 from pipelines.plan.spec import LengthsSpec
 
 PHASES = ("rollout", "score", "train", "sync")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SimulatedStep:
     """One step of the schedule."""
 
     wall: float
@@ -39,24 +39,24 @@ class Step:
     """Mean sequences of an engine's step."""
 
 
-def simulate(work: Work, lengths: LengthsSpec, steps: int) -> list[Step]:
+def simulate_steps(work: StepCost, lengths: LengthsSpec, steps: int) -> list[SimulatedStep]:
     """The first steps of the merge. The same lengths give the same steps."""
-    drawn = [written(work.config, work.models, lengths, number) for number in range(steps + 1)]
-    return [_step(work, now, after) for now, after in pairwise(drawn)]
+    drawn = [draw_responses(work.config, work.models, lengths, number) for number in range(steps + 1)]
+    return [_simulate_step(work, now, after) for now, after in pairwise(drawn)]
 
 
-def _step(work: Work, now: Written, after: Written) -> Step:
+def _simulate_step(work: StepCost, now: StepLengths, after: StepLengths) -> SimulatedStep:
     config = work.config
     beside = config.schedule.mode == "one_step_off"
-    wrote = work.rollout(after if beside else now)
-    scored, trained, pushed = work.score(now), work.train(now), work.sync(now)
+    wrote = work.rollout_seconds(after if beside else now)
+    scored, trained, pushed = work.score(now), work.train_seconds(now), work.push_seconds(now)
     phases = {
-        "rollout": _slowest([one.spent for one in wrote]),
-        "score": _slowest(scored),
+        "rollout": _slowest_worker([one.spent for one in wrote]),
+        "score": _slowest_worker(scored),
         "train": trained.spent,
         "sync": pushed,
     }
-    taught = _taught(work, phases["score"].total, trained)
+    taught = _overlapped_seconds(work, phases["score"].total, trained)
     writing = phases["rollout"].total
     # Devices that roles share do one thing at a time; CPU cores are divided between them instead.
     apart = beside and not (work.places.shared and work.spec.machine.gpus)
@@ -64,23 +64,23 @@ def _step(work: Work, now: Written, after: Written) -> Step:
     if apart:
         together, crowd = min(writing, taught), work.places.crowd
         both = max(writing, taught) + (crowd - 1) * together
-        phases = _crowded(phases, together, crowd)
-    return Step(
+        phases = _slow_down_phases(phases, together, crowd)
+    return SimulatedStep(
         wall=both + pushed.total,
         phases=phases,
         busy={
-            "rollout": _mean([one.spent for one in wrote], work.places.rollout.workers),
-            "teachers": _mean(scored, work.places.teachers.workers),
+            "rollout": _mean_worker([one.spent for one in wrote], work.places.rollout.workers),
+            "teachers": _mean_worker(scored, work.places.teachers.workers),
             "trainer": trained.spent.total,
         },
         response_tokens=sum(now.responses),
         tokens=now.tokens,
         engine_steps=max((one.steps for one in wrote), default=0),
-        sequences=_sequences(wrote),
+        sequences=_mean_sequences(wrote),
     )
 
 
-def _crowded(phases: dict[str, Seconds], together: float, crowd: float) -> dict[str, Seconds]:
+def _slow_down_phases(phases: dict[str, Seconds], together: float, crowd: float) -> dict[str, Seconds]:
     """The phases as they last where the engines, for so many seconds of their work, share cores with scoring and training."""
     left = {"rollout": together, "score": together, "train": max(0.0, together - phases["score"].total)}
     found = dict(phases)
@@ -90,9 +90,9 @@ def _crowded(phases: dict[str, Seconds], together: float, crowd: float) -> dict[
     return found
 
 
-def _taught(work: Work, scoring: float, trained: Trained) -> float:
+def _overlapped_seconds(work: StepCost, scoring: float, trained: Trained) -> float:
     """Seconds from the first row that is scored to the end of the optimiser's step."""
-    if not overlaps(work.config) or work.places.shared:
+    if not is_overlapped(work.config) or work.places.shared:
         return scoring + trained.spent.total
     parts, clock = len(trained.micro_batches), 0.0
     for number, one in enumerate(trained.micro_batches, start=1):
@@ -100,7 +100,7 @@ def _taught(work: Work, scoring: float, trained: Trained) -> float:
     return clock + trained.last.total
 
 
-def timeline(steps: Sequence[Step]) -> Iterator[tuple[str, float, float]]:
+def role_timeline(steps: Sequence[SimulatedStep]) -> Iterator[tuple[str, float, float]]:
     """(role, its busy share, seconds that it waits) over the steps."""
     wall = sum(step.wall for step in steps)
     for role in ("rollout", "teachers", "trainer"):
@@ -108,14 +108,14 @@ def timeline(steps: Sequence[Step]) -> Iterator[tuple[str, float, float]]:
         yield role, busy / wall, (wall - busy) / len(steps)
 
 
-def _slowest(workers: Sequence[Seconds]) -> Seconds:
+def _slowest_worker(workers: Sequence[Seconds]) -> Seconds:
     return max(workers, key=lambda one: one.total, default=Seconds())
 
 
-def _mean(workers: Sequence[Seconds], count: int) -> float:
+def _mean_worker(workers: Sequence[Seconds], count: int) -> float:
     return sum(one.total for one in workers) / count
 
 
-def _sequences(wrote: Sequence[Wrote]) -> float:
+def _mean_sequences(wrote: Sequence[EngineTimeline]) -> float:
     steps = sum(one.steps for one in wrote)
     return sum(one.sequences * one.steps for one in wrote) / max(1, steps)

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.errors import ConfigError
 from opd.settings.strict import DType, Strict
-from opd.settings.yaml_files import load_yaml, validate
+from opd.settings.yaml_files import load_yaml, validate_section
 from pipelines.catalog import PLANS
 
 DEFAULT = "two-cores"
@@ -216,7 +216,7 @@ def load_spec(name_or_path: str) -> ClusterSpec:
             wanted=f"a cluster spec, or one of: {', '.join(shipped_specs())}",
             fix="`opd plan PIPELINE --measure FILE` writes one of this machine",
         )
-    return validate(ClusterSpec, load_yaml(path), path)
+    return validate_section(ClusterSpec, load_yaml(path), path)
 
 
 def with_lengths(spec: ClusterSpec, prompt: int | None, response: float | None, tail: float | None) -> ClusterSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipelines.plan.plan import Plan
+from pipelines.plan.plan import MergePlan
 
 UNITS = ("", "k", "M", "G", "T", "P", "E")
 
@@ -19,26 +19,28 @@ class Printed:
     rows: Sequence[tuple[str, ...]]
 
 
-def tables(plan: Plan) -> Iterator[Printed]:
-    """What is asked for, memory, bytes, seconds, and how busy the roles are."""
-    yield Printed(title=f"{plan.pipeline} on {plan.cluster}", columns=("merge", ""), rows=_asked(plan))
+def plan_tables(plan: MergePlan) -> Iterator[Printed]:
+    """Return tables of the inputs, memory, bytes, seconds, and busy shares of the roles."""
+    yield Printed(title=f"{plan.pipeline} on {plan.cluster}", columns=("merge", ""), rows=_inputs_table(plan))
     yield Printed(
         title="memory of one worker, on each of its devices",
         columns=("role", "part", "GiB"),
         rows=[
-            *((one.role, one.part, gib(one.nbytes)) for one in plan.memory),
-            *((role, "at its fullest, with its process", gib(nbytes)) for role, nbytes in plan.fullest.items()),
+            *((one.role, one.part, format_gib(one.nbytes)) for one in plan.memory),
+            *((role, "at its fullest, with its process", format_gib(nbytes)) for role, nbytes in plan.fullest.items()),
         ],
     )
     yield Printed(
         title="does it fit?",
         columns=("at its fullest", "GiB needed", "GiB there", "fits"),
-        rows=[(one.what, gib(one.needed), gib(one.there), "yes" if one.fits else "no") for one in plan.room],
+        rows=[
+            (one.what, format_gib(one.needed), format_gib(one.there), "yes" if one.fits else "no") for one in plan.room
+        ],
     )
     yield Printed(
         title="bytes of one step",
         columns=("what", "link", "bytes"),
-        rows=[(one.what, one.link, short(one.nbytes) + "B") for one in plan.traffic],
+        rows=[(one.what, one.link, format_short(one.nbytes) + "B") for one in plan.traffic],
     )
     yield Printed(
         title="seconds of one step, slowest worker",
@@ -46,7 +48,7 @@ def tables(plan: Plan) -> Iterator[Printed]:
         rows=[
             (
                 one.name,
-                short(one.flops),
+                format_short(one.flops),
                 *(f"{value:.3g}" for value in (one.seconds, one.compute, one.memory, one.link, one.overhead)),
                 one.limit,
             )
@@ -60,10 +62,10 @@ def tables(plan: Plan) -> Iterator[Printed]:
     )
 
 
-def _asked(plan: Plan) -> list[tuple[str, str]]:
+def _inputs_table(plan: MergePlan) -> list[tuple[str, str]]:
     rows = [
-        ("parameters of the student", short(plan.parameters)),
-        ("of these a token is multiplied with", short(plan.active)),
+        ("parameters of the student", format_short(plan.parameters)),
+        ("of these a token is multiplied with", format_short(plan.active)),
         ("experts", str(plan.experts)),
         ("steps of so many responses", f"{plan.steps:,} of {plan.samples:,}"),
         ("tokens of a prompt, of a response (mean)", f"{plan.prompt:,}, {plan.response:,.0f}"),
@@ -76,13 +78,13 @@ def _asked(plan: Plan) -> list[tuple[str, str]]:
     return [*rows, ("what limits", plan.limit), ("fits", "yes" if plan.fits else "no")]
 
 
-def gib(nbytes: float) -> str:
+def format_gib(nbytes: float) -> str:
     """GiB with as many digits as matter."""
     value = nbytes / 2**30
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def short(value: float) -> str:
+def format_short(value: float) -> str:
     """Three digits and a prefix of a thousand."""
     power = 0
     while value >= 999.5 and power < len(UNITS) - 1:

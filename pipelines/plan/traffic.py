@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.plan.lengths import Written
+from pipelines.plan.lengths import StepLengths
 from pipelines.plan.memory import target_bytes
-from pipelines.plan.phases import Work, teacher_bytes
+from pipelines.plan.phases import StepCost, teacher_bytes
 
 ROW = 100
 """Bytes of a row beside its tokens: its id, its span, and its place in the dictionary. See "Rows on the way" in docs/architecture.md."""
@@ -16,7 +16,7 @@ ROW = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What one step sends."""
+    """A transfer of one step."""
 
     what: str
     link: str
@@ -24,7 +24,7 @@ class Sent:
     """The sum over all workers."""
 
 
-def traffic(work: Work, lengths: Written) -> Iterator[Sent]:
+def step_traffic(work: StepCost, lengths: StepLengths) -> Iterator[Sent]:
     """Everything of size that a step moves between processes."""
     config, models = work.config, work.models
     shape, inputs = models.student, models.inputs
@@ -39,7 +39,7 @@ def traffic(work: Work, lengths: Written) -> Iterator[Sent]:
         yield Sent(what="teachers' weights", link="host or storage → scoring workers", nbytes=sum(turns.values()))
     ranks, copy = config.trainer.ranks, DTYPE_BYTES[config.trainer.dtype]
     if ranks > 1:
-        trained = work.train(lengths)
+        trained = work.train_seconds(lengths)
         parts = len(trained.micro_batches)
         gathered = trained.gathers * shape.parameters * copy * (ranks - 1)
         summed = parts * inputs.trained * DTYPE_BYTES[config.trainer.grad_accum_dtype] * (ranks - 1)

@@ -12,8 +12,8 @@ from typing import Any
 from opd.config.prompts import Column, PromptsConfig
 from opd.errors import ConfigError, PromptError
 from opd.prompts.broken import BrokenRow
-from opd.prompts.readers import DAMAGED, Place, column_names, csv_rows, refuse_large_groups, source_rows
-from opd.prompts.sources import Source, find_source, library
+from opd.prompts.readers import DAMAGED, RowLocation, column_names, csv_rows, refuse_large_groups, source_rows
+from opd.prompts.sources import Source, find_source, import_datasets
 
 ASKING = (
     *("prompt", "messages", "conversation", "conversations", "dialogue", "dialog", "chat", "turns"),
@@ -41,7 +41,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """What a file calls the columns that a pipeline reads."""
+    """Names in a file of the columns that a pipeline reads."""
 
     prompt: str
     answer: str | None
@@ -68,17 +68,17 @@ def look_at_columns(path: Path, given: Sequence[str]) -> Columns:
                 wanted=f"one of: {', '.join(names)}",
                 fix="correct the name: --columns PROMPT or --columns PROMPT,ANSWER",
             )
-    prompt = given[0] if given else _asking(path, names)
+    prompt = given[0] if given else _find_prompt_column(path, names)
     if not given:
         _refuse_two_parts(source, prompt)
     return Columns(
         prompt=prompt,
-        answer=given[1] if len(given) > 1 else _answering(names, rows, prompt),
+        answer=given[1] if len(given) > 1 else _find_answer_column(names, rows, prompt),
         messages=any(isinstance(row.get(prompt), list) for row in rows),
     )
 
 
-def _asking(path: Path, names: Sequence[str]) -> str:
+def _find_prompt_column(path: Path, names: Sequence[str]) -> str:
     found = _first_of(ASKING, names) or (names[0] if len(names) == 1 else None)
     if found is None:
         raise PromptError.at(
@@ -97,7 +97,7 @@ def _asking(path: Path, names: Sequence[str]) -> str:
     return found
 
 
-def _answering(names: Sequence[str], rows: Sequence[Row], prompt: str) -> str | None:
+def _find_answer_column(names: Sequence[str], rows: Sequence[Row], prompt: str) -> str | None:
     """The column with answers: texts or numbers."""
     plain = [
         name
@@ -137,14 +137,14 @@ def first_rows(source: Source) -> tuple[list[str], Sequence[Row]]:
     file = source.files[0]
     try:
         if source.kind == "jsonl":
-            rows = [_object(*found) for found in islice(source_rows(source, PromptsConfig(path=file)), FIRST_ROWS)]
+            rows = [_parse_row(*found) for found in islice(source_rows(source, PromptsConfig(path=file)), FIRST_ROWS)]
             return list(dict.fromkeys(name for row in rows for name in row)), rows
         if source.kind == "csv":
             return _first_of_csv(file)
         if source.kind == "parquet":
             return _first_of_parquet(file, source.shown[0])
         assert source.directory is not None
-        saved = library().load_from_disk(str(source.directory))
+        saved = import_datasets().load_from_disk(str(source.directory))
         return list(saved.column_names), saved.select(range(min(FIRST_ROWS, len(saved)))).to_list()
     except (OSError, csv.Error, pa.ArrowException, *DAMAGED) as error:
         raise PromptError.at(
@@ -155,10 +155,12 @@ def first_rows(source: Source) -> tuple[list[str], Sequence[Row]]:
         ) from None
 
 
-def _object(place: Place, row: Any) -> Row:
+def _parse_row(place: RowLocation, row: Any) -> Row:
     """The row of a JSONL file, if it has columns. Raises: PromptError."""
     if not isinstance(row, dict):
-        raise place.refusal(BrokenRow(f"a {type(row).__name__}", "write every row as an object on a line of its own"))
+        raise place.make_error(
+            BrokenRow(f"a {type(row).__name__}", "write every row as an object on a line of its own")
+        )
     return row
 
 

@@ -14,9 +14,9 @@ from opd.config.domains import DomainEvalConfig
 from opd.config.prompts import PromptsConfig
 from opd.errors import ConfigError
 from opd.prompts import PromptLine, PromptTable, load_prompts, render_prompt
-from opd.settings.yaml_files import parse_yaml, validate
+from opd.settings.yaml_files import parse_yaml, validate_section
 from pipelines.propose.columns import Columns, look_at_columns
-from pipelines.propose.given import Ask, Given, GivenExpert, Tell, asked
+from pipelines.propose.given import Ask, GivenExpert, InitAnswers, Tell, ask_until_valid
 from pipelines.propose.text import on_one_line
 from pipelines.propose.verifiers import propose_verifier, text_of
 
@@ -31,7 +31,7 @@ JUDGES = "numeric, exact_match, last_line, multiple_choice, or none for no exam"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Where the prompts of a domain are, and what they are called there."""
+    """Files of a domain's prompts, and the names of their columns."""
 
     training: PromptsConfig
     exam: PromptsConfig | None
@@ -50,40 +50,40 @@ class SeenDomain:
     verifier: Any
     """The verifier as a pipeline spells it; None if there is nothing to judge."""
     why: str
-    """Why this verifier, or none."""
+    """Reason for this verifier, or for none."""
     answer_tokens: int
     """Tokens of the longest answer that was looked at."""
     completion_tokens: int
     """The same for completions: 0 if the prompts have none."""
 
 
-def find_sources(given: Given, student: ModelInfo, chat: bool | None) -> dict[str, Sources]:
+def find_sources(given: InitAnswers, student: ModelInfo, chat: bool | None) -> dict[str, Sources]:
     """Every domain's files and columns. `chat`: whether texts are what a user says; None: it follows from the chat template.
 
     This imports nothing large. Raises: PromptError, ConfigError.
     """
     templated = student.chat_template_hash is not None
-    return {name: _sources(expert, chat, templated) for name, expert in given.experts.items()}
+    return {name: _prompt_sources(expert, chat, templated) for name, expert in given.experts.items()}
 
 
-def _sources(expert: GivenExpert, chat: bool | None, templated: bool) -> Sources:
+def _prompt_sources(expert: GivenExpert, chat: bool | None, templated: bool) -> Sources:
     as_chat = templated if chat is None else chat
-    _read(expert.verifier)
+    _parse_verifier(expert.verifier)
     columns = look_at_columns(expert.prompts, expert.columns)
     held_out = None if expert.exam is None else look_at_columns(expert.exam, expert.columns)
     return Sources(
-        training=_config(expert.prompts, columns, as_chat),
-        exam=None if expert.exam is None or held_out is None else _config(expert.exam, held_out, as_chat),
+        training=_prompts_config(expert.prompts, columns, as_chat),
+        exam=None if expert.exam is None or held_out is None else _prompts_config(expert.exam, held_out, as_chat),
         settled=columns.messages or chat is not None,
     )
 
 
-def _config(path: Path, columns: Columns, as_chat: bool) -> PromptsConfig:
+def _prompts_config(path: Path, columns: Columns, as_chat: bool) -> PromptsConfig:
     return PromptsConfig(path=path, columns=dict(columns.renamed), chat=columns.messages or as_chat)
 
 
 def look_at_domains(
-    given: Given, sources: Mapping[str, Sources], tokenizer: Any, ask: Ask | None, tell: Tell
+    given: InitAnswers, sources: Mapping[str, Sources], tokenizer: Any, ask: Ask | None, tell: Tell
 ) -> dict[str, SeenDomain]:
     """Read and tokenise every prompt, and propose how answers are judged. Raises: PromptError, ConfigError."""
 
@@ -91,21 +91,21 @@ def look_at_domains(
         said = given.experts[name].verifier
         if said or ask is None:
             return said
-        answer = asked(ask, tell, f"How are answers of {name} judged ({JUDGES})", _read, proposal)
+        answer = ask_until_valid(ask, tell, f"How are answers of {name} judged ({JUDGES})", _parse_verifier, proposal)
         return "" if answer == proposal else answer
 
-    return {name: _seen(name, source, tokenizer, chosen) for name, source in sources.items()}
+    return {name: _look_at_domain(name, source, tokenizer, chosen) for name, source in sources.items()}
 
 
-def _seen(name: str, sources: Sources, tokenizer: Any, chosen: Callable[[str, str], str]) -> SeenDomain:
+def _look_at_domain(name: str, sources: Sources, tokenizer: Any, chosen: Callable[[str, str], str]) -> SeenDomain:
     """`chosen`: (domain, the verifier that is proposed) -> the verifier that the user wants; empty: the proposed one."""
-    sources = _plainer(sources, tokenizer)
+    sources = _without_chat(sources, tokenizer)
     table = load_prompts(sources.training, name, tokenizer)
-    lines = _some(table)
-    judged = lines if sources.exam is None else _some(load_prompts(sources.exam, name, tokenizer))
+    lines = _sample_prompts(table)
+    judged = lines if sources.exam is None else _sample_prompts(load_prompts(sources.exam, name, tokenizer))
     verifier, why = propose_verifier(judged)
     if wish := chosen(name, "none" if verifier is None else on_one_line(verifier)):
-        verifier, why = _read(wish), "as you said"
+        verifier, why = _parse_verifier(wish), "as you said"
     if verifier is None and sources.exam is not None:
         raise ConfigError.at(
             f"--eval {name}={sources.exam.path}",
@@ -118,12 +118,12 @@ def _seen(name: str, sources: Sources, tokenizer: Any, chosen: Callable[[str, st
         table=table,
         verifier=verifier,
         why=why,
-        answer_tokens=_longest(tokenizer, [line.answer for line in lines]),
-        completion_tokens=_longest(tokenizer, [text_of(line.completion) for line in lines]),
+        answer_tokens=_longest_text(tokenizer, [line.answer for line in lines]),
+        completion_tokens=_longest_text(tokenizer, [text_of(line.completion) for line in lines]),
     )
 
 
-def _plainer(sources: Sources, tokenizer: Any) -> Sources:
+def _without_chat(sources: Sources, tokenizer: Any) -> Sources:
     """The sources without `chat` where the template puts no words around a text: a model with such a template never chatted."""
     from jinja2 import TemplateError
 
@@ -139,7 +139,7 @@ def _plainer(sources: Sources, tokenizer: Any) -> Sources:
     return replace(sources, training=sources.training.model_copy(update={"chat": False}), exam=exam)
 
 
-def _read(text: str) -> Any:
+def _parse_verifier(text: str) -> Any:
     """A verifier that the user names. Raises: ConfigError."""
     try:
         found = parse_yaml(text)
@@ -147,15 +147,15 @@ def _read(text: str) -> Any:
         found = text
     if found in (None, "", "none"):
         return None
-    validate(DomainEvalConfig, {"holdout": 0.5, "verifier": found}, "--verifier")
+    validate_section(DomainEvalConfig, {"holdout": 0.5, "verifier": found}, "--verifier")
     return found
 
 
-def _some(table: PromptTable) -> list[PromptLine]:
+def _sample_prompts(table: PromptTable) -> list[PromptLine]:
     return table.rows[:: max(1, len(table) // LOOKED_AT)]
 
 
-def _longest(tokenizer: Any, texts: Sequence[str]) -> int:
+def _longest_text(tokenizer: Any, texts: Sequence[str]) -> int:
     said = [text for text in texts if text]
     return max((len(ids) for ids in tokenizer(said, add_special_tokens=False)["input_ids"]), default=0) if said else 0
 
@@ -168,7 +168,7 @@ def choose_share(domains: Mapping[str, SeenDomain]) -> float:
     tables = [seen.table for seen in domains.values() if wants_share(seen)]
     fewest = min((len(table) for table in tables), default=QUESTIONS)
     first = round(min(SHARES[0], max(0.02, QUESTIONS / fewest)), 2)
-    return next((share for share in (first, *SHARES) if all(splits(table, share) for table in tables)), SHARES[-1])
+    return next((share for share in (first, *SHARES) if all(can_split(table, share) for table in tables)), SHARES[-1])
 
 
 def wants_share(seen: SeenDomain) -> bool:
@@ -176,6 +176,6 @@ def wants_share(seen: SeenDomain) -> bool:
     return seen.verifier is not None and seen.sources.exam is None
 
 
-def splits(table: PromptTable, share: float) -> bool:
+def can_split(table: PromptTable, share: float) -> bool:
     """True if the share leaves prompts on both sides."""
     return 0 < int(table.held_out(share).sum()) < len(table)

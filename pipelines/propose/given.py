@@ -1,4 +1,4 @@
-"""What a person gives `opd init`: flags, or answers to questions where a flag is missing."""
+"""Answers of a person to `opd init`: flags, or answers to questions where a flag is missing."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class GivenExpert:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class InitAnswers:
     """Everything that a proposal starts from."""
 
     student: Path
     experts: Mapping[str, GivenExpert]
 
 
-def complete(flags: Flags, ask: Ask | None, tell: Tell) -> Given:
+def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
     """Read the flags, and ask for what is missing. Raises: ConfigError for what is missing if nobody can be asked."""
     if ask is None:
         _refuse_missing(flags)
@@ -87,22 +87,24 @@ def complete(flags: Flags, ask: Ask | None, tell: Tell) -> Given:
         )
     for name in missing:
         assert ask is not None
-        prompts[name] = asked(ask, tell, f"Prompts of {name} (CSV, Parquet, JSONL or a saved data set)", _file)
+        prompts[name] = ask_until_valid(
+            ask, tell, f"Prompts of {name} (CSV, Parquet, JSONL or a saved data set)", _existing_file
+        )
     columns = by_expert("--columns", flags.columns, models, files=False)
     verifiers = by_expert("--verifier", flags.verifiers, models, files=False)
-    exams, bases = by_expert("--eval", flags.exams, models), _bases(flags.bases, models)
+    exams, bases = by_expert("--eval", flags.exams, models), _parse_bases(flags.bases, models)
     experts = {
         name: GivenExpert(
             model=model,
-            prompts=_file(prompts[name]),
-            exam=_file(exams[name]) if name in exams else None,
+            prompts=_existing_file(prompts[name]),
+            exam=_existing_file(exams[name]) if name in exams else None,
             columns=tuple(part.strip() for part in columns[name].split(",")) if name in columns else (),
             verifier=verifiers.get(name, ""),
             base=Path(with_home(bases[name])) if name in bases else None,
         )
         for name, model in models.items()
     }
-    return Given(student=flags.student, experts=experts)
+    return InitAnswers(student=flags.student, experts=experts)
 
 
 def _refuse_missing(flags: Flags) -> None:
@@ -121,11 +123,11 @@ def _with_models(flags: Flags, ask: Ask, tell: Tell) -> Flags:
     """The flags with a student and at least one expert."""
     if flags.student is None:
         question = "Student, the model that learns (a directory; usually what the experts were trained from)"
-        flags = replace(flags, student=Path(asked(ask, tell, question, _directory)))
+        flags = replace(flags, student=Path(ask_until_valid(ask, tell, question, _existing_directory)))
     experts = list(flags.experts)
     while not flags.experts:
         more = "" if not experts else "; empty: no more"
-        text = asked(
+        text = ask_until_valid(
             ask, tell, f"Expert {len(experts) + 1} (a model or adapter, DIR or NAME=DIR{more})", _expert_or_end(experts)
         )
         if not text:
@@ -143,7 +145,7 @@ def _expert_or_end(before: list[str]) -> Callable[[str], str]:
     return check
 
 
-def asked(ask: Ask, tell: Tell, question: str, check: Callable[[str], object], proposal: str = "") -> str:
+def ask_until_valid(ask: Ask, tell: Tell, question: str, check: Callable[[str], object], proposal: str = "") -> str:
     """The first answer that passes the check, which raises an OpdError for a wrong one."""
     while True:
         text = ask(question, proposal).strip()
@@ -155,7 +157,7 @@ def asked(ask: Ask, tell: Tell, question: str, check: Callable[[str], object], p
             return text
 
 
-def _directory(text: str) -> Path:
+def _existing_directory(text: str) -> Path:
     text = with_home(text)  # a shell leaves the `~` of NAME=~/DIR
     if not text or not Path(text).is_dir():
         raise ConfigError.at(
@@ -167,7 +169,7 @@ def _directory(text: str) -> Path:
     return Path(text)
 
 
-def _file(text: str | Path) -> Path:
+def _existing_file(text: str | Path) -> Path:
     text = with_home(str(text))
     if not text or not Path(text).exists():
         raise ConfigError.at(
@@ -181,8 +183,8 @@ def _file(text: str | Path) -> Path:
 
 def experts_of(texts: Iterable[str]) -> dict[str, Path]:
     """Name -> directory, of `NAME=DIR` or `DIR`. Raises: ConfigError for a missing directory, or a name that comes twice."""
-    found = [_named(text, path=True) for text in texts]
-    named = [(name or name_of(Path(value)), _directory(value)) for name, value in found]
+    found = [_parse_name_value(text, path=True) for text in texts]
+    named = [(name or name_of(Path(value)), _existing_directory(value)) for name, value in found]
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
         places = [str(path) for name, path in named if name == twice[0]]
@@ -202,7 +204,7 @@ def name_of(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", telling).strip("-._")[:64] or "expert"
 
 
-def _named(text: str, *, path: bool) -> tuple[str, str]:
+def _parse_name_value(text: str, *, path: bool) -> tuple[str, str]:
     """Name and value of `NAME=VALUE`; the name is empty where there is none, or where the whole is a path that exists."""
     name, equals, value = text.partition("=")
     if equals and re.fullmatch(NAME_PATTERN, name) and not (path and Path(text).exists()):
@@ -219,7 +221,7 @@ def by_expert(option: str, texts: Iterable[str], experts: Mapping[str, Path], *,
     found: dict[str, str] = {}
     for_all: list[str] = []
     for text in texts:
-        name, value = _named(text, path=files)
+        name, value = _parse_name_value(text, path=files)
         if not name and not files:
             for_all.append(value)
             continue
@@ -235,9 +237,9 @@ def by_expert(option: str, texts: Iterable[str], experts: Mapping[str, Path], *,
     return dict.fromkeys(experts, for_all[-1]) | found if for_all else found
 
 
-def _bases(texts: tuple[str, ...], experts: Mapping[str, Path]) -> dict[str, str]:
+def _parse_bases(texts: tuple[str, ...], experts: Mapping[str, Path]) -> dict[str, str]:
     """Expert -> base. One without a name is meant for adapters alone."""
-    named = {_named(text, path=False)[0] for text in texts}
+    named = {_parse_name_value(text, path=False)[0] for text in texts}
     found = by_expert("--base", texts, experts, files=False)
     return {name: base for name, base in found.items() if name in named or is_adapter(experts[name])}
 

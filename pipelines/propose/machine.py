@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opd.cluster.environment import cores
+from opd.cluster.environment import count_cores
 from opd.machine.processor import has_bf16
 from pipelines.inputs.gpu_memory import gpu_sizes
 from pipelines.inputs.machine_memory import machine_bytes
@@ -12,7 +12,7 @@ from pipelines.inputs.machine_memory import machine_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What there is to compute with."""
+    """Hardware of this machine."""
 
     cores: int
     memory: int
@@ -33,4 +33,4 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine that this process runs on."""
-    return Machine(cores=cores(), memory=machine_bytes(), gpus=tuple(gpu_sizes()), bf16=has_bf16())
+    return Machine(cores=count_cores(), memory=machine_bytes(), gpus=tuple(gpu_sizes()), bf16=has_bf16())

@@ -8,7 +8,7 @@ from pathlib import Path
 from experts.adapter import AdapterInfo, inspect_adapter, inspect_expert, is_adapter, named_base
 from experts.checks import check_fits
 from experts.model_dir import ModelInfo, inspect_model
-from pipelines.propose.given import Given, GivenExpert, Tell
+from pipelines.propose.given import GivenExpert, InitAnswers, Tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +29,16 @@ def look_at_student(path: Path) -> ModelInfo:
     return inspect_model(path, hash_weights=False)
 
 
-def look_at_experts(given: Given, student: ModelInfo, tell: Tell) -> dict[str, SeenExpert]:
+def look_at_experts(given: InitAnswers, student: ModelInfo, tell: Tell) -> dict[str, SeenExpert]:
     """Every expert's facts. Raises: ModelError, also for one that cannot score the student's tokens."""
-    seen = {name: _seen(expert, given.student) for name, expert in given.experts.items()}
+    seen = {name: _look_at_expert(expert, given.student) for name, expert in given.experts.items()}
     for name, expert in seen.items():
         for warning in check_fits(student, expert.info, name):
             tell(f"warning: {warning}")
     return seen
 
 
-def _seen(expert: GivenExpert, student: Path) -> SeenExpert:
+def _look_at_expert(expert: GivenExpert, student: Path) -> SeenExpert:
     if not is_adapter(expert.model):
         if expert.base is not None:
             inspect_expert(expert.model, expert.base)  # refuses a full model that is given a base

@@ -12,19 +12,19 @@ import numpy as np
 from experts.model_dir import ModelInfo
 from opd.config.objectives import DEFAULT_KIND
 from opd.config.prompts import PromptsConfig
-from pipelines.propose.domains import SeenDomain, choose_share, splits, wants_share
+from pipelines.propose.domains import SeenDomain, can_split, choose_share, wants_share
 from pipelines.propose.machine import Machine
 from pipelines.propose.models import SeenExpert
 from pipelines.propose.sizes import (
     ADAPTERS,
     Data,
+    apply_change,
     cache_gib,
-    changed,
     choose_lengths,
     choose_sizes,
-    fit,
     fits_machine,
     longest_prompt,
+    shrink_to_fit,
 )
 from pipelines.propose.text import Flow, on_one_line
 
@@ -50,7 +50,7 @@ class Proposal:
     warnings: tuple[str, ...]
 
 
-def propose(name: str, seen: Seen, *, lora: bool = False) -> Proposal:
+def propose_pipeline(name: str, seen: Seen, *, lora: bool = False) -> Proposal:
     """Return a pipeline for what was seen; with `lora` its student trains adapters, however much memory there is."""
     rollout = choose_lengths(seen.domains, seen.student.context, gpu=bool(seen.machine.gpus))
     share, room = choose_share(seen.domains), longest_prompt(rollout)
@@ -58,23 +58,23 @@ def propose(name: str, seen: Seen, *, lora: bool = False) -> Proposal:
         "name": name,
         "seed": 0,
         "student": {"model": seen.student_dir},
-        "experts": {domain: _expert(domain, one) for domain, one in seen.experts.items()},
-        "domains": {domain: _domain(one, share, room) for domain, one in seen.domains.items()},
+        "experts": {domain: _expert_section(domain, one) for domain, one in seen.experts.items()},
+        "domains": {domain: _domain_section(one, share, room) for domain, one in seen.domains.items()},
         "rollout": rollout,
     }
-    data = changed(data, choose_sizes(seen.student.parameters, len(seen.domains), seen.machine))
+    data = apply_change(data, choose_sizes(seen.student.parameters, len(seen.domains), seen.machine))
     if lora:
-        data = changed(data, ADAPTERS)
+        data = apply_change(data, ADAPTERS)
     if not seen.machine.gpus:
         data["rollout"]["kv_cache_gib"] = cache_gib(seen.student_dir, data["rollout"])
     fits = fits_machine(seen.student, seen.experts, seen.domains, seen.machine)
-    data, smaller, enough = fit(data, fits, seen.machine)
+    data, smaller, enough = shrink_to_fit(data, fits, seen.machine)
     warnings = [_no_exam(domain, one) for domain, one in seen.domains.items() if "eval" not in data["domains"][domain]]
     if not enough:
         warnings.append(
             "the merge may not fit into this machine's memory: `opd check` shows the sum, and what to lower"
         )
-    notes = NOTES | _notes(seen, data)
+    notes = NOTES | _pipeline_notes(seen, data)
     if lora:
         notes["student.lora"] = "trains adapters; export: adapter also leaves them as PEFT has them"
     if smaller:
@@ -84,12 +84,12 @@ def propose(name: str, seen: Seen, *, lora: bool = False) -> Proposal:
 
 def with_objective(proposal: Proposal, kind: str, why: str) -> Proposal:
     """The same proposal with another objective."""
-    data = changed(proposal.data, {"objective": {"kind": kind}})
+    data = apply_change(proposal.data, {"objective": {"kind": kind}})
     return replace(proposal, data=data, notes={**proposal.notes, "objective.kind": why})
 
 
 def in_short(proposal: Proposal, seen: Seen) -> Iterator[str]:
-    """What was found and chosen, for whoever does not read the file: a line for each domain, and one for the training."""
+    """Findings and choices, for whoever does not read the file: a line for each domain, and one for the training."""
     for name, domain in seen.domains.items():
         columns = domain.sources.training.columns
         asks, answers = columns.get("prompt", "prompt"), f"`{columns.get('answer', 'answer')}`"
@@ -109,21 +109,24 @@ def _held_out(seen: SeenDomain, exam: Data) -> int:
     return int(seen.table.held_out(exam["holdout"]).sum()) if "holdout" in exam else 0
 
 
-def _expert(domain: str, seen: SeenExpert) -> Flow:
+def _expert_section(domain: str, seen: SeenExpert) -> Flow:
     base = {} if seen.base is None else {"base": seen.base}
     return Flow({"model": seen.model, **base, "domain": domain})
 
 
-def _domain(seen: SeenDomain, share: float, room: int) -> Data:
-    domain: Data = {"prompts": _prompts(seen.sources.training, seen, room)}
+def _domain_section(seen: SeenDomain, share: float, room: int) -> Data:
+    domain: Data = {"prompts": _prompts_section(seen.sources.training, seen, room)}
     if seen.sources.exam is not None:
-        domain["eval"] = {"prompts": _prompts(seen.sources.exam, None, room), "verifier": _flow(seen.verifier)}
-    elif wants_share(seen) and splits(seen.table, share):
-        domain["eval"] = {"holdout": share, "verifier": _flow(seen.verifier)}
+        domain["eval"] = {
+            "prompts": _prompts_section(seen.sources.exam, None, room),
+            "verifier": _flow_style(seen.verifier),
+        }
+    elif wants_share(seen) and can_split(seen.table, share):
+        domain["eval"] = {"holdout": share, "verifier": _flow_style(seen.verifier)}
     return domain | {"weight": 1.0}
 
 
-def _prompts(source: PromptsConfig, seen: SeenDomain | None, room: int) -> Data:
+def _prompts_section(source: PromptsConfig, seen: SeenDomain | None, room: int) -> Data:
     """The keys that differ from their defaults; `seen` are the prompts themselves, where too long ones are to be left out."""
     prompts: Data = {"path": source.path}
     if source.columns:
@@ -135,7 +138,7 @@ def _prompts(source: PromptsConfig, seen: SeenDomain | None, room: int) -> Data:
     return prompts
 
 
-def _flow(value: Any) -> Any:
+def _flow_style(value: Any) -> Any:
     return Flow(value) if isinstance(value, Mapping) else value
 
 
@@ -144,14 +147,14 @@ def _no_exam(domain: str, seen: SeenDomain) -> str:
     return f"{domain} is trained but not measured: {why} (docs/evaluation.md names the verifiers)"
 
 
-def _notes(seen: Seen, data: Data) -> dict[str, str]:
+def _pipeline_notes(seen: Seen, data: Data) -> dict[str, str]:
     """Notes that tell what was found."""
-    found = {"student.model": _about(seen.student)}
+    found = {"student.model": _describe_model(seen.student)}
     for name, expert in seen.experts.items():
         kind = (
             f"LoRA adapter of rank {expert.adapter.rank} on {expert.info.architecture}"
             if expert.adapter
-            else _about(expert.info)
+            else _describe_model(expert.info)
         )
         found[f"experts.{name}"] = kind
     for name, domain in seen.domains.items():
@@ -161,7 +164,7 @@ def _notes(seen: Seen, data: Data) -> dict[str, str]:
     return found
 
 
-def _about(info: ModelInfo) -> str:
+def _describe_model(info: ModelInfo) -> str:
     return f"{info.architecture}, {info.parameters:,} parameters in {info.dtype}"
 
 

@@ -31,7 +31,7 @@ Answer = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """What a short look at one domain found."""
+    """Result of a short look at one domain."""
 
     answers: int
     """Answers of the expert that were looked at."""
@@ -47,17 +47,17 @@ def choose_objective(probed: Mapping[str, Probed]) -> tuple[str, str]:
     return kind, f"the probe: {why}; forward_kl where that is most of them, {DEFAULT_KIND} where it is not"
 
 
-def probe(
+def probe_experts(
     student: ModelInfo, experts: Mapping[str, SeenExpert], domains: Mapping[str, SeenDomain], tell: Tell
 ) -> dict[str, Probed]:
     """Domain -> what was found. Raises: OSError or ValueError of transformers for a model that it cannot load."""
     said: dict[str, list[Answer]] = {}
     for name, expert in experts.items():
         tell(f"probe: {name} answers {PROMPTS} prompts")
-        with _model(expert) as lm:
-            said[name] = [_answer(lm, ids, expert.info) for ids in _prompts(domains[name])]
+        with _load_expert(expert) as lm:
+            said[name] = [_greedy_answer(lm, ids, expert.info) for ids in _probe_prompts(domains[name])]
     found = {}
-    with _model(SeenExpert(model=Path(student.path), base=None, info=student, adapter=None)) as lm:
+    with _load_expert(SeenExpert(model=Path(student.path), base=None, info=student, adapter=None)) as lm:
         for name, answers in said.items():
             least = [_least_likely(lm, answer) for answer in answers if answer[1]]
             found[name] = Probed(answers=len(least), unreachable=sum(p < NEVER for p in least))
@@ -65,19 +65,19 @@ def probe(
     return found
 
 
-def _prompts(domain: SeenDomain) -> list[tuple[int, ...]]:
-    asking = domain.table.where(domain.table.lengths > 0)
+def _probe_prompts(domain: SeenDomain) -> list[tuple[int, ...]]:
+    asking = domain.table.select_prompts(domain.table.lengths > 0)
     return [prompt.token_ids for prompt in asking[:: max(1, len(asking) // PROMPTS)][:PROMPTS]]
 
 
 @contextmanager
-def _model(expert: SeenExpert) -> Iterator[Any]:
+def _load_expert(expert: SeenExpert) -> Iterator[Any]:
     """The model in memory, with its adapter."""
     import torch
     from safetensors.torch import load_file
     from transformers.utils import logging
 
-    from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, attach, updates
+    from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, attach_updates, read_updates
     from opd.models.weights import load_causal_lm
 
     logging.disable_progress_bar()
@@ -88,13 +88,13 @@ def _model(expert: SeenExpert) -> Iterator[Any]:
         directory = Path(expert.adapter.path)
         config = LoraConfig.model_validate_json((directory / ADAPTER_CONFIG).read_bytes())
         tensors = load_file(directory / ADAPTER_WEIGHTS)
-        attach(lm, updates(config, {name: tensor.to(device, dtype) for name, tensor in tensors.items()}))
+        attach_updates(lm, read_updates(config, {name: tensor.to(device, dtype) for name, tensor in tensors.items()}))
     with torch.inference_mode():
         yield lm
 
 
-def _answer(lm: Any, prompt: Sequence[int], info: ModelInfo) -> Answer:
-    """What the expert writes greedily, its end token included."""
+def _greedy_answer(lm: Any, prompt: Sequence[int], info: ModelInfo) -> Answer:
+    """Return the expert's greedy response, its end token included."""
     import torch
 
     ids = torch.tensor([prompt], device=lm.device)

@@ -12,12 +12,12 @@ from pathlib import Path
 from opd import __version__
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
-from opd.files import atomic_write_text, storing
-from opd.settings.yaml_files import parse_yaml, validate
+from opd.files import atomic_write_text, raise_storage_errors
+from opd.settings.yaml_files import parse_yaml, validate_section
 from opd.text import as_typed
-from pipelines.propose.given import Ask, Flags, Tell, complete
+from pipelines.propose.given import Ask, Flags, Tell, complete_flags
 from pipelines.propose.shipped import RECIPES, commands_of, files_of
-from pipelines.propose.text import render, schema_line
+from pipelines.propose.text import render_pipeline, schema_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +52,14 @@ class Target:
 
     def write_pipeline(self, text: str) -> None:
         """Write a pipeline that loads as it stands. Raises: StorageError."""
-        validate(PipelineConfig, parse_yaml(text), self.path)
+        validate_section(PipelineConfig, parse_yaml(text), self.path)
         self.write({self.path: text})
 
     def write(self, files: Mapping[Path, str]) -> None:
         """Write all files, the schema first. Raises: StorageError."""
         schema = json.dumps(PipelineConfig.model_json_schema(), indent=1) + "\n"
         for path, text in {self.schema: schema, **files}.items():
-            with storing(path):
+            with raise_storage_errors(path):
                 atomic_write_text(path, text)
 
 
@@ -88,7 +88,7 @@ def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) ->
     """
     target.refuse_existing()
     ask = ask if flags.incomplete else None
-    given = complete(flags, ask, tell)
+    given = complete_flags(flags, ask, tell)
     from pipelines.propose.domains import find_sources
     from pipelines.propose.models import look_at_experts, look_at_student
 
@@ -100,22 +100,22 @@ def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) ->
     from pipelines.inputs.read import load_tokenizer
     from pipelines.propose.domains import look_at_domains
     from pipelines.propose.machine import this_machine
-    from pipelines.propose.plan import Seen, in_short, propose, with_objective
+    from pipelines.propose.plan import Seen, in_short, propose_pipeline, with_objective
 
     tokenizer, machine = load_tokenizer(given.student), this_machine()
     domains = look_at_domains(given, sources, tokenizer, ask, tell)
     seen = Seen(student_dir=given.student, student=student, experts=experts, domains=domains, machine=machine)
-    proposal = propose(_name(target.path), seen, lora=flags.lora)
-    config = validate(PipelineConfig, proposal.data, target.path)
+    proposal = propose_pipeline(_pipeline_name(target.path), seen, lora=flags.lora)
+    config = validate_section(PipelineConfig, proposal.data, target.path)
     prompts = {name: one.prompts for name, one in config.domains.items() if one.prompts}
     notes: list[str] = []
     training = load_training(config, prompts, tokenizer, notes.append)
     refuse_leaks(load_exams(config, tokenizer, tell=notes.append), training)
     if flags.probe:
-        from pipelines.propose.probe import choose_objective, probe
+        from pipelines.propose.probe import choose_objective, probe_experts
 
-        proposal = with_objective(proposal, *choose_objective(probe(student, experts, domains, tell)))
-    target.write_pipeline(render(_head(target, str(machine)), proposal.data, proposal.notes))
+        proposal = with_objective(proposal, *choose_objective(probe_experts(student, experts, domains, tell)))
+    target.write_pipeline(render_pipeline(_file_header(target, str(machine)), proposal.data, proposal.notes))
     for line in (*(f"note: {note}" for note in notes), *in_short(proposal, seen)):
         tell(line)
     for warning in proposal.warnings:
@@ -123,16 +123,16 @@ def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) ->
     return [f"opd check {as_typed(target.path)}", f"opd merge {as_typed(target.path)}"]
 
 
-def _name(path: Path) -> str:
+def _pipeline_name(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._")[:64] or "pipeline"
 
 
-def _head(target: Target, machine: str) -> list[str]:
+def _file_header(target: Target, machine: str) -> list[str]:
     return [
         schema_line(target.schema),
         f"Written by `opd init` of opd-merge {__version__} for a machine with {machine}.",
         "Paths are relative to the directory that `opd` is started in; all keys are in docs/pipelines.md.",
         "",
         f"    opd check {as_typed(target.path)}      can these experts teach this student anything?",
-        f"    opd merge {as_typed(target.path)}      writes runs/{_name(target.path)}",
+        f"    opd merge {as_typed(target.path)}      writes runs/{_pipeline_name(target.path)}",
     ]

@@ -8,12 +8,12 @@ from pathlib import Path
 from experts.spec import find_spec
 from opd.errors import ConfigError
 from opd.text import as_typed
-from pipelines.catalog import find
+from pipelines.catalog import find_pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a shipped pipeline needs."""
+    """Requirements of a shipped pipeline."""
 
     spec: str = ""
     """The training spec of its experts; empty: it is for models of yours."""
@@ -71,14 +71,14 @@ def files_of(name: str, pipeline: Path) -> dict[Path, str]:
             wanted="another name for the pipeline",
             fix=f"--output {as_typed(pipeline.with_name(f'{name}.yaml'))}",
         )
-    texts = {pipeline: find(name).read_text(encoding="utf-8")}
+    texts = {pipeline: find_pipeline(name).read_text(encoding="utf-8")}
     if recipe.spec:
         texts[pipeline.with_name(f"{recipe.spec}.yaml")] = find_spec(recipe.spec).read_text(encoding="utf-8")
     return texts
 
 
 def commands_of(name: str, pipeline: Path) -> list[str]:
-    """What to type next, in order."""
+    """Return the commands to type next, in order."""
     recipe = RECIPES[name]
     train = [f"opd experts train {as_typed(pipeline.with_name(f'{recipe.spec}.yaml'))}"] if recipe.spec else []
     return [*recipe.before, *train, f"opd check {as_typed(pipeline)}", f"opd merge {as_typed(pipeline)}"]

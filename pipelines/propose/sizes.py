@@ -15,9 +15,9 @@ from opd.config import PipelineConfig
 from opd.config.objectives import DEFAULT_KIND
 from opd.records.types import Teacher, WeightedTeacher
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.inputs.gpu_memory import phases, place, roles
+from pipelines.inputs.gpu_memory import gpu_roles, memory_phases, place_roles
 from pipelines.inputs.lora import size_of_lora
-from pipelines.inputs.memory import estimate, shortage
+from pipelines.inputs.memory import describe_shortage, estimate_memory
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.routes import Expert
 from pipelines.propose.domains import SeenDomain
@@ -42,9 +42,9 @@ TALK = 256
 def choose_lengths(domains: Mapping[str, SeenDomain], context: int | None, *, gpu: bool) -> Data:
     """`max_new_tokens` and `max_model_len`, from the prompts' and answers' tokens."""
     room = min(ROOM[gpu], context or ROOM[gpu])
-    new = min(_up(max(_written(seen) for seen in domains.values()), 8), max(1, room // 2))
+    new = min(_round_up(max(_response_tokens(seen) for seen in domains.values()), 8), max(1, room // 2))
     longest = max(int(seen.table.lengths.max()) for seen in domains.values())
-    return {"max_new_tokens": new, "max_model_len": max(8, min(room, _up(longest + new, 16)))}
+    return {"max_new_tokens": new, "max_model_len": max(8, min(room, _round_up(longest + new, 16)))}
 
 
 def longest_prompt(rollout: Data) -> int:
@@ -52,7 +52,7 @@ def longest_prompt(rollout: Data) -> int:
     return int(rollout["max_model_len"] - rollout["max_new_tokens"])
 
 
-def _written(seen: SeenDomain) -> int:
+def _response_tokens(seen: SeenDomain) -> int:
     """Tokens that a response may need."""
     if seen.completion_tokens:
         return -(-5 * seen.completion_tokens // 4)
@@ -61,7 +61,7 @@ def _written(seen: SeenDomain) -> int:
     return max(32, 4 * seen.answer_tokens) if seen.answer_tokens else 128
 
 
-def _up(value: int, step: int) -> int:
+def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
@@ -94,7 +94,7 @@ def choose_sizes(parameters: int, domains: int, machine: Machine) -> Data:
     dtype = "bfloat16" if gpu or (machine.bf16 and not tiny) else "float32"
     workers = 1 if machine.cores < 16 else 2
     data: Data = {
-        "rollout": {"dtype": dtype, "max_num_seqs": 256 if gpu else max(16, min(256, _up(samples, 16)))},
+        "rollout": {"dtype": dtype, "max_num_seqs": 256 if gpu else max(16, min(256, _round_up(samples, 16)))},
         "teachers": {"dtype": dtype, "workers": min(workers, domains)},
         "objective": {"kind": DEFAULT_KIND, "chunk": 1024 if gpu else 128},
         "trainer": {
@@ -111,7 +111,7 @@ def choose_sizes(parameters: int, domains: int, machine: Machine) -> Data:
         "checkpoint": {"every": 25, "keep": 2},
         "evaluate": {"every": steps // 4, "samples": 100},
     }
-    return changed(data, _on_gpus(len(machine.gpus), domains)) if gpu else data
+    return apply_change(data, _on_gpus(len(machine.gpus), domains)) if gpu else data
 
 
 def _on_gpus(num: int, domains: int) -> Data:
@@ -144,8 +144,8 @@ ADAPTERS: Data = {"student": {"lora": {"r": 16, "alpha": 32}}, "trainer": {"lr":
 """The change of a pipeline by which a LoRA student learns."""
 
 
-def rungs(*, gpus: bool) -> list[tuple[str, Data]]:
-    """What makes a merge smaller, one after the other: in words, and as changes of the pipeline."""
+def shrinking_steps(*, gpus: bool) -> list[tuple[str, Data]]:
+    """Return the measures that make a merge smaller, in order: in words, and as changes of the pipeline."""
     half = {section: {"dtype": "bfloat16"} for section in ("rollout", "teachers", "trainer")}
     small = {"trainer": {"micro_batch_tokens": 2048}, "rollout": {"max_num_seqs": 64}}
     fewer = {"teachers": {"workers": 1, "memory": "1GiB"}}
@@ -161,57 +161,59 @@ def rungs(*, gpus: bool) -> list[tuple[str, Data]]:
     ]
 
 
-def fit(data: Data, fits: Callable[[Data], bool], machine: Machine) -> tuple[Data, list[str], bool]:
+def shrink_to_fit(data: Data, fits: Callable[[Data], bool], machine: Machine) -> tuple[Data, list[str], bool]:
     """The pipeline, made smaller until it fits; what was done for that; and whether it fits at last."""
     done: list[str] = []
-    for what, change in [("", {}), *rungs(gpus=bool(machine.gpus))]:
-        data = changed(data, change)
+    for what, change in [("", {}), *shrinking_steps(gpus=bool(machine.gpus))]:
+        data = apply_change(data, change)
         done += [what] if what else []
         if fits(data):
             return data, done, True
     return data, done, False
 
 
-def changed(data: Data, change: Data) -> Data:
+def apply_change(data: Data, change: Data) -> Data:
     """The data with a change in it, section by section."""
     merged = dict(data)
     for key, value in change.items():
         old = merged.get(key)
-        merged[key] = changed(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
+        merged[key] = apply_change(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
     return merged
 
 
 def fits_machine(
     student: ModelInfo, experts: Mapping[str, SeenExpert], domains: Mapping[str, SeenDomain], machine: Machine
 ) -> Callable[[Data], bool]:
-    """Whether a pipeline's merge has room in this machine's memory and on its GPUs, by the sums of `opd merge`."""
+    """Check if a pipeline's merge has room in this machine's memory and on its GPUs, by the sums of `opd merge`."""
 
     def fits(data: Data) -> bool:
         config = PipelineConfig.model_validate(data)
-        inputs = _inputs(config, student, experts, domains)
-        short = shortage(config, estimate(config, inputs), machine.memory) is not None
-        return not short and not _crowded(config, inputs, machine.gpus)
+        inputs = _memory_inputs(config, student, experts, domains)
+        short = describe_shortage(config, estimate_memory(config, inputs), machine.memory) is not None
+        return not short and not _find_crowded_device(config, inputs, machine.gpus)
 
     return fits
 
 
-def _crowded(config: PipelineConfig, inputs: Inputs, gpus: Sequence[int]) -> bool:
-    wanted = roles(config, inputs)
+def _find_crowded_device(config: PipelineConfig, inputs: Inputs, gpus: Sequence[int]) -> bool:
+    wanted = gpu_roles(config, inputs)
     if not wanted:
         return False
-    size, placed = min(gpus), place(wanted)
+    size, placed = min(gpus), place_roles(wanted)
     hungry = any(role.share and role.least > role.share * size for role in wanted)
-    return hungry or len(placed) > len(gpus) or any(p.total(size) > size for crowd in placed for p in phases(crowd))
+    return (
+        hungry or len(placed) > len(gpus) or any(p.total(size) > size for crowd in placed for p in memory_phases(crowd))
+    )
 
 
-def _inputs(
+def _memory_inputs(
     config: PipelineConfig,
     student: ModelInfo,
     experts: Mapping[str, SeenExpert],
     domains: Mapping[str, SeenDomain],
 ) -> Inputs:
-    """What the sums need of a merge's inputs. No weight is read, so models are told apart by their directories."""
-    scorers = {name: _scorer(name, seen) for name, seen in experts.items()}
+    """Return the part of a merge's inputs that the sums need. No weight is read, so models are told apart by their directories."""
+    scorers = {name: _scorer_facts(name, seen) for name, seen in experts.items()}
     routes: dict[str, tuple[WeightedTeacher, ...]] = {
         name: (WeightedTeacher(teacher=one.teacher, weight=1.0),) for name, one in scorers.items()
     }
@@ -229,7 +231,7 @@ def _inputs(
     )
 
 
-def _scorer(name: str, seen: SeenExpert) -> Expert:
+def _scorer_facts(name: str, seen: SeenExpert) -> Expert:
     directory = Path(seen.info.path)
     adapter = Path(seen.adapter.path) if seen.adapter else None
     digest, base = str(adapter or directory), str(directory) if adapter else ""

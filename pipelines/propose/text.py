@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from opd.text import one_line, printable
+from opd.text import escape_control_characters, one_line
 
 WIDTH = 120
 SCHEMA_LINE = "# yaml-language-server: $schema="
@@ -19,14 +19,14 @@ class Flow(dict[str, Any]):
     """A mapping that is written on one line."""
 
 
-def render(head: list[str], data: Mapping[str, Any], notes: Mapping[str, str]) -> str:
+def render_pipeline(head: list[str], data: Mapping[str, Any], notes: Mapping[str, str]) -> str:
     """The file: lines of comment, then the keys, each with the note that `notes` has for its dotted path."""
-    shown = [printable(line).replace("\n", "\\n") for line in head]  # a path may hold anything
+    shown = [escape_control_characters(line).replace("\n", "\\n") for line in head]  # a path may hold anything
     comments = [line if line.startswith("# ") else f"# {line}".rstrip() for line in shown]
-    return "\n".join([*comments, *_lines(data, notes, "", 0)]) + "\n"
+    return "\n".join([*comments, *_render_lines(data, notes, "", 0)]) + "\n"
 
 
-def _lines(data: Mapping[str, Any], notes: Mapping[str, str], path: str, depth: int) -> Iterator[str]:
+def _render_lines(data: Mapping[str, Any], notes: Mapping[str, str], path: str, depth: int) -> Iterator[str]:
     pad = "  " * depth
     for key, value in data.items():
         place = f"{path}{key}"
@@ -43,12 +43,12 @@ def _lines(data: Mapping[str, Any], notes: Mapping[str, str], path: str, depth: 
             yield from (f"{pad}# {part}" for part in textwrap.wrap(note, WIDTH - len(pad) - 2))
             yield line
         if nested:
-            yield from _lines(value, notes, f"{place}.", depth + 1)
+            yield from _render_lines(value, notes, f"{place}.", depth + 1)
 
 
 def on_one_line(value: Any) -> str:
     """A value on one line, quoted where YAML would take it for something else."""
-    plain = _plain(value)
+    plain = _plain_scalar(value)
     return (
         yaml.safe_dump(plain, default_flow_style=True, width=10_000, sort_keys=False, allow_unicode=True)
         .removesuffix("...\n")
@@ -56,9 +56,9 @@ def on_one_line(value: Any) -> str:
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain_scalar(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: _plain_scalar(part) for key, part in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 

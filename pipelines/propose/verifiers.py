@@ -13,7 +13,7 @@ from opd.verifiers.reasoning_gym import ReasoningGym
 LONGEST = 100
 """Characters of an answer that a model may be expected to write letter by letter."""
 MARK = "####"
-"""What stands before the number in data sets that show their working."""
+"""Marker before the number in data sets that show their working."""
 
 
 def propose_verifier(lines: Sequence[PromptLine]) -> tuple[Any, str]:
@@ -30,7 +30,7 @@ def propose_verifier(lines: Sequence[PromptLine]) -> tuple[Any, str]:
         return "numeric", "the last number of the response counts"
     letters = [match[1] if (match := re.fullmatch(r"\(?([A-J])[).]?", answer)) else "" for answer in answers]
     if all(letters) and len(set(letters)) > 1:
-        return _choices(max(letters)), "the letter that the response settles on"
+        return _choice_verifier(max(letters)), "the letter that the response settles on"
     if any("\n" in answer or len(answer) > LONGEST for answer in answers):
         return None, "the answers are free text, which nothing here can judge"
     if any(_shows_working(line) for line in lines):
@@ -42,7 +42,7 @@ def _is_number(answer: str) -> bool:
     return bool(NUMBER.fullmatch(answer.rpartition(MARK)[2].strip().strip("$€£%")))
 
 
-def _choices(last: str) -> Any:
+def _choice_verifier(last: str) -> Any:
     """The verifier for letters from A to the last one."""
     if last <= "D":
         return "multiple_choice"

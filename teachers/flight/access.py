@@ -21,7 +21,7 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class ListenAddress:
     """Where a server listens and what it asks of those who come."""
 
     address: Address
@@ -33,7 +33,7 @@ class Endpoint:
         return f"{'grpc+tls' if self.tls else 'grpc'}://{Address(self.address.host, port)}"
 
 
-def endpoint(listen: str, tls_cert: Path | None, tls_key: Path | None, token_file: Path | None) -> Endpoint:
+def parse_endpoint(listen: str, tls_cert: Path | None, tls_key: Path | None, token_file: Path | None) -> ListenAddress:
     """Raises: ConfigError for no address, half a certificate, an unfit token, or an open door to other machines."""
     address = parse_address(listen)
     if address is None:
@@ -44,22 +44,26 @@ def endpoint(listen: str, tls_cert: Path | None, tls_key: Path | None, token_fil
         raise ConfigError.at(
             "--tls-cert and --tls-key", found="one of the two", wanted="both or none", fix="give the other one too"
         )
-    tls = Tls(cert=_read(tls_cert, "--tls-cert"), key=_read(tls_key, "--tls-key")) if tls_cert and tls_key else None
+    tls = (
+        Tls(cert=_read_file(tls_cert, "--tls-cert"), key=_read_file(tls_key, "--tls-key"))
+        if tls_cert and tls_key
+        else None
+    )
     token = read_token(token_file)
     if not address.is_loopback and (tls is None or token is None):
-        missing = [name for name, given in (("TLS", tls), ("a token", token)) if given is None]
+        missing = [name for name, value in (("TLS", tls), ("a token", token)) if value is None]
         raise ConfigError.at(
             "--listen",
             found=f"{address} without {' and '.join(missing)}",
             wanted=f"TLS and a token, or one of {', '.join(LOOPBACK)}",
             fix="give --tls-cert, --tls-key and --token-file: other machines can reach this address",
         )
-    return Endpoint(address=address, tls=tls, token=token)
+    return ListenAddress(address=address, tls=tls, token=token)
 
 
 def read_roots(file: Path | None) -> bytes | None:
     """The certificates that a client trusts; None without TLS. Raises: ConfigError."""
-    return None if file is None else _read(file, "teachers.tls_root_certs")
+    return None if file is None else _read_file(file, "teachers.tls_root_certs")
 
 
 def read_token(file: Path | None) -> str | None:
@@ -72,7 +76,7 @@ def read_token(file: Path | None) -> str | None:
         if token is None:
             return None
     else:
-        source, token = str(file), _read(file, "token file").decode(errors="replace").strip()
+        source, token = str(file), _read_file(file, "token file").decode(errors="replace").strip()
         mode = file.stat().st_mode & 0o777
         if mode & 0o077:
             raise ConfigError.at(
@@ -91,7 +95,7 @@ def read_token(file: Path | None) -> str | None:
     return token
 
 
-def _read(file: Path, where: str) -> bytes:
+def _read_file(file: Path, where: str) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:

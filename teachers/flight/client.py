@@ -29,11 +29,11 @@ from teachers.flight.protocol import (
     SLICES,
     Hello,
     ProtocolError,
-    Reply,
+    ScoreReply,
     ScoreRequest,
     ServedTeacher,
-    parse,
-    rollout_batches,
+    encode_batches,
+    parse_record,
 )
 from teachers.pool import Routes, expected_rows, refuse_unknown_domains
 
@@ -90,7 +90,7 @@ class FlightPool:
             self._address, tls_root_certs=read_roots(spec.tls_root_certs), generic_options=CHANNEL_OPTIONS
         )
         self._identity = ""
-        self._served: dict[tuple[str, str], ServedTeacher] = {}
+        self._served_teachers: dict[tuple[str, str], ServedTeacher] = {}
         self.layouts: dict[str, LayoutProof] = {}
         """Empty: the server proves its own."""
         self._sends_heads = answer_class(spec.payload).SENDS_HEADS
@@ -101,17 +101,19 @@ class FlightPool:
 
         Raises: RunError if the server cannot be reached, refuses the token, or serves something else.
         """
-        hello = self._ask("hello", self._start_timeout_s, self._hello)
-        self._refuse_other(hello)
-        self._identity = hello.identity()
-        self._served = {(d, t.name): t for d in self._routes for t in hello.domains[d]}
-        for key in sorted({t.head for t in self._served.values()}):
+        hello = self._call_with_retry("hello", self._start_timeout_s, self._request_hello)
+        self._refuse_mismatch(hello)
+        self._identity = hello.compute_identity()
+        self._served_teachers = {(d, t.name): t for d in self._routes for t in hello.domains[d]}
+        for key in sorted({t.head for t in self._served_teachers.values()}):
             if key not in hello.heads:
                 raise ProtocolError(f"{self}: no logit rule for head {key}")
             if self._sends_heads and key not in self._heads:
-                rule = hello.heads[key].rule()
-                head_V_D = self._ask("head", self._start_timeout_s, partial(self._head, key, rule))
-                self._heads[key] = HeadSource(key=key, rule=rule, handle=cluster.Stored(cluster.put(head_V_D)))
+                rule = hello.heads[key].to_logit_rule()
+                head_V_D = self._call_with_retry("head", self._start_timeout_s, partial(self._request_head, key, rule))
+                self._heads[key] = HeadSource(
+                    key=key, rule=rule, handle=cluster.StoredValue(cluster.put_object(head_V_D))
+                )
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
         """Every rollout scored by the teachers of its domain; asked when the first part is taken.
@@ -121,9 +123,9 @@ class FlightPool:
         """
         refuse_unknown_domains(rollouts, self._routes)
         domains = {r.domain for r in rollouts}
-        keys = {a.teacher.name: self._served[d, a.teacher.name].head for d in domains for a in self._routes[d]}
+        keys = {a.teacher.name: self._served_teachers[d, a.teacher.name].head for d in domains for a in self._routes[d]}
         return TargetStream(
-            (cluster.put(raw) for raw in self._parts(rollouts)),
+            (cluster.put_object(raw) for raw in self._iterate_parts(rollouts)),
             Asked(
                 rollouts=rollouts,
                 teachers=expected_rows(domains, self._routes, keys if self._sends_heads else {}),
@@ -143,46 +145,46 @@ class FlightPool:
 
     # The questions
 
-    def _hello(self, options: Any) -> Hello:
+    def _request_hello(self, options: Any) -> Hello:
         results = list(self._client.do_action(flight.Action("hello", b""), options))
         if len(results) != 1:
             raise ProtocolError(f"{len(results)} answers to hello, wanted one: is it an `opd teachers serve`?")
-        return parse(Hello, results[0].body.to_pybytes())
+        return parse_record(Hello, results[0].body.to_pybytes())
 
-    def _head(self, key: str, rule: LogitRule, options: Any) -> np.ndarray:
+    def _request_head(self, key: str, rule: LogitRule, options: Any) -> np.ndarray:
         reader = self._client.do_get(flight.Ticket(key.encode()), options)
         meta = {k.decode(): v.decode() for k, v in (reader.schema.metadata or {}).items()}
-        pieces = [_piece(chunk.data) for chunk in reader]
-        wanted = HEAD_DTYPES[self._options.dtype]
+        pieces = [_read_slice(chunk.data) for chunk in reader]
+        head_dtype = HEAD_DTYPES[self._options.dtype]
         shape = [int(n) for n in meta.get("opd.shape", "").split("x") if n.isdigit()]
         raw = np.concatenate([np.zeros(0, np.uint8), *pieces])
         if (
-            meta.get("opd.dtype") != wanted
+            meta.get("opd.dtype") != head_dtype
             or len(shape) != 2
-            or raw.nbytes != np.prod(shape) * np.dtype(wanted).itemsize
+            or raw.nbytes != np.prod(shape) * np.dtype(head_dtype).itemsize
         ):
-            raise ProtocolError(f"head {key} came as {meta} with {raw.nbytes} bytes, wanted {wanted} of that shape")
-        head_V_D = raw.view(wanted).reshape(shape)
-        found = head_key(head_tensor(head_V_D), rule)
-        if found != key:
-            raise ProtocolError(f"the head that came for {key} hashes to {found}")
+            raise ProtocolError(f"head {key} came as {meta} with {raw.nbytes} bytes, wanted {head_dtype} of that shape")
+        head_V_D = raw.view(head_dtype).reshape(shape)
+        received_key = head_key(head_tensor(head_V_D), rule)
+        if received_key != key:
+            raise ProtocolError(f"the head that came for {key} hashes to {received_key}")
         return head_V_D
 
-    def _parts(self, rollouts: Sequence[Rollout]) -> Iterator[np.ndarray]:
+    def _iterate_parts(self, rollouts: Sequence[Rollout]) -> Iterator[np.ndarray]:
         """Bytes of the parts as they come. After a break the question is asked again from the start: parts that had come before
         are left out by their numbers, because an engine's second scores may differ in the last bits."""
-        came: set[tuple[int, int]] = set()
-        for attempt in self._attempts("score", self._timeout_s):
-            before = frozenset(came)
+        received: set[tuple[int, int]] = set()
+        for attempt in self._iterate_attempts("score", self._timeout_s):
+            received_before = frozenset(received)
             with attempt as options:
-                for raw in self._exchange(rollouts, options):
-                    place = self._place(raw)
-                    if place not in before:
-                        came.add(place)
+                for raw in self._exchange_rollouts(rollouts, options):
+                    part_id = self._read_part_id(raw)
+                    if part_id not in received_before:
+                        received.add(part_id)
                         yield raw
                 return
 
-    def _place(self, raw: np.ndarray) -> tuple[int, int]:
+    def _read_part_id(self, raw: np.ndarray) -> tuple[int, int]:
         """Worker and number of a part. Raises: StreamError."""
         try:
             record = read_part_record(raw.data)
@@ -190,23 +192,23 @@ class FlightPool:
             raise StreamError(f"{self}: {error}") from None
         return record.worker, record.number
 
-    def _exchange(self, rollouts: Sequence[Rollout], options: Any) -> Iterator[np.ndarray]:
+    def _exchange_rollouts(self, rollouts: Sequence[Rollout], options: Any) -> Iterator[np.ndarray]:
         """One question. Raises: ProtocolError for an answer without its last record."""
         request = ScoreRequest(served=self._identity, rollouts=len(rollouts)).model_dump_json().encode()
         writer, reader = self._client.do_exchange(flight.FlightDescriptor.for_command(request), options)
         with writer:
             writer.begin(ROLLOUTS)
-            for batch in rollout_batches(rollouts):
+            for batch in encode_batches(rollouts):
                 writer.write_batch(batch)
             writer.done_writing()
             sizes: list[int] = []
             pieces: list[np.ndarray] = []
-            reply: Reply | None = None
+            reply: ScoreReply | None = None
             for chunk in reader:
                 if chunk.data is None:
-                    reply = parse(Reply, chunk.app_metadata.to_pybytes())
+                    reply = parse_record(ScoreReply, chunk.app_metadata.to_pybytes())
                     continue
-                pieces.append(_piece(chunk.data))
+                pieces.append(_read_slice(chunk.data))
                 if chunk.app_metadata is not None:
                     raw, pieces = np.concatenate(pieces), []
                     sizes.append(raw.nbytes)
@@ -216,70 +218,72 @@ class FlightPool:
         if pieces or tuple(sizes) != reply.sizes:
             raise ProtocolError(f"parts of {sizes} bytes arrived, {list(reply.sizes)} were sent")
 
-    def _ask(self, what: str, timeout_s: float, question: Callable[[Any], T]) -> T:
-        """One question with one answer. Raises: as `_attempts`."""
-        for attempt in self._attempts(what, timeout_s):
+    def _call_with_retry(self, operation: str, timeout_s: float, request: Callable[[Any], T]) -> T:
+        """One question with one answer. Raises: as `_iterate_attempts`."""
+        for attempt in self._iterate_attempts(operation, timeout_s):
             with attempt as options:
-                return question(options)
+                return request(options)
         raise AssertionError("the last attempt returns or raises")
 
-    def _attempts(self, what: str, timeout_s: float) -> Iterator[AbstractContextManager[Any]]:
+    def _iterate_attempts(self, operation: str, timeout_s: float) -> Iterator[AbstractContextManager[Any]]:
         """Call options of each attempt, within which to ask; it swallows that the server could not be reached, all but
         the last. All attempts share the deadline. Raises: RunError."""
         deadline = time.monotonic() + timeout_s
         for number, wait_s in enumerate((*RETRY_WAITS_S, None), start=1):
-            yield self._attempt(f"`{what}`", number, timeout_s, deadline, wait_s)
+            yield self._try_call(f"`{operation}`", number, timeout_s, deadline, wait_s)
 
     @contextmanager
-    def _attempt(
-        self, what: str, number: int, timeout_s: float, deadline: float, wait_s: float | None
+    def _try_call(
+        self, operation: str, number: int, timeout_s: float, deadline: float, wait_s: float | None
     ) -> Iterator[Any]:
         left_s = max(0.001, deadline - time.monotonic())
         try:
             yield flight.FlightCallOptions(timeout=left_s, headers=self._headers)
         except flight.FlightTimedOutError:
             raise RunError(
-                f"{self}: {what} took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
+                f"{self}: {operation} took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
             ) from None
         except flight.FlightUnauthenticatedError as error:
             raise RunError(
-                f"{self}: {_words(error)}; give the server's by teachers.token_file or OPD_TEACHERS_TOKEN"
+                f"{self}: {_extract_message(error)}; give the server's by teachers.token_file or OPD_TEACHERS_TOKEN"
             ) from None
         except (flight.FlightUnavailableError, flight.FlightCancelledError) as error:
             if wait_s is None or time.monotonic() + wait_s > deadline:
                 attempts = f"{number} attempt{'s' if number > 1 else ''}"
-                raise RunError(f"{self}: no answer to {what} in {attempts}: {_words(error)}") from None
+                raise RunError(f"{self}: no answer to {operation} in {attempts}: {_extract_message(error)}") from None
             time.sleep(wait_s)
         except (flight.FlightError, pa.ArrowException, OSError) as error:
-            raise RunError(f"{self}: {what} failed: {_words(error)}") from None
+            raise RunError(f"{self}: {operation} failed: {_extract_message(error)}") from None
         except ProtocolError as error:
             raise ProtocolError(f"{self}: {error}") from None
 
     # What is checked
 
-    def _refuse_other(self, hello: Hello) -> None:
+    def _refuse_mismatch(self, hello: Hello) -> None:
         """Raises: RunError naming what both sides have."""
-        ours = {
+        local = {
             "stream version": STREAM_VERSION,
             "payload": self._options.payload,
             "dtype": self._options.dtype,
             "objective.k": self._options.top_k,
             "vocabulary": self._options.vocab_size,
         }
-        theirs = dict(zip(ours, (hello.stream, hello.payload, hello.dtype, hello.top_k, hello.vocab_size), strict=True))
+        remote = dict(
+            zip(local, (hello.stream, hello.payload, hello.dtype, hello.top_k, hello.vocab_size), strict=True)
+        )
         for domain, part in self._routes.items():
-            ours[f"domain {domain}"] = sorted(
+            local[f"domain {domain}"] = sorted(
                 (a.teacher.name, float(np.float32(a.weight)), a.teacher.digest) for a in part
             )
-            theirs[f"domain {domain}"] = sorted(
+            remote[f"domain {domain}"] = sorted(
                 (t.name, float(np.float32(t.weight)), t.digest) for t in hello.domains.get(domain, ())
             )
-        for what, own in ours.items():
-            if theirs[what] != own:
-                raise RunError(f"{self}: {what}: they have {_shown(theirs[what])}, this pipeline {_shown(own)}")
+        for field, own in local.items():
+            if remote[field] != own:
+                raise RunError(f"{self}: {field}: they have {_shown(remote[field])}, this pipeline {_shown(own)}")
 
 
-def _piece(batch: pa.RecordBatch) -> np.ndarray:
+def _read_slice(batch: pa.RecordBatch) -> np.ndarray:
     """Bytes of a slice."""
     if not batch.schema.equals(SLICES) or batch.num_rows != 1 or any(c.null_count for c in batch.columns):
         raise ProtocolError(f"a batch of {batch.num_rows} rows with columns {batch.schema.names}, wanted one slice")
@@ -287,7 +291,7 @@ def _piece(batch: pa.RecordBatch) -> np.ndarray:
     return np.frombuffer(raw, np.uint8)
 
 
-def _words(error: Any) -> str:
+def _extract_message(error: Any) -> str:
     """What the server said, without gRPC's additions."""
     extra = getattr(error, "extra_info", None)
     return (

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from opd.errors import RunError
 from opd.models.logit_rule import LogitRule
 from opd.records.types import Rollout
-from opd.stream.rollouts import encode
+from opd.stream.rollouts import encode_rollouts
 from opd.stream.schema import VERSION as STREAM_VERSION
 
 PROTOCOL = "3"
@@ -55,7 +55,7 @@ class WireRule(Wire):
     scale: float
     softcap: float | None
 
-    def rule(self) -> LogitRule:
+    def to_logit_rule(self) -> LogitRule:
         return LogitRule(scale=self.scale, softcap=self.softcap)
 
 
@@ -74,7 +74,7 @@ class Hello(Wire):
     heads: dict[str, WireRule]
     """Content hash -> what the architecture does to its logits."""
 
-    def identity(self) -> str:
+    def compute_identity(self) -> str:
         """Equal for two pools that give the same answers: a client notices if another one took the address."""
         return blake3(self.model_dump_json().encode()).hexdigest()
 
@@ -88,7 +88,7 @@ class ScoreRequest(Wire):
     rollouts: int
 
 
-class Reply(Wire):
+class ScoreReply(Wire):
     """Comes after the slices."""
 
     sizes: tuple[int, ...]
@@ -98,7 +98,7 @@ class Reply(Wire):
 W = TypeVar("W", bound=Wire)
 
 
-def parse(model: type[W], raw: bytes) -> W:
+def parse_record(model: type[W], raw: bytes) -> W:
     """Raises: ProtocolError for another version or anything that is not this record."""
     try:
         data = loads(raw)
@@ -112,22 +112,22 @@ def parse(model: type[W], raw: bytes) -> W:
         raise ProtocolError(f"no {model.__name__} of protocol {PROTOCOL}: {str(error).splitlines()[0]}") from None
 
 
-def rollout_batches(rollouts: Sequence[Rollout]) -> Iterator[pa.RecordBatch]:
+def encode_batches(rollouts: Sequence[Rollout]) -> Iterator[pa.RecordBatch]:
     """The rollouts as Arrow batches of about `BATCH_TOKENS` tokens, in order."""
     batch: list[Rollout] = []
     tokens = 0
     for rollout in rollouts:
         length = len(rollout.prompt_ids) + len(rollout.response_ids)
         if batch and tokens + length > BATCH_TOKENS:
-            yield encode(batch)
+            yield encode_rollouts(batch)
             batch, tokens = [], 0
         batch.append(rollout)
         tokens += length
     if batch:
-        yield encode(batch)
+        yield encode_rollouts(batch)
 
 
-def slices(raw: memoryview) -> Iterator[pa.RecordBatch]:
+def split_slices(raw: memoryview) -> Iterator[pa.RecordBatch]:
     """A byte string in pieces; nothing is copied."""
     for start in range(0, len(raw), SLICE_BYTES):
         piece = raw[start : start + SLICE_BYTES]

@@ -18,19 +18,19 @@ from pyarrow import flight
 from opd import __version__, cluster
 from opd.errors import OpdError, RunError
 from opd.records.types import Rollout
-from opd.stream.rollouts import check_schema, decode
-from teachers.flight.access import Endpoint
+from opd.stream.rollouts import check_schema, decode_rollouts
+from teachers.flight.access import ListenAddress
 from teachers.flight.protocol import (
     PART_ENDS,
     SLICES,
     Hello,
     ProtocolError,
-    Reply,
+    ScoreReply,
     ScoreRequest,
     ServedTeacher,
     WireRule,
-    parse,
-    slices,
+    parse_record,
+    split_slices,
 )
 from teachers.pool import Pool, Routes
 from teachers.scorers import ScorerOptions
@@ -61,7 +61,7 @@ class PoolServer(flight.FlightServerBase):
         self,
         pool: Pool,
         hello: Hello,
-        endpoint: Endpoint,
+        endpoint: ListenAddress,
         *,
         timeout_s: float,
         say: Callable[[str], None],
@@ -69,10 +69,10 @@ class PoolServer(flight.FlightServerBase):
         """`timeout_s` bounds the wait for another client's step. Raises: RunError if the address cannot be had."""
         self._pool = pool
         self._hello = hello
-        self._identity = hello.identity()
+        self._identity = hello.compute_identity()
         self._turn = threading.Lock()
         self._timeout_s = timeout_s
-        self._say = say
+        self._log = say
         tls = endpoint.tls
         try:
             super().__init__(
@@ -85,90 +85,92 @@ class PoolServer(flight.FlightServerBase):
 
     def do_action(self, context: Any, action: Any) -> list[bytes]:
         """`hello`: what is served."""
-        with self._worded(context, action.type):
+        with self._report_errors(context, action.type):
             if action.type != "hello":
                 raise ProtocolError(f"no action {action.type!r}, only hello")
             return [self._hello.model_dump_json().encode()]
 
     def do_get(self, context: Any, ticket: Any) -> Any:
         """A head, by its hash."""
-        with self._worded(context, "head"):
+        with self._report_errors(context, "head"):
             key = ticket.ticket.decode(errors="replace")
             if key not in self._hello.heads:
                 raise ProtocolError(f"no head {key[:64]!r}")
-            head_V_D = self._head(key, context)
+            head_V_D = self._read_head(key, context)
         # int16 holds the bits of a bfloat16, which numpy lacks.
         meta = {"opd.dtype": str(head_V_D.dtype), "opd.shape": "x".join(map(str, head_V_D.shape))}
         schema = SLICES.with_metadata(meta)
-        return flight.GeneratorStream(schema, slices(np.ascontiguousarray(head_V_D).data.cast("B")))
+        return flight.GeneratorStream(schema, split_slices(np.ascontiguousarray(head_V_D).data.cast("B")))
 
-    def _head(self, key: str, context: Any) -> np.ndarray:
+    def _read_head(self, key: str, context: Any) -> np.ndarray:
         try:
-            return self._pool.head(key)
+            return self._pool.read_head(key)
         except cluster.WorkerDied:
-            with self._my_turn(context):  # a step starts workers again, too
-                return self._pool.head_again(key)
+            with self._hold_turn(context):  # a step starts workers again, too
+                return self._pool.read_head_with_restart(key)
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """A step's rollouts in, its targets out, part by part."""
-        with self._worded(context, "score"):
-            request = parse(ScoreRequest, descriptor.command)
+        with self._report_errors(context, "score"):
+            request = parse_record(ScoreRequest, descriptor.command)
             if request.served != self._identity:
                 raise RunError(
                     "these are not the teachers that you began with: the server was started anew with others"
                 )
             check_schema(reader.schema)
-            rollouts = decode((chunk.data for chunk in reader if chunk.data is not None), self._hello.vocab_size)
+            rollouts = decode_rollouts(
+                (chunk.data for chunk in reader if chunk.data is not None), self._hello.vocab_size
+            )
             if len(rollouts) != request.rollouts:
                 raise ProtocolError(f"{len(rollouts)} rollouts arrived, {request.rollouts} were announced")
-            sizes = self._send(rollouts, context, writer)
-        writer.write_metadata(Reply(sizes=tuple(sizes)).model_dump_json().encode())
+            sizes = self._send_parts(rollouts, context, writer)
+        writer.write_metadata(ScoreReply(sizes=tuple(sizes)).model_dump_json().encode())
 
-    def _send(self, rollouts: Sequence[Rollout], context: Any, writer: Any) -> list[int]:
+    def _send_parts(self, rollouts: Sequence[Rollout], context: Any, writer: Any) -> list[int]:
         """Send parts as they are scored, and no faster than the client takes them. Returns their sizes.
 
         A thread of its own has the server's turn: this one waits for as long as the client reads nothing.
         """
         parts: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        room, gone = threading.Semaphore(AHEAD), threading.Event()
+        free_slots, client_left = threading.Semaphore(AHEAD), threading.Event()
         sizes: list[int] = []
         with ThreadPoolExecutor(1, "score") as thread:
-            scoring = thread.submit(self._score, rollouts, context, parts, room, gone)
+            scoring = thread.submit(self._score_parts, rollouts, context, parts, free_slots, client_left)
             scoring.add_done_callback(lambda _: parts.put(None))
             try:
                 writer.begin(SLICES)
                 while (raw := parts.get()) is not None:
-                    *most, last = slices(raw)
+                    *most, last = split_slices(raw)
                     for batch in most:
                         writer.write_batch(batch)
                     writer.write_with_metadata(last, PART_ENDS)
                     sizes.append(len(raw))
-                    room.release()
+                    free_slots.release()
             finally:
-                gone.set()
-                room.release()
+                client_left.set()
+                free_slots.release()
         scoring.result()
         return sizes
 
-    def _score(
+    def _score_parts(
         self,
         rollouts: Sequence[Rollout],
         context: Any,
         parts: queue.SimpleQueue[memoryview | None],
-        room: threading.Semaphore,
-        gone: threading.Event,
+        free_slots: threading.Semaphore,
+        client_left: threading.Event,
     ) -> None:
         """Score in the server's turn, part by part as there is `room` for them; until the client is `gone`, or takes nothing."""
-        with self._my_turn(context):
+        with self._hold_turn(context):
             targets = self._pool.score(rollouts)
-            while (part := targets.take()) is not None and not gone.is_set():
-                if not room.acquire(timeout=self._timeout_s / 2):  # others wait twice as long for their turn
-                    self._say(f"score for {context.peer()}: the client took nothing for {self._timeout_s / 2:.0f} s")
+            while (part := targets.take_part()) is not None and not client_left.is_set():
+                if not free_slots.acquire(timeout=self._timeout_s / 2):  # others wait twice as long for their turn
+                    self._log(f"score for {context.peer()}: the client took nothing for {self._timeout_s / 2:.0f} s")
                     raise flight.FlightTimedOutError("you took nothing for too long: the server's turn went to others")
-                parts.put(memoryview(cluster.fetch(part.handle)).cast("B"))
+                parts.put(memoryview(cluster.fetch_object(part.handle)).cast("B"))
 
     @contextmanager
-    def _my_turn(self, context: Any) -> Iterator[None]:
+    def _hold_turn(self, context: Any) -> Iterator[None]:
         if not self._turn.acquire(timeout=self._timeout_s):
             raise RunError(f"others' steps took longer than {self._timeout_s:.0f} s (cluster.phase_timeout_s)")
         try:
@@ -179,12 +181,12 @@ class PoolServer(flight.FlightServerBase):
             self._turn.release()
 
     @contextmanager
-    def _worded(self, context: Any, what: str) -> Iterator[None]:
+    def _report_errors(self, context: Any, operation: str) -> Iterator[None]:
         """An error that we worded ourselves reaches the client as it is, and the server's own output."""
         try:
             yield
         except (OpdError, RunError) as error:
-            self._say(f"{what} for {context.peer()}: {error}")
+            self._log(f"{operation} for {context.peer()}: {error}")
             message = str(error)[:MAX_MESSAGE]
             raise flight.FlightServerError(message, message.encode()) from None
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from opd.interfaces import Scorer
-from opd.settings.named import imported
+from opd.settings.named import import_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,5 +73,5 @@ SCORERS = {
 
 def make_scorer(engine: str, options: ScorerOptions) -> Scorer:
     """The scorer behind `teachers.engine`."""
-    made: Scorer = imported(SCORERS[engine])(options)
-    return made
+    scorer: Scorer = import_object(SCORERS[engine])(options)
+    return scorer

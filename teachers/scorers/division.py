@@ -20,7 +20,7 @@ from torch import nn
 from opd.errors import RunError
 from opd.models.files import weight_files
 
-Place = int | str
+DeviceName = int | str
 """Number of a GPU, `cpu` or `disk`."""
 OFF_GPUS = ("cpu", "disk")
 
@@ -29,15 +29,15 @@ OFF_GPUS = ("cpu", "disk")
 class Division:
     """Where the layers of all teachers of one architecture are."""
 
-    places: dict[str, Place]
+    places: dict[str, DeviceName]
     """Module -> its place: accelerate's device map."""
-    main: Place
+    main: DeviceName
     """Where layers compute that are on no GPU: the first GPU, or the CPU."""
     on_disk: frozenset[str]
     """Parameters that stay in the files until a pass needs them."""
 
     @classmethod
-    def of(cls, skeleton: Any, max_memory: Mapping[Place, int], main: Place) -> Division:
+    def from_skeleton(cls, skeleton: Any, max_memory: Mapping[DeviceName, int], main: DeviceName) -> Division:
         """Divide a causal language model of transformers, which needs no weights.
 
         Raises: RunError if `max_memory` has no room for all of it, or if nobody knows what may be divided.
@@ -46,32 +46,32 @@ class Division:
         from accelerate.utils import get_balanced_memory
 
         skeleton.tie_weights()  # tied weights are counted once, and have one place
-        whole = sorted(skeleton._no_split_modules)
-        if not whole:
+        unsplit_classes = sorted(skeleton._no_split_modules)
+        if not unsplit_classes:
             raise RunError(
                 f"transformers does not say where {type(skeleton).__name__} may be divided; remove teachers.device_map, or use "
                 "teachers.engine vllm"
             )
         room = {place: size for place, size in max_memory.items() if place != "disk"}
-        room = get_balanced_memory(skeleton, room, no_split_module_classes=whole)
+        room = get_balanced_memory(skeleton, room, no_split_module_classes=unsplit_classes)
         # What fits nowhere is given to the disk.
-        places = dict(infer_auto_device_map(skeleton, room, no_split_module_classes=whole))
+        places = dict(infer_auto_device_map(skeleton, room, no_split_module_classes=unsplit_classes))
         params = dict(skeleton.named_parameters(remove_duplicate=False))
-        on_disk = frozenset(name for name in params if _of(places, name) == "disk")
-        sizes: Counter[Place] = Counter()
+        on_disk = frozenset(name for name in params if _find_device(places, name) == "disk")
+        sizes: Counter[DeviceName] = Counter()
         for name, param in skeleton.named_parameters():
-            sizes[_of(places, name)] += param.nbytes
+            sizes[_find_device(places, name)] += param.nbytes
         if sizes["disk"] > max_memory.get("disk", 0):
-            raise RunError(_too_little(sizes, max_memory))
+            raise RunError(_format_shortage(sizes, max_memory))
         return cls(places=places, main=main, on_disk=on_disk)
 
     def device_of(self, module: str) -> torch.device:
         """The device on which a module computes."""
-        place = _of(self.places, module)
-        where = self.main if place in OFF_GPUS else place
-        return torch.device("cuda", where) if isinstance(where, int) else torch.device(where)
+        place = _find_device(self.places, module)
+        device = self.main if place in OFF_GPUS else place
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
-    def put(self, model: Any, model_dir: Path, dtype: torch.dtype) -> None:
+    def dispatch(self, model: Any, model_dir: Path, dtype: torch.dtype) -> None:
         """Bring a model that has its weights on the CPU, but for those `on_disk`, to its places.
 
         Raises: RunError if the files do not have the weights that stay there.
@@ -82,20 +82,22 @@ class Division:
             model,
             self.places,
             main_device=self.main,
-            offload_index=_index(model, self.on_disk, model_dir, dtype) if "disk" in self.places.values() else None,
+            offload_index=_build_offload_index(model, self.on_disk, model_dir, dtype)
+            if "disk" in self.places.values()
+            else None,
             skip_keys=sorted(model._skip_keys_device_placement),
             force_hooks=set(self.places.values()) != {self.main},
         )
 
 
-def undivided(model: nn.Module) -> None:
+def remove_hooks(model: nn.Module) -> None:
     """Take accelerate's hooks from a model. Weights that were on the CPU are there again, those on disk are nowhere."""
     from accelerate.hooks import remove_hook_from_module
 
     remove_hook_from_module(model, recurse=True)
 
 
-def free_memory() -> dict[Place, int]:
+def measure_free_memory() -> dict[DeviceName, int]:
     """Bytes that weights may have on each GPU that this process sees, and on the CPU."""
     from accelerate.utils import get_max_memory
 
@@ -103,42 +105,44 @@ def free_memory() -> dict[Place, int]:
     return {place: size if place == "cpu" else int(0.9 * size) for place, size in get_max_memory().items()}
 
 
-def _of(places: Mapping[str, Place], name: str) -> Place:
+def _find_device(places: Mapping[str, DeviceName], name: str) -> DeviceName:
     """The place of a module or a parameter: that of the nearest module around it that has one. Raises: KeyError if none has."""
-    around = name
-    while around and around not in places:
-        around = around.rpartition(".")[0]
-    return places[around]
+    parent = name
+    while parent and parent not in places:
+        parent = parent.rpartition(".")[0]
+    return places[parent]
 
 
-def _index(model: Any, names: frozenset[str], model_dir: Path, dtype: torch.dtype) -> dict[str, dict[str, str]]:
+def _build_offload_index(
+    model: Any, names: frozenset[str], model_dir: Path, dtype: torch.dtype
+) -> dict[str, dict[str, str]]:
     """Where in its files accelerate finds each of these parameters."""
-    found: dict[str, tuple[str, list[int]]] = {}
+    tensors: dict[str, tuple[str, list[int]]] = {}
     for path in weight_files(model_dir):
         with safe_open(path, framework="pt") as file:
-            found |= {name: (str(path), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            tensors |= {name: (str(path), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     index, tied = {}, model.all_tied_weights_keys
     for name in sorted(names):
-        source = name if name in found else tied.get(name, name)
-        if source not in found:
+        source = name if name in tensors else tied.get(name, name)
+        if source not in tensors:
             raise RunError(f"weights do not fit its config: missing {source}")
-        file_name, shape = found[source]
+        file_name, shape = tensors[source]
         if tuple(shape) != tuple(model.get_parameter(name).shape):
             raise RunError(f"weights do not fit its config: {source} has the shape {shape}")
         index[name] = {"safetensors_file": file_name, "weight_name": source, "dtype": str(dtype).removeprefix("torch.")}
     return index
 
 
-def _too_little(sizes: Mapping[Place, int], max_memory: Mapping[Place, int]) -> str:
-    given = ", ".join(f"{_named(place)} {_gib(size)}" for place, size in max_memory.items())
+def _format_shortage(sizes: Mapping[DeviceName, int], max_memory: Mapping[DeviceName, int]) -> str:
+    limits = ", ".join(f"{_format_device(place)} {_gib(size)}" for place, size in max_memory.items())
     return (
-        f"no room for {_gib(sizes['disk'])} of its {_gib(sum(sizes.values()))} of weights: {given}, and room for the largest "
+        f"no room for {_gib(sizes['disk'])} of its {_gib(sum(sizes.values()))} of weights: {limits}, and room for the largest "
         "layer is kept where others pass; raise teachers.max_memory, or name more there: cpu, or disk, which leaves layers "
         "in their files"
     )
 
 
-def _named(place: Place) -> str:
+def _format_device(place: DeviceName) -> str:
     return f"GPU {place}" if isinstance(place, int) else place
 
 

@@ -26,7 +26,7 @@ from opd.records.types import Rollout, Teacher
 from opd.stream.schema import TargetRow
 from opd.text import one_line
 from teachers.scorers import ScorerOptions, Server
-from teachers.scorers.rows import batches, logprob_answer
+from teachers.scorers.rows import build_logprob_answer, split_batches
 
 IN_FLIGHT = 16
 """Requests that a worker has out at a time."""
@@ -48,14 +48,14 @@ class OpenAIScorer:
 
     def __init__(self, options: ScorerOptions) -> None:
         self._answers = answer_class(options.payload)
-        named = self._answers.named_by_engine(min(options.top_k, options.vocab_size))
-        assert named is not None, "refused when the pipeline is read"
-        self._top_k = named
+        num_logprobs = self._answers.named_by_engine(min(options.top_k, options.vocab_size))
+        assert num_logprobs is not None, "refused when the pipeline is read"
+        self._top_k = num_logprobs
         self._vocab_size = options.vocab_size
         self._servers = options.servers
         self._timeout = aiohttp.ClientTimeout(total=options.server_timeout_s, sock_connect=CONNECT_S)
         self._key_env = options.api_key_env
-        self._tried: set[str] = set()
+        self._verified_teachers: set[str] = set()
 
     def prefetch(self, teacher: Teacher) -> None:
         """Nothing: a server has its weights."""
@@ -69,11 +69,11 @@ class OpenAIScorer:
 
         Raises: RunError if the teacher has no server, the server does not score, or its head has padding rows.
         """
-        if teacher.name not in self._tried:
-            self._refuse_padded(teacher)
+        if teacher.name not in self._verified_teachers:
+            self._refuse_padded_head(teacher)
             probe = list(range(min(PROBE_TOKENS, self._vocab_size)))
-            asyncio.run(self._ask_all(self._server(teacher), teacher, [probe]))
-            self._tried.add(teacher.name)
+            asyncio.run(self._request_all(self._find_server(teacher), teacher, [probe]))
+            self._verified_teachers.add(teacher.name)
         return ""
 
     def head_file(self, teacher: Teacher) -> None:
@@ -94,28 +94,28 @@ class OpenAIScorer:
         Raises: RunError for an answer that cannot be had or used, after all attempts.
         """
         self.head_key(teacher)
-        for batch in batches(rollouts, BATCH_TOKENS):
+        for batch in split_batches(rollouts, BATCH_TOKENS):
             sequences = [[*r.prompt_ids, *r.response_ids] for r in batch]
             rows = []
             for rollout, positions in zip(
-                batch, asyncio.run(self._ask_all(self._server(teacher), teacher, sequences)), strict=True
+                batch, asyncio.run(self._request_all(self._find_server(teacher), teacher, sequences)), strict=True
             ):
-                mine = [positions[len(rollout.prompt_ids) + place] for place in rollout.trained]
-                answer = logprob_answer(self._answers, rollout, mine, self._top_k)
+                trained_positions = [positions[len(rollout.prompt_ids) + offset] for offset in rollout.trained]
+                answer = build_logprob_answer(self._answers, rollout, trained_positions, self._top_k)
                 if answer is None:
                     broken[rollout.sample_id] = f"teacher {teacher.name}: log-probs are not finite"
                 else:
                     rows.append(TargetRow(rollout=rollout, teacher=teacher.name, answer=answer))
             yield rows
 
-    def _server(self, teacher: Teacher) -> Server:
+    def _find_server(self, teacher: Teacher) -> Server:
         if teacher.name not in self._servers:
             raise RunError(
                 f"teacher {teacher.name}: no server; teachers.servers names {', '.join(sorted(self._servers)) or 'none'}"
             )
         return self._servers[teacher.name]
 
-    def _refuse_padded(self, teacher: Teacher) -> None:
+    def _refuse_padded_head(self, teacher: Teacher) -> None:
         """A server's softmax runs over the whole head; what it gives to rows beyond the tokenizer cannot be undone."""
         from transformers import AutoConfig
 
@@ -127,25 +127,25 @@ class OpenAIScorer:
                 "count in a server's log-probs; use teachers.engine vllm or transformers, or serve a model without them"
             )
 
-    async def _ask_all(self, server: Server, teacher: Teacher, sequences: Sequences) -> list[list[Position]]:
+    async def _request_all(self, server: Server, teacher: Teacher, sequences: Sequences) -> list[list[Position]]:
         """[sequence][token] log-probs; the first token of each has none."""
-        free = asyncio.Semaphore(IN_FLIGHT)
-        async with aiohttp.ClientSession(timeout=self._timeout, headers=self._headers()) as session:
+        free_slots = asyncio.Semaphore(IN_FLIGHT)
+        async with aiohttp.ClientSession(timeout=self._timeout, headers=self._build_headers()) as session:
 
-            async def ask(ids: Sequence[int]) -> list[Position]:
-                async with free:
-                    return self._positions(
-                        await _post(session, server, self._question(server, ids), teacher), ids, teacher
+            async def request_positions(ids: Sequence[int]) -> list[Position]:
+                async with free_slots:
+                    return self._parse_positions(
+                        await _post_request(session, server, self._build_request(server, ids), teacher), ids, teacher
                     )
 
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(ask(ids)) for ids in sequences]
-            except ExceptionGroup as failed:
-                raise failed.exceptions[0] from None
+                    tasks = [group.create_task(request_positions(ids)) for ids in sequences]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    def _question(self, server: Server, ids: Sequence[int]) -> dict[str, Any]:
+    def _build_request(self, server: Server, ids: Sequence[int]) -> dict[str, Any]:
         return {
             "model": server.model,
             "prompt": list(ids),
@@ -154,39 +154,39 @@ class OpenAIScorer:
             "prompt_logprobs": self._top_k,
         }
 
-    def _headers(self) -> dict[str, str]:
+    def _build_headers(self) -> dict[str, str]:
         if self._key_env is None:
             return {}
         if not os.environ.get(self._key_env):
             raise RunError(f"teachers.api_key_env: {self._key_env} is not set in the scoring worker's environment")
         return {"Authorization": f"Bearer {os.environ[self._key_env]}"}
 
-    def _positions(self, answer: Any, ids: Sequence[int], teacher: Teacher) -> list[Position]:
+    def _parse_positions(self, response: Any, ids: Sequence[int], teacher: Teacher) -> list[Position]:
         """The checked log-probs of one answer. Raises: RunError saying what is wrong with it."""
         where = f"teacher {teacher.name}: its server"
-        choices = answer.get("choices") if isinstance(answer, dict) else None
+        choices = response.get("choices") if isinstance(response, dict) else None
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            raise RunError(f"{where} answered without one choice: {one_line(json.dumps(answer), SHOWN)}")
+            raise RunError(f"{where} answered without one choice: {one_line(json.dumps(response), SHOWN)}")
         steps = choices[0].get("prompt_logprobs")
         if not isinstance(steps, list):
             raise RunError(f"{where} sends no prompt_logprobs; it has to be one that knows them, such as `vllm serve`")
         if len(steps) != len(ids):
             raise RunError(f"{where} scored {len(steps)} positions of {len(ids)} tokens")
-        return [{}, *(self._position(step, token, where) for step, token in zip(steps[1:], ids[1:], strict=True))]
+        return [{}, *(self._parse_position(step, token, where) for step, token in zip(steps[1:], ids[1:], strict=True))]
 
-    def _position(self, step: Any, token: int, where: str) -> Position:
+    def _parse_position(self, step: Any, token: int, where: str) -> Position:
         if step is None:
             return {token: float("nan")}
         try:
-            position = {int(key): _number(entry["logprob"]) for key, entry in step.items()}
+            position = {int(key): _parse_number(entry["logprob"]) for key, entry in step.items()}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise RunError(
                 f"{where} sends prompt_logprobs that cannot be read: {one_line(json.dumps(step), SHOWN)}"
             ) from None
-        beyond = [key for key in position if not 0 <= key < self._vocab_size]
-        if beyond:
+        unknown_ids = [key for key in position if not 0 <= key < self._vocab_size]
+        if unknown_ids:
             raise RunError(
-                f"{where} has another vocabulary: it names token {beyond[0]}, the tokenizer knows {self._vocab_size}"
+                f"{where} has another vocabulary: it names token {unknown_ids[0]}, the tokenizer knows {self._vocab_size}"
             )
         if token not in position:
             raise RunError(f"{where} scored other tokens than were sent: {token} is not among {list(position)[:5]}")
@@ -200,11 +200,13 @@ class OpenAIScorer:
         return position
 
 
-def _number(value: Any) -> float:
+def _parse_number(value: Any) -> float:
     return float("nan") if value is None else float(value)
 
 
-async def _post(session: aiohttp.ClientSession, server: Server, question: dict[str, Any], teacher: Teacher) -> Any:
+async def _post_request(
+    session: aiohttp.ClientSession, server: Server, question: dict[str, Any], teacher: Teacher
+) -> Any:
     """The server's JSON. Raises: RunError for a refusal, or when every attempt failed."""
     url = f"{server.base_url.rstrip('/')}/completions"
     where = f"teacher {teacher.name}: {url}"
@@ -226,7 +228,9 @@ async def _post(session: aiohttp.ClientSession, server: Server, question: dict[s
             problem = f"status {status}: {one_line(body.decode(errors='replace'), SHOWN)}"
             continue
         if status != 200:
-            raise RunError(f"{where}: {_refusal(status, server)}: {one_line(body.decode(errors='replace'), SHOWN)}")
+            raise RunError(
+                f"{where}: {_format_refusal(status, server)}: {one_line(body.decode(errors='replace'), SHOWN)}"
+            )
         try:
             return json.loads(body)
         except ValueError:
@@ -234,10 +238,10 @@ async def _post(session: aiohttp.ClientSession, server: Server, question: dict[s
     raise RunError(f"{where}: {ATTEMPTS} attempts failed, the last with: {problem}")
 
 
-def _refusal(status: int, server: Server) -> str:
-    known = {
+def _format_refusal(status: int, server: Server) -> str:
+    reasons = {
         401: "401, the key is missing or wrong (teachers.api_key_env)",
         403: "403, the key is not allowed to (teachers.api_key_env)",
         404: f"404, no model {server.model!r} or no completions API at this base_url",
     }
-    return known.get(status, f"refused with status {status}")
+    return reasons.get(status, f"refused with status {status}")

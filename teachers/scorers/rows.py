@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from opd.models.packing import units
+from opd.models.packing import packing_units
 from opd.payloads.answer import Answer, Position
 from opd.records.types import Rollout
 
 
-def batches(rollouts: Sequence[Rollout], max_tokens: int, *, share: bool = False) -> Iterator[list[Rollout]]:
+def split_batches(rollouts: Sequence[Rollout], max_tokens: int, *, share: bool = False) -> Iterator[list[Rollout]]:
     """All rollouts, shortest first, `max_tokens` prompt and response tokens at a time; a longer one goes alone.
 
     With `share` those that begin alike stay together, and what they have in common counts once.
     """
     batch: list[Rollout] = []
     tokens = 0
-    for unit in sorted(units(rollouts, share=share), key=lambda u: (u.size, u.rollouts[0].sample_id)):
+    for unit in sorted(packing_units(rollouts, share=share), key=lambda u: (u.size, u.rollouts[0].sample_id)):
         if batch and tokens + unit.size > max_tokens:
             yield batch
             batch, tokens = [], 0
@@ -27,7 +27,9 @@ def batches(rollouts: Sequence[Rollout], max_tokens: int, *, share: bool = False
         yield batch
 
 
-def logprob_answer(answers: type[Answer], rollout: Rollout, positions: Sequence[Position], top_k: int) -> Answer | None:
+def build_logprob_answer(
+    answers: type[Answer], rollout: Rollout, positions: Sequence[Position], top_k: int
+) -> Answer | None:
     """The answer from the log-probs at each trained token, [N]; None if one is not finite."""
     if not all(math.isfinite(value) for position in positions for value in position.values()):
         return None

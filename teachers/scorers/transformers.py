@@ -22,18 +22,18 @@ from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.models.heads import HeadFile, head_key, logit_rule
 from opd.models.layouts import LAYOUTS, Packed, layout_error, predict_trained, prove_layout
 from opd.models.logit_rule import LogitRule
-from opd.models.lora import ADAPTER_CONFIG, LoraConfig, attach, not_linear, updates
+from opd.models.lora import ADAPTER_CONFIG, LoraConfig, attach_updates, not_linear, read_updates
 from opd.models.packing import SHARED
 from opd.models.products import use_quick_products
-from opd.models.weights import Naming, attention, obeys_masks, to_meta
+from opd.models.weights import Naming, fastest_attention, obeys_masks, to_meta
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer, Said
 from opd.records.types import LayoutProof, Rollout, Teacher
 from opd.stream.schema import TargetRow
-from teachers.near import NearCache
+from teachers.near import DeviceCache
 from teachers.scorers import ScorerOptions
-from teachers.scorers.division import Division, Place, free_memory, undivided
-from teachers.scorers.rows import batches
+from teachers.scorers.division import DeviceName, Division, measure_free_memory, remove_hooks
+from teachers.scorers.rows import split_batches
 from teachers.weights import State, WeightCache, base_key, read_tensors, weight_key, weights_nbytes
 
 SCORE_TOKENS = 4096
@@ -54,14 +54,14 @@ class TransformersScorer:
         self._lends_memory = options.lends_memory
         self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, self._measure)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._near = NearCache(self._device, options.gpu_memory_bytes)
-        self._divides = options.device_map is not None
-        self._max_memory: dict[Place, int] = dict(options.max_memory)
+        self._device_cache = DeviceCache(self._device, options.gpu_memory_bytes)
+        self._is_divided = options.device_map is not None
+        self._max_memory: dict[DeviceName, int] = dict(options.max_memory)
         self._architectures: dict[str, _Architecture] = {}
         """Key: the config as JSON."""
         self._architecture_of: dict[Path, _Architecture] = {}
-        self._loaded = ""
-        self._base = ""
+        self._loaded_key = ""
+        self._loaded_base = ""
         self._hooks: list[RemovableHandle] = []
         self._model: Any = None
         self._head_keys: dict[str, str] = {}
@@ -69,15 +69,15 @@ class TransformersScorer:
     def prefetch(self, teacher: Teacher) -> None:
         """Begin to map and read the teacher's weights."""
         self._architecture(teacher.model_dir)  # the thread that reads cannot make it
-        if teacher.adapter_dir or self._near.find(base_key(teacher)) is None:
+        if teacher.adapter_dir or self._device_cache.find(base_key(teacher)) is None:
             self._weights.prefetch(teacher)
 
     def head(self, teacher: Teacher) -> Tensor:
         """[V, D] the teacher's output head, on the CPU."""
-        self._load(teacher)
-        return self._head().cpu()
+        self._load_teacher(teacher)
+        return self._read_head_weight().cpu()
 
-    def _head(self) -> Tensor:
+    def _read_head_weight(self) -> Tensor:
         """[V, D] the head of the teacher in place, where it is multiplied."""
         from accelerate.utils import align_module_device
 
@@ -105,7 +105,7 @@ class TransformersScorer:
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
         """What the teacher's architecture does to its logits."""
-        self._load(teacher)
+        self._load_teacher(teacher)
         return logit_rule(self._model.config)
 
     def layout(self, teacher: Teacher) -> LayoutProof:
@@ -113,16 +113,16 @@ class TransformersScorer:
 
         Raises: RunError if its rows see each other in every layout.
         """
-        self._load(teacher)
+        self._load_teacher(teacher)
         architecture = self._architecture(teacher.model_dir)
         proof = architecture.proof
         if proof is None:
 
-            def error(layout: str) -> float:
+            def measure_error(layout: str) -> float:
                 obeys = obeys_masks(self._model)
-                return layout_error(self._states, layout, self._vocab_size, self._dtype, masks_decide=obeys)
+                return layout_error(self._compute_states, layout, self._vocab_size, self._dtype, masks_decide=obeys)
 
-            proof = prove_layout(error, f"teacher {teacher.name}", share=self._share)
+            proof = prove_layout(measure_error, f"teacher {teacher.name}", share=self._share)
             if proof.proven:  # a teacher with broken weights says nothing about its architecture
                 architecture.proof = proof
         return proof
@@ -130,16 +130,16 @@ class TransformersScorer:
     @torch.no_grad()
     def _check_head(self, teacher: Teacher, head_V_D: Tensor) -> None:
         """Some architectures add a bias to their logits, or scale them in a way of their own; all of this is cheap."""
-        known = self._vocab_size  # what padding rows give is nobody's concern
-        if not bool(torch.isfinite(head_V_D[:known]).all()):
+        vocab_size = self._vocab_size  # what padding rows give is nobody's concern
+        if not bool(torch.isfinite(head_V_D[:vocab_size]).all()):
             raise RunError(f"teacher {teacher.name}: output head is not finite")
-        ids_B_T = torch.arange(min(8, known), device=self._device)[None]
-        wanted_T_V = self._model(input_ids=ids_B_T, use_cache=False).logits[0, :, :known].float()
+        ids_B_T = torch.arange(min(8, vocab_size), device=self._device)[None]
+        model_T_V = self._model(input_ids=ids_B_T, use_cache=False).logits[0, :, :vocab_size].float()
         hidden_T_D = self._model.base_model(input_ids=ids_B_T, use_cache=False).last_hidden_state[0]
-        head_V_D = self._head()[:known]
-        found_T_V = logit_rule(self._model.config).apply(hidden_T_D.to(head_V_D.device) @ head_V_D.T).float()
-        found_T_V = found_T_V.to(wanted_T_V.device)
-        worst, size = (found_T_V - wanted_T_V).abs().max(), wanted_T_V.abs().max()
+        head_V_D = self._read_head_weight()[:vocab_size]
+        computed_T_V = logit_rule(self._model.config).apply(hidden_T_D.to(head_V_D.device) @ head_V_D.T).float()
+        computed_T_V = computed_T_V.to(model_T_V.device)
+        worst, size = (computed_T_V - model_T_V).abs().max(), model_T_V.abs().max()
         # NaN is not: hidden states that are not finite are judged row by row
         if bool(worst > 0.02 * size) or self._has_bias():
             raise RunError(
@@ -161,23 +161,23 @@ class TransformersScorer:
 
         A response whose hidden states are not finite gets no row but an entry in `broken`: sample id -> reason.
         """
-        self._load(teacher)
-        return self._scored(teacher, rollouts, broken)
+        self._load_teacher(teacher)
+        return self._score_batches(teacher, rollouts, broken)
 
-    def _scored(
+    def _score_batches(
         self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]
     ) -> Iterator[list[TargetRow]]:
         key, layout = self.head_key(teacher), self.layout(teacher).layout
-        for batch in batches(rollouts, SCORE_TOKENS, share=layout == SHARED):
-            self._load(teacher)  # another one may have been asked for its head since
-            rows, found = [], self._hidden(batch, layout)
-            finite = _finite(torch.cat(found))
-            for rollout, hidden_N_D in zip(batch, found, strict=True):
-                if not finite and not _finite(hidden_N_D):
+        for batch in split_batches(rollouts, SCORE_TOKENS, share=layout == SHARED):
+            self._load_teacher(teacher)  # another one may have been asked for its head since
+            rows, hidden_states = [], self._compute_trained_states(batch, layout)
+            finite = _is_finite(torch.cat(hidden_states))
+            for rollout, hidden_N_D in zip(batch, hidden_states, strict=True):
+                if not finite and not _is_finite(hidden_N_D):
                     # Alone: in a packed row a masked neighbour's NaN still comes through, as 0 * NaN.
-                    (hidden_N_D,) = self._hidden([rollout], layout)
-                if finite or _finite(hidden_N_D):
-                    answer = self._answer(rollout, hidden_N_D, key)
+                    (hidden_N_D,) = self._compute_trained_states([rollout], layout)
+                if finite or _is_finite(hidden_N_D):
+                    answer = self._build_answer(rollout, hidden_N_D, key)
                     rows.append(TargetRow(rollout=rollout, teacher=teacher.name, answer=answer))
                 else:
                     broken[rollout.sample_id] = f"teacher {teacher.name}: hidden states are not finite"
@@ -186,74 +186,80 @@ class TransformersScorer:
             torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def _answer(self, rollout: Rollout, hidden_N_D: Tensor, head: str) -> Answer:
+    def _build_answer(self, rollout: Rollout, hidden_N_D: Tensor, head: str) -> Answer:
         """What the teacher in place says of one row; `head` is the key of its head."""
 
-        def logprobs() -> Tensor:
-            head_V_D = self._head()[: self._vocab_size]
+        def compute_logprobs() -> Tensor:
+            head_V_D = self._read_head_weight()[: self._vocab_size]
             logits_N_V = logit_rule(self._model.config).apply(hidden_N_D.to(head_V_D.device) @ head_V_D.T)
             return logits_N_V.float().log_softmax(-1).cpu()
 
         return self._answer_class.of_states(
-            Said(token_ids=rollout.trained_ids, hidden_N_D=hidden_N_D, head=head, logprobs=logprobs, top_k=self._top_k)
+            Said(
+                token_ids=rollout.trained_ids,
+                hidden_N_D=hidden_N_D,
+                head=head,
+                logprobs=compute_logprobs,
+                top_k=self._top_k,
+            )
         )
 
     @torch.no_grad()
-    def _hidden(self, rollouts: Sequence[Rollout], layout: str) -> list[Tensor]:
+    def _compute_trained_states(self, rollouts: Sequence[Rollout], layout: str) -> list[Tensor]:
         """Per rollout [N, D]: the state at the position before each trained token, from which it is predicted."""
         packed = LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in rollouts])
-        hidden_N_D = self._states(packed)[predict_trained(packed, rollouts)].cpu()
+        hidden_N_D = self._compute_states(packed)[predict_trained(packed, rollouts)].cpu()
         return list(hidden_N_D.split([r.num_trained for r in rollouts]))
 
     @torch.no_grad()
-    def _states(self, packed: Packed) -> Tensor:
+    def _compute_states(self, packed: Packed) -> Tensor:
         """[B*T, D] last hidden states of the teacher in place."""
         inputs = to_device(packed, self._device).inputs(self._dtype)
         return self._model.base_model(**inputs).last_hidden_state.flatten(0, 1)
 
-    def _load(self, teacher: Teacher) -> None:
-        if self._loaded == weight_key(teacher):
+    def _load_teacher(self, teacher: Teacher) -> None:
+        if self._loaded_key == weight_key(teacher):
             return
-        self._loaded = ""  # a teacher that is half there must not pass for one if loading fails
+        self._loaded_key = ""  # a teacher that is half there must not pass for one if loading fails
         while self._hooks:
             self._hooks.pop().remove()
         architecture = self._architecture(teacher.model_dir)
-        if self._base != base_key(teacher):
-            self._base = ""
-            here = self._near.find(base_key(teacher)) is not None or self._weights.has(teacher)
-            follows = self._model is architecture.skeleton and architecture.places and here
-            if self._model is not None and not follows:
-                undivided(self._model)
+        if self._loaded_base != base_key(teacher):
+            self._loaded_base = ""
+            in_memory = self._device_cache.find(base_key(teacher)) is not None or self._weights.has(teacher)
+            reuses_skeleton = self._model is architecture.skeleton and architecture.tensor_modules and in_memory
+            if self._model is not None and not reuses_skeleton:
+                remove_hooks(self._model)
                 to_meta(self._model)  # its teacher would stay in memory beyond the budget while the next one is read
-        base, *adapters = self._tensors(teacher)
-        if not self._base:
+        base, *adapters = self._read_tensors(teacher)
+        if not self._loaded_base:
             self._model = architecture.skeleton
-            self._assign(teacher, base)
+            self._assign_weights(teacher, base)
         for adapter in adapters:
-            self._attach(teacher, adapter)
-        self._loaded = weight_key(teacher)
+            self._attach_adapter(teacher, adapter)
+        self._loaded_key = weight_key(teacher)
 
-    def _tensors(self, teacher: Teacher) -> list[State]:
+    def _read_tensors(self, teacher: Teacher) -> list[State]:
         """Tensors of the (base) model, then those of the adapter if it has one. Raises: RunError."""
-        if teacher.adapter_dir is None and (near := self._near.find(base_key(teacher))):
-            return [near]
+        if teacher.adapter_dir is None and (cached := self._device_cache.find(base_key(teacher))):
+            return [cached]
         try:
             return self._weights.get(teacher)
         except RunError as error:
             raise RunError(f"teacher {teacher.name}: {error}") from None
 
-    def _brought(self, teacher: Teacher, state: State) -> State:
+    def _copy_to_device(self, teacher: Teacher, state: State) -> State:
         """The tensors where they are computed with, if that is one device."""
-        if not self._near.fits(base_key(teacher), state):
+        if not self._device_cache.has_room_for(base_key(teacher), state):
             to_meta(self._model)  # the teacher before would stay on the GPU beyond the budget
-        return self._near.bring(base_key(teacher), state)
+        return self._device_cache.copy_to_device(base_key(teacher), state)
 
-    def _assign(self, teacher: Teacher, state: State) -> None:
+    def _assign_weights(self, teacher: Teacher, state: State) -> None:
         architecture = self._architecture(teacher.model_dir)
         if architecture.division is None:
-            state = self._brought(teacher, state)
-        if architecture.put(state):
-            self._base = base_key(teacher)
+            state = self._copy_to_device(teacher, state)
+        if architecture.replace_tensors(state):
+            self._loaded_base = base_key(teacher)
             return
         missing, unexpected = self._model.load_state_dict(state, strict=False, assign=True)
         self._model.tie_weights()
@@ -266,28 +272,28 @@ class TransformersScorer:
             )
         if division is None:
             self._model.to(self._device)  # buffers that no file has
-            architecture.remember(state)
+            architecture.note_modules(state)
         else:
             try:
-                division.put(self._model, teacher.model_dir, self._dtype)
+                division.dispatch(self._model, teacher.model_dir, self._dtype)
             except RunError as error:
                 raise RunError(f"teacher {teacher.name}: {error}") from None
-        self._base = base_key(teacher)
+        self._loaded_base = base_key(teacher)
 
-    def _attach(self, teacher: Teacher, state: State) -> None:
+    def _attach_adapter(self, teacher: Teacher, state: State) -> None:
         """Let the adapter's modules add what it says. Raises: RunError for a module that is not linear."""
         assert teacher.adapter_dir is not None
         config = LoraConfig.model_validate_json((teacher.adapter_dir / ADAPTER_CONFIG).read_bytes())
-        changes = updates(config, state)
-        odd = not_linear(self._model, changes)
-        if odd:
+        changes = read_updates(config, state)
+        unsupported = not_linear(self._model, changes)
+        if unsupported:
             raise RunError(
-                f"teacher {teacher.name}: its adapter changes {odd[0]}, which is no linear module of "
+                f"teacher {teacher.name}: its adapter changes {unsupported[0]}, which is no linear module of "
                 f"{type(self._model).__name__} in transformers; merge it into a full model"
             )
         division = self._architecture(teacher.model_dir).division
         devices = {name: division.device_of(name) if division else self._device for name in changes}
-        self._hooks = attach(self._model, {name: change.to(devices[name]) for name, change in changes.items()})
+        self._hooks = attach_updates(self._model, {name: change.to(devices[name]) for name, change in changes.items()})
 
     def _read(self, directory: Path, dtype: torch.dtype) -> State:
         """Tensors of a model by its modules' names, of an adapter as its file has them; without those that stay on disk."""
@@ -317,9 +323,9 @@ class TransformersScorer:
         if model_dir not in self._architecture_of:
             config, key = _read_config(model_dir)
             if key not in self._architectures:
-                skeleton = _skeleton(config, self._dtype)
+                skeleton = _build_skeleton(config, self._dtype)
                 try:
-                    division = self._divide(skeleton) if self._divides else None
+                    division = self._divide_layers(skeleton) if self._is_divided else None
                 except RunError as error:
                     raise RunError(f"{model_dir}: {error}") from None
                 if not division:
@@ -328,16 +334,16 @@ class TransformersScorer:
             self._architecture_of[model_dir] = self._architectures[key]
         return self._architecture_of[model_dir]
 
-    def _divide(self, skeleton: Any) -> Division:
-        main: Place = 0 if self._device.type == "cuda" else "cpu"
+    def _divide_layers(self, skeleton: Any) -> Division:
+        main: DeviceName = 0 if self._device.type == "cuda" else "cpu"
         if not self._max_memory:  # once, before a teacher is there; the CPU helps GPUs only if it is told to
             self._max_memory = {
-                place: size for place, size in free_memory().items() if (place == "cpu") == (main == "cpu")
+                place: size for place, size in measure_free_memory().items() if (place == "cpu") == (main == "cpu")
             }
-        return Division.of(skeleton, self._max_memory, main)
+        return Division.from_skeleton(skeleton, self._max_memory, main)
 
 
-def _finite(states: Tensor) -> bool:
+def _is_finite(states: Tensor) -> bool:
     return bool(torch.isfinite(states).all())
 
 
@@ -352,37 +358,39 @@ class _Architecture:
     """Where its layers go; None: all to one device."""
     proof: LayoutProof | None = None
     """Its layout, once it was proven with a teacher whose states are finite."""
-    places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+    tensor_modules: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
     """Name of a tensor -> the module that has it, and its name there, once a teacher was put into the skeleton whose every
     tensor is a parameter. Empty where a teacher's way is longer."""
 
-    def remember(self, state: State) -> None:
+    def note_modules(self, state: State) -> None:
         """Note where the tensors of the teacher in place are."""
         split = {name: name.rpartition(".") for name in state}
         places = {name: (self.skeleton.get_submodule(module), own) for name, (module, _, own) in split.items()}
         if all(own in module._parameters for module, own in places.values()):
-            self.places = places
+            self.tensor_modules = places
 
-    def put(self, state: State) -> bool:
+    def replace_tensors(self, state: State) -> bool:
         """Put a teacher in the place of one that had the same tensors; False if it has others. torch's own way takes as long as
         scoring a few hundred tokens with a tiny model."""
-        if not self.places or state.keys() != self.places.keys():
+        if not self.tensor_modules or state.keys() != self.tensor_modules.keys():
             return False
-        if any(module.get_parameter(own).shape != state[name].shape for name, (module, own) in self.places.items()):
+        if any(
+            module.get_parameter(own).shape != state[name].shape for name, (module, own) in self.tensor_modules.items()
+        ):
             return False
-        for name, (module, own) in self.places.items():
+        for name, (module, own) in self.tensor_modules.items():
             module._parameters[own] = nn.Parameter(state[name], requires_grad=False)
         self.skeleton.tie_weights()
         return True
 
 
-def _skeleton(config: Any, dtype: torch.dtype) -> Any:
+def _build_skeleton(config: Any, dtype: torch.dtype) -> Any:
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention(config), trust_remote_code=False
+            config, dtype=dtype, attn_implementation=fastest_attention(config), trust_remote_code=False
         )
     return model.eval().requires_grad_(False)
 

@@ -29,7 +29,7 @@ from opd.rollouts.swap import swap_weights, wipe_cache
 from opd.rollouts.worker import EngineOptions, can_swap, model_shape, start_engine, stop_engine
 from opd.stream.schema import TargetRow
 from teachers.scorers import ScorerOptions
-from teachers.scorers.rows import batches, logprob_answer
+from teachers.scorers.rows import build_logprob_answer, split_batches
 from teachers.scorers.transformers import TransformersScorer
 from teachers.weights import weight_key
 
@@ -48,12 +48,14 @@ class VLLMScorer:
         self._dtype = getattr(torch, options.dtype)
         self._answer_class = answer_class(options.payload)
         self._pooling = self._answer_class is HiddenStates
-        named = 0 if self._pooling else self._answer_class.named_by_engine(min(options.top_k, options.vocab_size))
-        assert named is not None, f"vLLM does not tell what {options.payload} needs"
-        self._top_k = named
+        num_logprobs = (
+            0 if self._pooling else self._answer_class.named_by_engine(min(options.top_k, options.vocab_size))
+        )
+        assert num_logprobs is not None, f"vLLM does not tell what {options.payload} needs"
+        self._top_k = num_logprobs
         self._llm: Any = None
         self._shape: dict[str, Any] = {}
-        self._loaded = ""
+        self._loaded_key = ""
         self._heads: dict[str, HeadSource] = {}
         """Key: `weight_key` of the teacher."""
 
@@ -62,24 +64,24 @@ class VLLMScorer:
 
     def head(self, teacher: Teacher) -> Tensor:
         """[V, D] the teacher's output head, on the CPU, as its files have it: a pooling engine holds none."""
-        return self._reference().head(teacher)
+        return self._make_reference().head(teacher)
 
     def head_key(self, teacher: Teacher) -> str:
         """Content hash of head and logit rule.
 
         Raises: RunError as `TransformersScorer.head_key` does, and if vLLM gives other answers than transformers."""
-        return self._known(teacher).key
+        return self._verify_head(teacher).key
 
     def head_file(self, teacher: Teacher) -> HeadFile | None:
         """Where the head lies."""
-        return self._known(teacher).file
+        return self._verify_head(teacher).file
 
     def layout(self, teacher: Teacher) -> None:
         """The engine keeps its sequences apart by itself."""
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
         """What the teacher's architecture does to its logits."""
-        return self._known(teacher).rule
+        return self._verify_head(teacher).rule
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
         """Target rows in batches, shortest rows first.
@@ -87,35 +89,39 @@ class VLLMScorer:
         A response whose states or log-probs are not finite gets no row but an entry in `broken`: sample id -> reason.
         """
         key = self.head_key(teacher)
-        for batch in batches(rollouts, BATCH_TOKENS):
-            self._load(teacher)  # another one may have been asked since
+        for batch in split_batches(rollouts, BATCH_TOKENS):
+            self._load_teacher(teacher)  # another one may have been asked since
             rows = []
-            for rollout, answer in zip(batch, self._answers(batch, key), strict=True):
+            for rollout, answer in zip(batch, self._score_batch(batch, key), strict=True):
                 if answer is None:
-                    what = "hidden states" if self._pooling else "log-probs"
-                    broken[rollout.sample_id] = f"teacher {teacher.name}: {what} are not finite"
+                    quantity = "hidden states" if self._pooling else "log-probs"
+                    broken[rollout.sample_id] = f"teacher {teacher.name}: {quantity} are not finite"
                 else:
                     rows.append(TargetRow(rollout=rollout, teacher=teacher.name, answer=answer))
             yield rows
 
-    def _answers(self, rollouts: Sequence[Rollout], head: str) -> list[Answer | None]:
+    def _score_batch(self, rollouts: Sequence[Rollout], head: str) -> list[Answer | None]:
         """What the teacher that is loaded says of each row, None if it is not finite; `head` is the key of its head."""
-        answers = self._ask(rollouts, head)
+        answers = self._run_engine(rollouts, head)
         for i, rollout in enumerate(rollouts):
             if answers[i] is None:
                 # Perhaps not its own fault: vLLM hands blocks of its cache on as they are, and attention multiplies what
                 # lies beyond a sequence's end by 0, which leaves NaN what it is.
                 wipe_cache(self._llm)
-                (answers[i],) = self._ask([rollout], head)
+                (answers[i],) = self._run_engine([rollout], head)
         if None in answers:
             wipe_cache(self._llm)  # for the rows and the teacher that come next
         return answers
 
-    def _ask(self, rollouts: Sequence[Rollout], head: str) -> list[Answer | None]:
+    def _run_engine(self, rollouts: Sequence[Rollout], head: str) -> list[Answer | None]:
         prompts: Any = [{"prompt_token_ids": [*r.prompt_ids, *r.response_ids]} for r in rollouts]
-        return self._states(rollouts, prompts, head) if self._pooling else self._logprobs(rollouts, prompts)
+        return (
+            self._encode_states(rollouts, prompts, head)
+            if self._pooling
+            else self._generate_logprobs(rollouts, prompts)
+        )
 
-    def _states(self, rollouts: Sequence[Rollout], prompts: Any, head: str) -> list[Answer | None]:
+    def _encode_states(self, rollouts: Sequence[Rollout], prompts: Any, head: str) -> list[Answer | None]:
         from vllm import PoolingParams
 
         # By default a pooler scales each state to length 1.
@@ -124,13 +130,13 @@ class VLLMScorer:
         answers: list[Answer | None] = []
         for rollout, output in zip(rollouts, outputs, strict=True):
             start = len(rollout.prompt_ids) - 1  # a response token is predicted one position before it
-            places = torch.tensor(rollout.trained, dtype=torch.long)
-            hidden_N_D = output.outputs.data[start + places].to(self._dtype).cpu()
+            offsets = torch.tensor(rollout.trained, dtype=torch.long)
+            hidden_N_D = output.outputs.data[start + offsets].to(self._dtype).cpu()
             finite = bool(torch.isfinite(hidden_N_D).all())
             answers.append(HiddenStates.of(hidden_N_D, head) if finite else None)
         return answers
 
-    def _logprobs(self, rollouts: Sequence[Rollout], prompts: Any) -> list[Answer | None]:
+    def _generate_logprobs(self, rollouts: Sequence[Rollout], prompts: Any) -> list[Answer | None]:
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -139,34 +145,34 @@ class VLLMScorer:
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         answers = []
         for rollout, output in zip(rollouts, outputs, strict=True):
-            steps = [output.prompt_logprobs[len(rollout.prompt_ids) + place] for place in rollout.trained]
+            steps = [output.prompt_logprobs[len(rollout.prompt_ids) + offset] for offset in rollout.trained]
             positions = [{token: entry.logprob for token, entry in step.items()} for step in steps]
-            answers.append(logprob_answer(self._answer_class, rollout, positions, self._top_k))
+            answers.append(build_logprob_answer(self._answer_class, rollout, positions, self._top_k))
         return answers
 
-    def _load(self, teacher: Teacher) -> None:
-        if self._loaded == weight_key(teacher):
+    def _load_teacher(self, teacher: Teacher) -> None:
+        if self._loaded_key == weight_key(teacher):
             return
         if teacher.adapter_dir is not None:
             raise RunError(f"teacher {teacher.name}: teachers.engine vllm does not load adapters; transformers does")
-        self._loaded = ""  # half-loaded weights must not pass for a teacher if loading fails
+        self._loaded_key = ""  # half-loaded weights must not pass for a teacher if loading fails
         shape = model_shape(teacher.model_dir)
         if self._llm is not None and can_swap(self._shape, shape):
             swap_weights(self._llm, teacher.model_dir.absolute())
         else:
-            self._start(teacher, shape)
-        self._loaded = weight_key(teacher)
+            self._restart_engine(teacher, shape)
+        self._loaded_key = weight_key(teacher)
 
-    def _start(self, teacher: Teacher, shape: dict[str, Any]) -> None:
-        old, self._llm = self._llm, None
-        stop_engine(old)  # frees its memory before the new one takes its own
+    def _restart_engine(self, teacher: Teacher, shape: dict[str, Any]) -> None:
+        old_llm, self._llm = self._llm, None
+        stop_engine(old_llm)  # frees its memory before the new one takes its own
         length = self._options.max_model_len if self._pooling else self._options.max_model_len + 1
         context = (shape.get("text_config") or shape).get("max_position_embeddings")
         if context is not None and length > context:
-            more = "" if self._pooling else " and one token for vLLM to generate"
+            suffix = "" if self._pooling else " and one token for vLLM to generate"
             raise RunError(
                 f"teacher {teacher.name}: its context is {context} tokens, rollout.max_model_len "
-                f"{self._options.max_model_len}{more} do not fit: lower rollout.max_model_len"
+                f"{self._options.max_model_len}{suffix} do not fit: lower rollout.max_model_len"
             )
         options = EngineOptions(
             model_dir=teacher.model_dir.absolute(),
@@ -187,24 +193,24 @@ class VLLMScorer:
             self._llm = start_engine(options, max_logprobs=max(1, self._top_k))
         self._shape = shape
 
-    def _reference(self) -> TransformersScorer:
+    def _make_reference(self) -> TransformersScorer:
         """Made anew each time: it is asked once per teacher, and must not keep a second one in memory."""
         return TransformersScorer(self._options, device="cpu")
 
-    def _known(self, teacher: Teacher) -> HeadSource:
+    def _verify_head(self, teacher: Teacher) -> HeadSource:
         """The head of a teacher on which vLLM and transformers agree."""
         weights = weight_key(teacher)
         if weights not in self._heads:
-            reference = self._reference()
+            reference = self._make_reference()
             head = HeadSource(
                 key=reference.head_key(teacher), rule=reference.head_rule(teacher), file=reference.head_file(teacher)
             )
-            probe = _probe(self._options.vocab_size)
-            wanted = [row for rows in reference.score(teacher, [probe], {}) for row in rows]
-            self._load(teacher)
-            (answer,) = self._answers([probe], head.key)
-            if wanted and answer is not None:  # states that are not finite are judged row by row
-                gap = answer.gap(wanted[0].answer, len(probe.response_ids), self._dtype)
+            probe = _make_probe(self._options.vocab_size)
+            reference_rows = [row for rows in reference.score(teacher, [probe], {}) for row in rows]
+            self._load_teacher(teacher)
+            (answer,) = self._score_batch([probe], head.key)
+            if reference_rows and answer is not None:  # states that are not finite are judged row by row
+                gap = answer.gap(reference_rows[0].answer, len(probe.response_ids), self._dtype)
                 if gap > TOLERANCE[self._options.dtype]:
                     raise RunError(
                         f"teacher {teacher.name}: vLLM is {gap:.3g} away from transformers on "
@@ -215,7 +221,7 @@ class VLLMScorer:
         return self._heads[weights]
 
 
-def _probe(vocab_size: int) -> Rollout:
+def _make_probe(vocab_size: int) -> Rollout:
     """A few tokens that every vocabulary has."""
     prompt, *response = range(min(8, vocab_size))
     return Rollout.to_score("probe", (prompt,), tuple(response))

@@ -12,7 +12,7 @@ import torch
 from opd.config import PipelineConfig
 from opd.records.types import Rollout, Teacher, WeightedTeacher
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.sync import SYNCS, ProvenSync, SyncSpec
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.specs import pool_spec, rollout_spec, trainer_spec
@@ -27,7 +27,7 @@ VOCABULARY = 76
 def config(
     student: Path, *, objective: dict[str, Any] | None = None, payload: str = "hidden_states", **trainer: Any
 ) -> PipelineConfig:
-    return validate(
+    return validate_section(
         PipelineConfig,
         {
             "name": "test",

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from opd.config import PipelineConfig
 from opd.evaluation.baselines import BaselineResult
-from opd.settings.yaml_files import validate
-from pipelines.baselines.jobs import plan
+from opd.settings.yaml_files import validate_section
+from pipelines.baselines.jobs import plan_jobs
 from pipelines.baselines.mergekit import environment_dir, merge_weights
-from pipelines.baselines.run import compute
+from pipelines.baselines.run import compute_results
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.inputs.read import read_inputs
 
@@ -35,11 +35,11 @@ def expected(method: str, base: Tensors, experts: list[Tensors], strength: float
 
 @pytest.mark.skipif(not environment_dir().exists(), reason="mergekit is not installed; `opd baseline` does it")
 def test_merges_of_weights_are_what_their_names_say(pipeline: dict[str, Any], tmp_path: Path) -> None:
-    inputs = read_inputs(validate(PipelineConfig, pipeline, "pipeline.yaml"))
+    inputs = read_inputs(validate_section(PipelineConfig, pipeline, "pipeline.yaml"))
     experts = [Path(expert.info.path) for expert in inputs.experts.values()]
     strengths = {"linear": 0.0, "task_arithmetic": 0.3}
     recipes = {
-        f"merged-{name}": WEIGHT_METHODS[name].recipe(inputs.student, experts, strength or None)
+        f"merged-{name}": WEIGHT_METHODS[name].mergekit_recipe(inputs.student, experts, strength or None)
         for name, strength in strengths.items()
     }
     merge_weights(recipes, tmp_path / "out", seed=0, timeout_s=120, home=environment_dir())
@@ -54,9 +54,11 @@ def test_merges_of_weights_are_what_their_names_say(pipeline: dict[str, Any], tm
 
 def test_the_student_learns_what_its_experts_write(pipeline: dict[str, Any], tmp_path: Path) -> None:
     pipeline["trainer"] |= {"steps": 8, "samples_per_step": 32}
-    config = validate(PipelineConfig, pipeline, "pipeline.yaml")
+    config = validate_section(PipelineConfig, pipeline, "pipeline.yaml")
     lines: list[str] = []
-    [result] = compute(plan(config, tmp_path / "out", ["off_policy"], [0.5], None), lines.append, keep_models=True)
+    [result] = compute_results(
+        plan_jobs(config, tmp_path / "out", ["off_policy"], [0.5], None), lines.append, keep_models=True
+    )
 
     losses = [float(line.split("loss ")[1]) for line in lines if "loss" in line]
     assert len(losses) == 4, "half of the steps"

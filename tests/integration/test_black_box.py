@@ -22,7 +22,7 @@ from opd.files import blake3_file
 from opd.records.types import Prompt, RolloutBatch
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.run.paths import RunPaths
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.traces.record import read_traces
 from pipelines.specs import rollout_spec
 from tests.chaos import Merge, in_method, lives, place_of_its_own
@@ -66,7 +66,7 @@ print(json.dumps({"reward": 0.1 * vowels}))
 
 
 def pipeline_with(domain: dict[str, Any], student: Path) -> PipelineConfig:
-    return validate(
+    return validate_section(
         PipelineConfig,
         {
             "name": "test",

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from opd import cluster
-from opd.cluster import Group, Remote, Seat, Worker, WorkerDied, watching
+from opd.cluster import RemoteCall, Seat, Worker, WorkerDied, WorkerGroup, watching
 from opd.cluster.session import current_watch
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
@@ -81,7 +81,7 @@ def by_value() -> tuple[type, type, type]:
             raise RunError("teacher odd: it does not want to")
 
     class Reader:
-        def total(self, handles: dict[str, Remote[np.ndarray]]) -> dict[str, float]:
+        def total(self, handles: dict[str, RemoteCall[np.ndarray]]) -> dict[str, float]:
             return {key: float(handle.fetch().sum()) for key, handle in handles.items()}
 
     class Half:
@@ -106,7 +106,7 @@ Owner, Reader, Half = by_value()
 
 
 def start(cls: type, name: str) -> Worker[Any]:
-    return cluster.spawn(cls, name=name, env=cluster.worker_env(2))
+    return cluster.spawn_worker(cls, name=name, env=cluster.worker_env(2))
 
 
 def start_owner() -> Worker[Any]:
@@ -118,7 +118,7 @@ def start_reader() -> Worker[Any]:
 
 
 def ask(worker: Worker[Any], method: Callable[..., Any], *args: Any) -> Any:
-    return worker.submit(method, *args).result(timeout_s=60)
+    return worker.submit(method, *args).wait_for_result(timeout_s=60)
 
 
 def gone(pid: int) -> bool:
@@ -251,7 +251,7 @@ def test_a_worker_says_where_the_cluster_reaches_its_machine(session: Session) -
 def test_every_process_carries_the_mark_of_its_driver(session: Session) -> None:
     """Also under the titles that Ray's agents and workers give themselves."""
     assert session.marks.keys() >= TITLES
-    assert {title: mark for title, mark in session.marks.items() if mark != leftovers.mark()} == {}
+    assert {title: mark for title, mark in session.marks.items() if mark != leftovers.driver_mark()} == {}
 
 
 def test_ray_starts_no_process_before_a_worker_wants_one(session: Session) -> None:
@@ -297,10 +297,10 @@ def test_the_death_of_a_partner_explains_a_failure_and_comes_with_its_last_words
     pending = [first.submit(Half.together, 0), second.submit(Half.together, pid)]
     time.sleep(3)  # until it has said that it lives, and where
     with pytest.raises(RunError):
-        cluster.wait(pending, timeout_s=2.5)
+        cluster.wait_for_all(pending, timeout_s=2.5)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(cluster.WorkerDied, match=r"half 0: the worker died during `together`") as death:
-        cluster.wait(pending, timeout_s=60)
+        cluster.wait_for_all(pending, timeout_s=60)
     assert death.value.worker is first
     assert "I was about to say \\x1b[31m something" in str(death.value)
 
@@ -312,10 +312,10 @@ def test_a_worker_that_is_stopped_is_noticed_and_ended(monkeypatch: pytest.Monke
     pid, partner = ask(stopped, Half.pid), ask(waiting, Half.pid)
     pending = waiting.submit(Half.together, 0)
     with pytest.raises(RunError, match="took longer than 8 s"):  # as long as both live, nobody is silent
-        pending.result(timeout_s=8)
+        pending.wait_for_result(timeout_s=8)
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(RunError, match="took longer than 14 s"):
-        pending.result(timeout_s=14)
+        pending.wait_for_result(timeout_s=14)
     assert gone(pid) and not gone(partner)
     with pytest.raises(
         cluster.WorkerDied, match=r"half 0: no sign of life for 6 s \(`together` was waited for\)"
@@ -326,7 +326,7 @@ def test_a_worker_that_is_stopped_is_noticed_and_ended(monkeypatch: pytest.Monke
     os.kill(partner, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(cluster.WorkerDied, match=r"half 1: no sign of life for 6 s") as death:
-        pending.result(timeout_s=60)
+        pending.wait_for_result(timeout_s=60)
     assert death.value.worker is waiting and time.monotonic() - began < 15
 
 
@@ -338,15 +338,15 @@ def test_a_worker_goes_to_the_place_that_is_reserved_for_its_name() -> None:
     from ray.util import remove_placement_group
 
     seat = Seat(worker="owner", asks={"CPU": 2.0}, threads=3)
-    places = cluster.reserve([Group(key="here", strategy="STRICT_PACK", seats=(seat,))], timeout_s=60)
+    places = cluster.reserve_seats([WorkerGroup(key="here", strategy="STRICT_PACK", seats=(seat,))], timeout_s=60)
     try:
-        assert places == {"owner": cluster.nodes()[0].address}
+        assert places == {"owner": cluster.list_nodes()[0].address}
         owner = start_owner()
         assert ask(owner, Owner.threads) == "3"
         other = Seat(worker="reader", asks={"CPU": 1.0}, labels={"pool": "none"})
         late = r"^there: no place for reader \(pack\) after 2 s .*reader asks for 1 CPU, label pool=none; nodes: 127.0.0.1 "
         with pytest.raises(RunError, match=late):
-            cluster.reserve([Group(key="there", strategy="PACK", seats=(other,))], timeout_s=2)
+            cluster.reserve_seats([WorkerGroup(key="there", strategy="PACK", seats=(other,))], timeout_s=2)
     finally:
         for place in current_watch().places.values():
             remove_placement_group(place.group)
@@ -395,9 +395,9 @@ def test_a_constructor_that_fails_alike_twice_can_be_told() -> None:
 
     errors = []
     for _ in range(2):
-        worker = cluster.spawn(Failing, name="failing worker", env={})
+        worker = cluster.spawn_worker(Failing, name="failing worker", env={})
         with pytest.raises(WorkerDied) as died:
-            worker.submit(Failing.look).result(timeout_s=120)
+            worker.submit(Failing.look).wait_for_result(timeout_s=120)
         errors.append(died.value)
     assert str(errors[0]) != str(errors[1]), "pids differ"
     assert errors[0].start_error == errors[1].start_error
@@ -413,5 +413,5 @@ def test_ray_itself_dies() -> None:
     store.kill()
     began = time.monotonic()
     with pytest.raises(cluster.WorkerDied, match="Ray itself is gone: its gcs_server ended with status -9"):
-        pending.result(timeout_s=60)
+        pending.wait_for_result(timeout_s=60)
     assert time.monotonic() - began < 10

@@ -40,11 +40,14 @@ def test_a_layer_is_compiled_once_and_in_one_piece(tiny_model_dir: Path) -> None
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
-    from opd.models.layouts import packed
+    from opd.models.layouts import lay_out_packed
     from opd.train.compiled import compile_layers
 
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32, attn_implementation="eager")
-    sizes = [packed([tuple(range(5, 5 + n)) for n in lengths]) for lengths in ((20, 9, 13), (30, 31, 7), (11, 25, 12))]
+    sizes = [
+        lay_out_packed([tuple(range(5, 5 + n)) for n in lengths])
+        for lengths in ((20, 9, 13), (30, 31, 7), (11, 25, 12))
+    ]
     before = [lm.base_model(**one.inputs(lm.dtype)).last_hidden_state for one in sizes]
     counters.clear()
     compile_layers(lm)

@@ -20,7 +20,7 @@ from opd.machine import leftovers
 from opd.machine.leftovers import SHARED_MEMORY
 from opd.records.types import Prompt
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.sync import NetworkSync, SharedMemorySync, SyncSpec
 from opd.train.deepspeed import DeepSpeedTrainer
 from tests.integration.parts import (
@@ -49,7 +49,7 @@ def ray() -> Iterator[None]:
 def divided(student: Path, size: int = 2, **sections: Any) -> PipelineConfig:
     data = config(student).model_dump(exclude_defaults=True) | sections
     data["rollout"] = data.get("rollout", {}) | {"tensor_parallel_size": size, "max_num_seqs": 16}
-    return validate(PipelineConfig, data, "test")
+    return validate_section(PipelineConfig, data, "test")
 
 
 def written(engine: VLLMRolloutEngine) -> list[tuple[int, ...]]:
@@ -138,12 +138,12 @@ def assert_pushes_arrive(trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, r
     """Other weights each time: through shared memory, and over the network."""
     spec = SyncSpec(trainer=trainer, engine=engine, probe=PROBE, tolerance=0.02, nbytes=1 << 20, tell=print)
     sync = SharedMemorySync(spec)
-    assert sync.measure() < 1e-4
+    assert sync.measure_gap() < 1e-4
     trainer.load(altered(trainer, root / "first", 1.5))
-    assert sync.measure() > 0.1, "the weights are too alike to show anything"
+    assert sync.measure_gap() > 0.1, "the weights are too alike to show anything"
     assert sync.push(1).gap < 1e-3
     trainer.load(altered(trainer, root / "second", 1.5))
-    assert sync.measure() > 0.1
+    assert sync.measure_gap() > 0.1
     assert NetworkSync(spec).push(2).gap < 1e-3, "in buckets, each process takes its part"
 
 
@@ -191,7 +191,7 @@ def test_two_gpus_write_what_transformers_would(tmp_path: Path, make_model_dir: 
         data = config(first).model_dump(exclude_defaults=True)
         data |= {"rollout": data["rollout"] | rollout, "cluster": {"rollout_gpus": 1}}
         with cluster.ray_session(ClusterConfig(), 1):
-            engine = start_engine(validate(PipelineConfig, data, "test"), first, tiny_tokenizer)
+            engine = start_engine(validate_section(PipelineConfig, data, "test"), first, tiny_tokenizer)
             engine.load(second)
             gaps[kind] = mean_gap(engine.logprobs(PROBE)[0], plain_logprobs(second, PROBE))
             stop(engine)

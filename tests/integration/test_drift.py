@@ -14,7 +14,7 @@ from opd.config.sections import ClusterConfig
 from opd.records.types import Prompt, Rollout
 from opd.rollouts.episodes.drift import DriftOptions, TeacherTurns
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from pipelines.specs import ForTraining, rollout_spec
 from tests.integration.test_agents import agent_pipeline
 from tests.integration.test_merge import kill_when_logged, opd, records, write
@@ -70,7 +70,7 @@ def test_an_expert_writes_turns_beside_the_student(tmp_path: Path, make_model_di
         for d, n, t in text
     ]
     with cluster.ray_session(ClusterConfig(), 8):
-        config, end = validate(PipelineConfig, data, "test"), (tokenizer.eos_token_id,)
+        config, end = validate_section(PipelineConfig, data, "test"), (tokenizer.eos_token_id,)
         engine = VLLMRolloutEngine(
             rollout_spec(config, models["student"], len(tokenizer), end, ForTraining(drift=drift)), tokenizer
         )

@@ -110,9 +110,9 @@ def test_a_push_reaches_the_engine(
     trainer, rows = shared.trainer(config(student, lr=3e-2, adam_epsilon=1e-3)), rollouts()
     for step, kind in enumerate(("shared_memory", "network", "shared_memory"), 1):
         sync = start_sync(kind, trainer, engine, tolerance=0.02)
-        assert sync.measure() < (1e-4 if step == 1 else 0.02)
+        assert sync.measure_gap() < (1e-4 if step == 1 else 0.02)
         trainer.train_step(step, rows, shared.pool.score(rows))
-        assert sync.measure() > 0.1, "the step was too small to show anything"
+        assert sync.measure_gap() > 0.1, "the step was too small to show anything"
         assert sync.push(step).gap < 0.02
     exported = tmp_path / "exported"
     weights(trainer, exported)
@@ -145,9 +145,9 @@ def test_without_the_head_repair_a_tied_model_is_stale(tmp_path: Path, make_mode
     truth = plain_logprobs(new, PROBE)
     gaps = {}
     for cls in (VLLMWorker, WithoutRepair):
-        worker = cluster.spawn(cls, options, (EOS,), name=cls.__name__, env=env)
-        worker.submit(VLLMWorker.load, new).result(timeout_s=200)
-        scored = worker.submit(VLLMWorker.logprobs, PROBE).result(timeout_s=200)
+        worker = cluster.spawn_worker(cls, options, (EOS,), name=cls.__name__, env=env)
+        worker.submit(VLLMWorker.load, new).wait_for_result(timeout_s=200)
+        scored = worker.submit(VLLMWorker.logprobs, PROBE).wait_for_result(timeout_s=200)
         gaps[cls.__name__] = mean_gap(scored, truth)
         worker.kill()
     assert gaps["VLLMWorker"] < 1e-4
@@ -338,7 +338,7 @@ def test_training_begins_while_teachers_score_and_ends_with_the_same_weights(sha
     for overlap in (False, True):
         trainer, targets = shared.trainer(cfg), shared.pool.score(rows)
         if not overlap:
-            targets.collect()
+            targets.wait_for_parts()
         report = trainer.train_step(1, rows, targets)
         assert targets.num_parts >= 4
         assert report.peak_bytes < targets.nbytes
@@ -433,7 +433,7 @@ def test_a_teacher_with_broken_weights_is_quarantined_up_to_a_budget(
 
     rows = moved(rollouts(), right="broken")
     with pytest.raises(RunError, match=r"8 of 16 responses could not be scored.*max_quarantined is 0.001"):
-        shared.pool.score(rows).collect()
+        shared.pool.score(rows).wait_for_parts()
     monkeypatch.setattr(shared.pool, "_max_quarantined", 0.5)
     reports, after = [], []
     for given in ([r for r in rows if r.domain == "left"], rows):

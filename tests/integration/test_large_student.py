@@ -81,7 +81,7 @@ def test_a_student_larger_than_a_ranks_memory_goes_the_whole_way(
     data, limit = pipeline(tmp_path, make_model_dir)
     file, run = write(tmp_path, data), tmp_path / "run"
     config = load_pipeline(file)
-    most = memory.rank_bytes(memory.estimate(config, read_inputs(config)))
+    most = memory.rank_bytes(memory.estimate_memory(config, read_inputs(config)))
     assert 1.1 * most < limit, "a whole student is more than the sum of a rank"
     assert limit + RESERVED < memory.TRAINER_PROCESS + 1.5 * limit, "a rank that read the whole would end"
     kill_at(limited_opd(["merge", file, "--run-dir", run], tmp_path, limit), run / "targets" / "step-000003")

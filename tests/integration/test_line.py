@@ -17,7 +17,7 @@ from opd import cluster
 from opd.cluster import Worker
 from opd.config.sections import ClusterConfig
 from opd.models.buckets import Bucket, WeightStream
-from opd.rollouts.pour import pour
+from opd.rollouts.pour import pass_buckets
 from tests.integration.parts import config, start_engine, start_sync, start_trainer, stop
 
 Make = Callable[..., Path]
@@ -75,9 +75,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[str]]]:
 
 def takers() -> tuple[list[Any], dict[str, str]]:
     """A worker on each node, this process's node last, and worker -> node."""
-    made = [cluster.spawn(Taker, name=f"taker {i}", env={}) for i in range(4)]
-    node = {worker.name: worker.node_id().result(timeout_s=60) for worker in made}
-    here = cluster.nodes()[0].id
+    made = [cluster.spawn_worker(Taker, name=f"taker {i}", env={}) for i in range(4)]
+    node = {worker.name: worker.node_id().wait_for_result(timeout_s=60) for worker in made}
+    here = cluster.list_nodes()[0].id
     assert len(set(node.values())) == 4 and here in node.values()
     return sorted(made, key=lambda worker: node[worker.name] == here), node
 
@@ -86,17 +86,17 @@ def stream(before: Callable[[int], None] = lambda i: None) -> WeightStream:
     def buckets() -> Iterator[Any]:
         for i in range(COUNT):
             before(i)
-            yield cluster.put(bucket(i))
+            yield cluster.put_object(bucket(i))
 
     known: dict[str, Any] = {"model_dir": Path("/student"), "whole": True}
-    return WeightStream(buckets=buckets(), node=cluster.nodes()[0].id, **known)
+    return WeightStream(buckets=buckets(), node=cluster.list_nodes()[0].id, **known)
 
 
 def test_each_machine_gets_buckets_from_the_one_before_it_alone(
     four_nodes: Any, given: list[tuple[str, set[str]]]
 ) -> None:
     workers, node = takers()
-    pour(workers, stream(), timeout_s=60)
+    pass_buckets(workers, stream(), timeout_s=60)
     first, second, third, here = (node[worker.name] for worker in workers)
     # A machine that makes a copy may have fetched the bucket when its worker is given it; the trainer's worker is given it then too.
     where = {
@@ -121,7 +121,7 @@ def test_a_machine_that_dies_in_the_middle_costs_the_others_nothing(four_nodes: 
         if i == 3:
             four_nodes.remove_node(dying, allow_graceful=False)
 
-    pour(workers, stream(before), timeout_s=120)
+    pass_buckets(workers, stream(before), timeout_s=120)
     left = [worker for worker in workers if worker is not workers[1]]
     assert [worker.submit(Taker.sums).result(timeout_s=60) for worker in left] == [WANTED] * 3
 
@@ -141,10 +141,10 @@ def test_engines_on_two_machines_get_the_weights_one_from_the_other(
         sync = start_sync("network", trainer, engine, keeps=True, bucket=150_000)
         for version in (1, 2):
             engine.load(other)
-            assert sync.measure() > 0.05
+            assert sync.measure_gap() > 0.05
             assert sync.push(version).gap < 1e-5
-        rank = trainer._ranks[0].node_id().result(timeout_s=60)
-        first, second = (worker.node_id().result(timeout_s=60) for worker in engine._workers)
+        rank = trainer._ranks[0].node_id().wait_for_result(timeout_s=60)
+        first, second = (worker.node_id().wait_for_result(timeout_s=60) for worker in engine._workers)
         assert len({rank, first, second}) == 3
         where = [[{rank}, {rank, first}], [{first}]]
         for worker, possible in zip(engine._workers, where, strict=True):
@@ -153,6 +153,6 @@ def test_engines_on_two_machines_get_the_weights_one_from_the_other(
         engine._workers[1].kill()
         deadline = time.monotonic() + 120
         while not engine._restarted:  # a worker that is killed may answer once more
-            assert sync.measure() < 1e-5 and time.monotonic() < deadline
-        assert sync.measure() < 1e-5
+            assert sync.measure_gap() < 1e-5 and time.monotonic() < deadline
+        assert sync.measure_gap() < 1e-5
         stop(engine, trainer)

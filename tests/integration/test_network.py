@@ -57,12 +57,12 @@ def test_an_engine_on_another_machine_gets_what_was_pushed_and_nothing_newer(
     # Ray sends what is smaller than 100 KiB beside the call, not through the object stores.
     sync = start_sync("network", trainer, engine, keeps=True, bucket=150_000)
     engine.load(other)
-    assert sync.measure() > 0.05
+    assert sync.measure_gap() > 0.05
     for version in (1, 2):
         assert sync.push(version).gap < 1e-5
     before = engine.logprobs(PROBE)
     trainer.load(altered(trainer, tmp_path / "saved"))
-    assert sync.measure() > 0.01, "the trainer has other weights"
+    assert sync.measure_gap() > 0.01, "the trainer has other weights"
     engine._workers[0].kill()
     deadline = time.monotonic() + 120
     while not engine._restarted:  # a worker that is killed may answer once more
@@ -84,7 +84,7 @@ def test_a_merge_over_the_network_ends_with_the_weights_of_one_through_files(
         assert done.returncode == 0, done.stderr
     ours, theirs = (load_file(run / "model" / "model.safetensors") for run in runs.values())
     assert set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    exams = [Evaluation.load(RunPaths(run).exam("expert")) for run in runs.values()]
+    exams = [Evaluation.load(RunPaths(run).evaluation_file("expert")) for run in runs.values()]
     assert exams[0].scores == exams[1].scores and exams[0].answers == exams[1].answers != ()
     for mine, other in zip(*map(records, runs.values()), strict=True):
         assert (mine["loss"], mine["probe_gap"]) == (other["loss"], other["probe_gap"])

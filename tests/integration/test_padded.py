@@ -22,7 +22,7 @@ from opd import cluster
 from opd.config import PipelineConfig
 from opd.records.types import Prompt, Rollout
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.stream.schema import read_stream
 from pipelines.specs import rollout_spec
 from tests.integration.parts import start_pool, start_sync, start_trainer, stop
@@ -65,7 +65,7 @@ def make_padded(tiny_tokenizer: Any) -> Callable[..., Path]:
 
 
 def config(student: Path, temperature: float, max_new_tokens: int = 48, **trainer: Any) -> PipelineConfig:
-    return validate(
+    return validate_section(
         PipelineConfig,
         {
             "name": "padded",

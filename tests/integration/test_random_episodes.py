@@ -18,7 +18,7 @@ from opd.config.sections import ClusterConfig
 from opd.prompts.encode import encode_text, render_prompt
 from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.rollouts import vllm
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from pipelines.specs import rollout_spec
 from tests.chatml import smollm2_tokenizer
 from tests.integration.babel import TellingWorker, Told
@@ -55,7 +55,7 @@ def student_of(path: Path, tokenizer: Any, make_model_dir: Callable[..., Path]) 
 
 def pipeline(student: Path) -> PipelineConfig:
     environment = {"name": "tests.integration.babel:Babel", "max_turns": 8, "max_broken": 1.0}
-    return validate(
+    return validate_section(
         PipelineConfig,
         {
             "name": "test",

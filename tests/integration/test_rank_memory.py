@@ -29,7 +29,7 @@ from opd.config import PipelineConfig
 from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.models.files import ModelFiles
 from opd.train.load import load_share
-from opd.train.lora import LoraOptions, adapt
+from opd.train.lora import LoraOptions, add_adapters
 from opd.train.optimizer import AdamWOptions
 from opd.train.ranks import FREES_MEMORY
 from opd.train.zero import ZeroEngine, ZeroOptions
@@ -76,7 +76,7 @@ def make(case: dict[str, Any], rank: int) -> ZeroEngine:
     def build() -> Says:
         lm = load_share(Path(case["model"]), getattr(torch, case["dtype"]), bucket=case["bucket"])
         if case["lora"]:
-            adapt(lm, LoraOptions(r=4, alpha=8.0, targets=TARGETS, seed=3))
+            add_adapters(lm, LoraOptions(r=4, alpha=8.0, targets=TARGETS, seed=3))
         return Says(lm)
 
     options = ZeroOptions(
@@ -141,7 +141,7 @@ def case_of(path: Path, numbers: int, lora: bool, bucket: int) -> tuple[dict[str
     student = SimpleNamespace(path=path, parameters=numbers, hidden_size=width, vocab_size=ROWS)
     body = Body.of(weight_tensors(path))
     inputs: Any = SimpleNamespace(student=student, trained=trained, lora=lora, scorers={}, body=lambda _: body)
-    most = memory.rank_bytes(memory._trainer(pipeline, inputs))
+    most = memory.rank_bytes(memory._trainer_needs(pipeline, inputs))
     return {
         "model": str(path),
         "lora": lora,

@@ -26,7 +26,7 @@ from opd.payloads.hidden_states import HiddenStates
 from opd.payloads.top_k import TopTokens
 from opd.records.types import Rollout, Teacher, WeightedTeacher
 from opd.rollouts.processes import ENGINE_ENV
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.stream.schema import TargetRow
 from pipelines.specs import pool_spec
 from teachers.pool import Pool
@@ -80,7 +80,7 @@ def route(name: str, model_dir: Path) -> tuple[WeightedTeacher, ...]:
 
 
 def start_pool(engine: str, payload: str, left: Path, right: Path, *, dtype: str = "float32", **more: Any) -> Pool:
-    config = validate(
+    config = validate_section(
         PipelineConfig,
         {
             "name": "test",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from opd.models.weights import load_causal_lm, persistent_buffers, to_files
 from opd.train.load import load_share
-from opd.train.lora import LoraOptions, adapt
+from opd.train.lora import LoraOptions, add_adapters
 from opd.train.optimizer import AdamWOptions
 from opd.train.shards import part_sizes
 from opd.train.zero import ZeroEngine, ZeroOptions
@@ -47,7 +47,7 @@ class Says(nn.Module):
 def build(load: Callable[[Path, torch.dtype], Any], case: dict[str, Any], dtype: torch.dtype) -> Says:
     lm = load(Path(case["model"]), dtype)
     if case["lora"]:
-        adapt(lm, LoraOptions(r=4, alpha=8.0, targets=("q_proj", "down_proj"), seed=3))
+        add_adapters(lm, LoraOptions(r=4, alpha=8.0, targets=("q_proj", "down_proj"), seed=3))
     return Says(lm)
 
 
@@ -89,13 +89,13 @@ def whole_export(made: ZeroEngine, path: Path) -> None:
     """Everything on one rank, then to files at once."""
     from huggingface_hub import save_torch_state_dict
 
-    from opd.train.export import gathered
+    from opd.train.export import gather_parameters
     from opd.train.lora import plain_weights
 
     lm, state = made.model.module.lm, {}
     for weight in plain_weights(lm):
-        with gathered(weight.params):
-            state[weight.name] = weight.value().to("cpu", made._dtype, copy=True)
+        with gather_parameters(weight.params):
+            state[weight.name] = weight.read_tensor().to("cpu", made._dtype, copy=True)
     state |= {name: buffer.clone() for name, buffer in persistent_buffers(lm)}
     if made._rank == 0:
         save_torch_state_dict(to_files(lm, state), path, max_shard_size="5GB")

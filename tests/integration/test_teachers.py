@@ -28,7 +28,7 @@ from opd.config.sections import ClusterConfig
 from opd.errors import RunError
 from opd.models.heads import head_tensor
 from opd.records.types import Rollout, Teacher, WeightedTeacher
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.stream.schema import TargetRow, read_stream
 from opd.stream.targets import TargetStream
 from pipelines.specs import pool_spec
@@ -281,7 +281,7 @@ def ray() -> Iterator[None]:
 @pytest.fixture
 def pool(ray: None, tmp_path: Path, make_model_dir: Make, tiny_tokenizer: Any) -> Iterator[Pool]:
     """Two workers; domain d0 has both teachers, d1 the second."""
-    config = validate(
+    config = validate_section(
         PipelineConfig,
         {
             "name": "test",
@@ -339,7 +339,7 @@ def score_and_kill(pool: Pool, rows: Sequence[Rollout], kill: Callable[[Callable
         killing = thread.submit(kill, lambda: not done.is_set())
         try:
             targets = pool.score(rows)
-            targets.collect()
+            targets.wait_for_parts()
             return targets
         finally:
             done.set()
@@ -379,7 +379,7 @@ def test_workers_killed_while_they_score_lose_no_row(pool: Pool) -> None:
     assert contents(targets) == wanted
     assert len(targets.restarted) == 1
     again = pool.score(rows)
-    again.collect()
+    again.wait_for_parts()
     assert again.restarted == [], "the last step's are forgotten"
 
 

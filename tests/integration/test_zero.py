@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opd.models.products import use_quick_products
-from opd.train.optimizer import AdamWOptions, adamw
+from opd.train.optimizer import AdamWOptions, build_adamw
 from opd.train.zero import ZeroEngine, ZeroOptions
 
 ADAMW = AdamWOptions(betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
@@ -50,7 +50,7 @@ def by_zero() -> dict[str, Tensor]:
     """The weights after a few steps, and what must hold between them."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    from opd.train.export import gathered
+    from opd.train.export import gather_parameters
 
     engine = ZeroEngine(
         ZeroOptions(
@@ -80,7 +80,7 @@ def by_zero() -> dict[str, Tensor]:
     assert before["large.weight"] is ZeroParamStatus.NOT_AVAILABLE
     found = {}
     for name, param in lm.named_parameters():
-        with gathered([param]):
+        with gather_parameters([param]):
             found[name] = param.detach().clone()
     assert {name: param.ds_status for name, param in lm.named_parameters()} == before
     return found
@@ -90,7 +90,7 @@ def by_hand() -> dict[str, Tensor]:
     module = Squares()
     # As every rank does; without it the last bits differ on some cores.
     use_quick_products(module.lm, torch.device("cpu"))
-    optimizer = adamw(module, ADAMW, lr=1e-2)
+    optimizer = build_adamw(module, ADAMW, lr=1e-2)
     for step in range(1, STEPS + 1):
         for batch in batches(step):
             module(batch).backward()

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipelines.merging.manifest import versions
+from pipelines.merging.manifest import library_versions
 from tests.models.families import FAMILIES
 from tests.models.row import Row, make_row
 from tests.models.table import render
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
     rows = known_rows(args.output)
     for name in names:
-        rows[name] = asdict(one_family(name, args.keep)) | {"versions": versions()}
+        rows[name] = asdict(one_family(name, args.keep)) | {"versions": library_versions()}
         ordered = {"rows": [rows[family] for family in FAMILIES if family in rows]}
         if args.output:
             args.output.parent.mkdir(parents=True, exist_ok=True)

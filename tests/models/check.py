@@ -67,7 +67,7 @@ def restored(root: Path, attention: str | None = "eager") -> Any:
     last = max((root / "run" / "checkpoints").glob("step-*"))
     with torch.no_grad(), Shards(last) as shards:
         for name, param in model.named_parameters():
-            param.copy_(shards.part(f"param/{name}", param.numel(), 0, param.numel()).view_as(param))
+            param.copy_(shards.read_slice(f"param/{name}", param.numel(), 0, param.numel()).view_as(param))
     return model
 
 

@@ -20,14 +20,14 @@ from opd.config.sections import ClusterConfig
 @pytest.fixture(autouse=True)
 def _no_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit test that reaches the real Ray fails, rather than passing or failing by what was imported before it."""
-    connect = session._connect
+    connect = session._connect_to_ray
 
     def refuse(config: ClusterConfig, *more: Any) -> None:
         assert config.address != session.LOCAL, "fake the part that starts Ray, or move the test to tests/integration"
         connect(config, *more)
 
     if "/opd/cluster/" not in str(request.path):
-        monkeypatch.setattr(session, "_connect", refuse)
+        monkeypatch.setattr(session, "_connect_to_ray", refuse)
 
 
 @dataclass
@@ -117,7 +117,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> InProcess:
     fake = InProcess()
     for name in ("spawn", "wait", "first", "fetch", "put"):
         monkeypatch.setattr(cluster, name, getattr(fake, name))
-    monkeypatch.setattr("opd.cluster.objects.fetch", fake.fetch)
+    monkeypatch.setattr("opd.cluster.objects.fetch_object", fake.fetch)
     # Workers are threads of one process here, and torch's setting is the process's: one's attention would be under another's.
     monkeypatch.setattr("opd.models.products.quick_here", lambda: False)
     return fake

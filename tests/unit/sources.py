@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -48,6 +49,35 @@ def tree(module: str) -> ast.Module:
 def imports() -> list[Import]:
     """Everything that the product imports, anywhere."""
     return [Import(m, target, when) for m in files() for target, when in _imports(tree(m).body, "start")]
+
+
+@cache
+def folder_knots() -> tuple[frozenset[str], ...]:
+    """Folders of opd/ that import each other in circles when they run; a loose module counts as a folder of its own."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for each in imports():
+        if (
+            each.when != "typing"
+            and each.target in files()
+            and each.source.startswith("opd.")
+            and each.target.startswith("opd.")
+        ):
+            source, target = each.source.split(".")[1], each.target.split(".")[1]
+            if source != target:
+                graph[source].add(target)
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = graph[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    closure = {folder: reached(folder) for folder in list(graph)}
+    knots = {frozenset(b for b in over if folder in closure.get(b, ())) for folder, over in closure.items()}
+    return tuple(knot for knot in knots if knot)
 
 
 def _imports(body: list[ast.stmt], when: str) -> Iterator[tuple[str, str]]:

@@ -29,7 +29,7 @@ from opd.models.logit_rule import IDENTITY, LogitRule
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer, Columns, Said
 from opd.records.types import Rollout, Teacher, WeightedTeacher
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.stream.schema import StreamError, TargetRow, read_stream
 from opd.stream.targets import Asked, Expected, TargetStream
 from opd.train import rank
@@ -88,13 +88,13 @@ class GreedyBlock(Block, Given):
     def __len__(self) -> int:
         return len(self.first_N)
 
-    def given(self, part: slice, vocab_size: int) -> GreedyBlock:
-        return self.rows(part)
+    def select_chunk(self, part: slice, vocab_size: int) -> GreedyBlock:
+        return self.select_rows(part)
 
-    def rows(self, rows: slice) -> GreedyBlock:
+    def select_rows(self, rows: slice) -> GreedyBlock:
         return GreedyBlock(self.first_N[rows])
 
-    def chunk(self, token_C: Tensor, dtype: torch.dtype) -> GreedyChunk:
+    def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> GreedyChunk:
         return GreedyChunk(self.first_N)
 
 
@@ -200,8 +200,8 @@ def of_the_worker() -> list[np.ndarray]:
     """The parts of a step as the real scoring worker makes them with the new scorer."""
     options = ScorerOptions(dtype="float32", payload="greedy", top_k=0, vocab_size=VOCABULARY, memory_bytes=1 << 20)
     worker = TeacherWorker("next_letter", options)
-    assert worker.describe(TEACHER).key == ""
-    worker.begin([(TEACHER, 1.0, tuple(ROLLOUTS))], 0)
+    assert worker.describe_head(TEACHER).key == ""
+    worker.begin_groups([(TEACHER, 1.0, tuple(ROLLOUTS))], 0)
     parts = []
     while (part := worker.next_part()) is not None:
         parts.append(part)
@@ -217,7 +217,7 @@ def targets_of(parts: Sequence[np.ndarray], payload: str = "greedy") -> TargetSt
 
 
 def test_a_pipeline_names_them_and_their_options_are_checked() -> None:
-    config = validate(PipelineConfig, PIPELINE, "p.yaml")
+    config = validate_section(PipelineConfig, PIPELINE, "p.yaml")
     assert config.objective.build() == Imitate(0.5)
     assert PipelineConfig.model_validate(config.model_dump(mode="json")) == config
     for section, changes, words in (
@@ -228,7 +228,7 @@ def test_a_pipeline_names_them_and_their_options_are_checked() -> None:
         ("objective", {"kind": "imitated"}, ["none, imitate"]),
     ):
         with pytest.raises(ConfigError) as caught:
-            validate(PipelineConfig, PIPELINE | {section: changes}, "p.yaml")
+            validate_section(PipelineConfig, PIPELINE | {section: changes}, "p.yaml")
         assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -236,16 +236,16 @@ def test_rows_go_from_the_scorer_to_the_gradient(tiny_model_dir: Path, in_proces
     from transformers import AutoModelForCausalLM
 
     targets = targets_of(of_the_worker())
-    step = rank._Step(RankWork(step=1, lr=0.1, micro_batches=(("b", "a"),), weights={"a": 0.2, "b": 0.2}), {}, 76)
-    while (part := targets.take()) is not None:
-        step.receive([part.handle])
+    step = rank._StepInput(RankWork(step=1, lr=0.1, micro_batches=(("b", "a"),), weights={"a": 0.2, "b": 0.2}), {}, 76)
+    while (part := targets.take_part()) is not None:
+        step.keep_rows([part.handle])
     assert targets.arrived and targets.rows == 2
 
     batch = step.micro_batch(["b", "a"])
     (block,) = batch.blocks
     assert isinstance(block, GreedyBlock) and block.first_N.tolist() == [9, 10, 6, 7, 8, 0]
 
-    config = validate(PipelineConfig, PIPELINE, "p.yaml").objective
+    config = validate_section(PipelineConfig, PIPELINE, "p.yaml").objective
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     weight_N = torch.full((6,), 0.2)
     student = Student(lm, config.build(), chunk=config.chunk, vocab_size=VOCABULARY)
@@ -270,7 +270,7 @@ def test_what_does_not_fit_is_refused_as_of_any_payload(in_process: Any) -> None
     with pytest.raises(StreamError, match="greedy_ids from 0 to 10, wanted 0 to 9"):
         read_stream(memoryview(part), vocab_size=10)
     with pytest.raises(StreamError, match="greedy in float32 came"):
-        targets_of([part], "hidden_states").collect()
+        targets_of([part], "hidden_states").wait_for_parts()
 
 
 def test_a_shipped_scorer_and_the_pool_give_the_new_payload(

@@ -28,11 +28,11 @@ import pipelines.interrupts
 import pipelines.merging.run
 from experts.registry import Registry
 from opd import cluster
-from opd.cluster.watching import Watch
+from opd.cluster.watching import WorkerWatch
 from opd.config.monitors import MonitorsConfig
 from opd.config.sections import CheckpointConfig
 from opd.errors import ModelError, RegistryError, RunDirError, RunError, StorageError
-from opd.files import blake3_file, storing
+from opd.files import blake3_file, raise_storage_errors
 from opd.live.progress import RunReporter
 from opd.models.heads import HeadSource
 from opd.models.logit_rule import IDENTITY
@@ -41,7 +41,7 @@ from opd.records.step import StepRecord
 from opd.records.types import DomainStats, Prompt, Rollout, Teacher, WrittenFile
 from opd.rollouts.swap import swap_weights
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.rollouts.worker import Generated, _generated
+from opd.rollouts.worker import Generated, _read_output
 from opd.run import checkpoints
 from opd.run.checkpoints import CheckpointStore
 from opd.run.metrics import MetricsFile, PhaseClock
@@ -50,7 +50,7 @@ from opd.stream.targets import refuse_many_broken
 from opd.sync import SharedMemorySync, SyncSpec
 from pipelines.check.measure import template_findings
 from pipelines.inputs.read import Inputs
-from pipelines.merging.directory import locked
+from pipelines.merging.directory import lock_run_directory
 from pipelines.specs import pool_spec, rollout_spec, trainer_spec
 from tests import messages
 from tests.messages import opd
@@ -166,11 +166,11 @@ def bench(
 ) -> Bench:
     made = Bench(world, monkeypatch, in_process, make_model_dir, make_adapter, capsys)
 
-    def run(found: pipelines.merging.run.Run, *_: Any) -> None:
+    def run(found: pipelines.merging.run.MergeRun, *_: Any) -> None:
         made.inputs = found.inputs
         raise Started
 
-    monkeypatch.setattr(pipelines.merging.run, "_session", run)
+    monkeypatch.setattr(pipelines.merging.run, "_run_session", run)
     return made
 
 
@@ -484,7 +484,7 @@ def broken_states(b: Bench) -> None:
         refuse_many_broken(broken | {"x": "why"}, 1000, 0.001)
     nan = SimpleNamespace(token_ids=[0], logprobs=[{0: SimpleNamespace(logprob=float("nan"))}], finish_reason="length")
     with pytest.raises(RunError, match="NaN log-probs"):
-        _generated(nan)
+        _read_output(nan)
 
 
 def trainer(b: Bench, mean: float, objective: str = "reverse_kl") -> Any:
@@ -759,12 +759,12 @@ def resume_with_another_expert(b: Bench) -> None:
 def two_drivers(b: Bench) -> None:
     run = b.started()
     with (
-        locked(RunPaths(run)),
+        lock_run_directory(RunPaths(run)),
         pytest.raises(RunDirError, match="another `opd merge` at work"),
-        locked(RunPaths(run)),
+        lock_run_directory(RunPaths(run)),
     ):
         raise AssertionError("two at a time")
-    with locked(RunPaths(run)):  # the lock went with its holder
+    with lock_run_directory(RunPaths(run)):  # the lock went with its holder
         pass
 
 
@@ -776,7 +776,7 @@ def disk_full(b: Bench) -> None:
             self.file = Path("/dev/full") if self.full else path / "rank-0.safetensors"
 
         def saved(self, wait_s: float) -> list[WrittenFile]:
-            with storing(self.file), self.file.open("w") as file:
+            with raise_storage_errors(self.file), self.file.open("w") as file:
                 file.write("state")
                 file.flush()
             return [WrittenFile(name=self.file.name, blake3=blake3_file(self.file), size=5, seconds=0.0)]
@@ -790,13 +790,13 @@ def disk_full(b: Bench) -> None:
     store.save(2, 2)
     with pytest.raises(StorageError) as error:
         store.committed(wait=True)
-    kept = checkpoints.choose(root, "latest", print)
+    kept = checkpoints.choose_checkpoint(root, "latest", print)
     assert kept is not None and kept.step == 1
 
     def run(*_: Any) -> None:
         raise error.value
 
-    b.patch.setattr(pipelines.merging.run, "_session", run)
+    b.patch.setattr(pipelines.merging.run, "_run_session", run)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 3
     assert "No space left on device" in result.stderr and "opd merge --resume" in result.stderr
@@ -916,7 +916,7 @@ def dead_or_hung_worker(b: Bench) -> None:
     pool = Pool(pool_spec(PipelineConfig.model_validate(b.data), 76), inputs.routes)
     pool.wait_ready()
     with pytest.raises(RunError, match="teacher worker 0: the worker died during `next_part`"):
-        pool.score([rollout()]).collect()
+        pool.score([rollout()]).wait_for_parts()
     assert len(b.in_process.workers) == 2, "started again once"
 
 
@@ -928,8 +928,8 @@ def hung_worker(b: Bench) -> None:
     silent = SimpleNamespace(wait=lambda refs, **_: ([], list(refs)), exceptions=ray.exceptions, _private=no_node)
     b.patch.setitem(sys.modules, "ray", silent)
     with pytest.raises(RunError, match=r"rollout worker 0: `generate` took longer than 0 s \(cluster\.phase_timeout_s"):
-        worker = SimpleNamespace(name="rollout worker 0", watch=Watch())
-        cluster.Pending(worker, "generate", "handle").result(timeout_s=0.01)  # type: ignore[arg-type]
+        worker = SimpleNamespace(name="rollout worker 0", watch=WorkerWatch())
+        cluster.Pending(worker, "generate", "handle").wait_for_result(timeout_s=0.01)  # type: ignore[arg-type]
 
 
 def dead_and_hung_workers(b: Bench) -> None:
@@ -943,7 +943,7 @@ def clock_jump(b: Bench) -> None:
     clock = PhaseClock()
     with clock("rollout"):
         pass
-    assert 0 <= clock.take()["rollout"] < 5
+    assert 0 <= clock.take_seconds()["rollout"] < 5
     packages = ("opd", "experts", "teachers", "pipelines")
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
     wall = {str(file) for file in files if re.search(r"\btime\.time\(|import time\b.*\btime\b,", file.read_text())}
@@ -986,10 +986,10 @@ def plain_output_and_odd_paths(b: Bench) -> None:
 
 def interrupts(b: Bench) -> None:
     heard = Heard()
-    with pipelines.interrupts.interrupts() as found, found.asking(heard.say):
-        assert not found.asked()
+    with pipelines.interrupts.interrupts() as found, found.handle_first_signal(heard.say):
+        assert not found.should_leave()
         signal.raise_signal(signal.SIGINT)
-        assert found.asked()
+        assert found.should_leave()
         assert "once more ends at once" in heard.lines[0]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -997,7 +997,7 @@ def interrupts(b: Bench) -> None:
     def run(*_: Any) -> None:
         raise pipelines.interrupts.Interrupted(5, Path("runs/two"), signal.SIGINT)
 
-    b.patch.setattr(pipelines.merging.run, "_session", run)
+    b.patch.setattr(pipelines.merging.run, "_run_session", run)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 130 and "opd merge --resume runs/two" in result.stderr
 
@@ -1017,61 +1017,61 @@ class Case:
 
 
 CASES = (
-    Case(1, "Teacher's tokenizer differs: other bytes, other or more added tokens", "Refused. The id → token maps are compared, not their sizes; the message names tokens. So is a tokenizer.json that lacks a token which another of the tokenizer's files names. Merges are not compared: prompts are tokenised once, by the student's tokenizer, and only ids travel.", other_tokenizer),
+    Case(1, "Teacher's tokenizer differs: other bytes, other or more added tokens", "Refused; the message names tokens. The id → token maps are compared, not merges: prompts are tokenised once, by the student's tokenizer. A tokenizer.json that lacks a token of another file is refused, too.", other_tokenizer),
     Case(2, "Same vocabulary size, permuted ids", "Refused, with the first id that differs.", permuted_ids),
-    Case(3, "Output heads padded to other sizes", "Allowed, without a warning: rows beyond the tokenizer's ids are cut off before the softmax, so the scores are those of the unpadded model. An `openai` server cannot cut and is refused.", padded_head),
+    Case(3, "Output heads padded to other sizes", "Allowed: rows beyond the tokenizer's ids are cut off before the softmax. An `openai` server cannot cut and is refused.", padded_head),
     Case(4, "Student's vocabulary is shorter than the teacher's", "Refused; the missing tokens are listed.", short_student),
-    Case(5, "End, padding or begin token differs", "Another end token is refused with both ids. Padding and begin tokens may differ: what is padded is masked, and prompts begin as the student's tokenizer has it; the end token is only ever what the student sampled.", other_special_tokens),
-    Case(6, "Student without a chat template", "Refused if a prompt is chat messages, with that prompt's id; text needs no template.", no_chat_template),
-    Case(7, "Teacher was trained with another chat template", "Warning; `opd check` shows the difference. The ids that the student wrote are scored in any case.", other_chat_template),
-    Case(8, "Expert named twice; two names for the same weights", "A name that comes twice is refused, in a pipeline and in the registry. Equal weights are a warning in both.", same_name_or_weights),
-    Case(9, "Expert name with `../`, slash, NUL or look-alike letters", "Refused. Names of runs, domains and experts are 1 to 64 of `A-Z a-z 0-9 . _ -`.", names_that_are_paths),
-    Case(10, "Truncated safetensors, header longer than the file, overlapping tensors", "Refused with file and byte counts, from the header alone.", damaged_safetensors),
-    Case(11, "Shard of the index missing, or outside of the directory", "Refused, also where a symbolic link leads out (links of the hub's cache are allowed).", shards_that_are_not_there),
-    Case(12, "Bit flipped since registration", "Refused with expected and actual hash.", flipped_bit),
+    Case(5, "End, padding or begin token differs", "Another end token is refused with both ids. Padding and begin tokens may differ.", other_special_tokens),
+    Case(6, "Student without a chat template", "Refused if a prompt is chat messages, with its id.", no_chat_template),
+    Case(7, "Teacher was trained with another chat template", "Warning; `opd check` shows the difference.", other_chat_template),
+    Case(8, "Expert named twice; two names for the same weights", "The same name is refused. Equal weights are a warning.", same_name_or_weights),
+    Case(9, "Expert name with `../`, slash, NUL or look-alike letters", "Refused. Names are 1 to 64 of `A-Z a-z 0-9 . _ -`.", names_that_are_paths),
+    Case(10, "Truncated safetensors, header longer than the file, overlapping tensors", "Refused with file and byte counts.", damaged_safetensors),
+    Case(11, "Shard of the index missing, or outside of the directory", "Refused, also behind a symbolic link (links of the hub's cache are allowed).", shards_that_are_not_there),
+    Case(12, "Bit flipped since registration", "Refused with both hashes.", flipped_bit),
     Case(13, "Only `.bin`, `.pt` or another pickle", "Refused; the message has the call that converts it.", pickles),
-    Case(14, "`auto_map` or custom code in a configuration", "Refused wherever it stands in `config.json` and `tokenizer_config.json`. Code in a model directory is never run.", custom_code),
-    Case(15, "Unfit number types: float16 that overflowed, quantised weights", "float16 is read and converted. Infinite values and quantised tensors, even one, are refused by name.", unfit_types),
-    Case(16, "Other width or architecture", "Allowed for full models: each brings its own head. A LoRA adapter must fit its base.", other_shape),
-    Case(17, "LoRA adapter that does not fit: rank, modules, base changed", "Refused with the module and both shapes; a registered base is compared by hash.", unfit_adapter),
-    Case(18, "NaN or infinity in weights", "Refused with the tensor's name: student, experts and adapters are all read once, registered ones when they are added.", broken_weights),
-    Case(19, "NaN or infinity in hidden states or log-probs during the run", "The response is quarantined by id and its neighbours stay; more than `teachers.max_quarantined` stop the run. NaN log-probs of the rollout engine stop it at once.", broken_states),
-    Case(20, "Mean divergence below zero or above 50 nats", "Stops before the push and before the next checkpoint, and names step and domain. The step's rows are in `targets/`. Not for objective `sampled`, an estimate that may be negative.", impossible_divergence),
-    Case(21, "Domain without prompts", "Refused. There is no switch to skip it: leave the domain out of the pipeline.", no_prompts),
-    Case(22, "Teacher weights negative, zero or not adding up to 1", "Negative ones and zeros only are refused; a teacher of weight 0 is not loaded; others are normalised, with a notice.", teacher_weights),
+    Case(14, "`auto_map` or custom code in a configuration", "Refused. Code in a model directory is never run.", custom_code),
+    Case(15, "Unfit number types: float16 that overflowed, quantised weights", "float16 is converted. Infinite values and quantised tensors are refused by name.", unfit_types),
+    Case(16, "Other width or architecture", "Allowed for full models. A LoRA adapter must fit its base.", other_shape),
+    Case(17, "LoRA adapter that does not fit: rank, modules, base changed", "Refused with the module and both shapes, or the base's hash.", unfit_adapter),
+    Case(18, "NaN or infinity in weights", "Refused with the tensor's name.", broken_weights),
+    Case(19, "NaN or infinity in hidden states or log-probs during the run", "The response is quarantined by id; more than `teachers.max_quarantined` stop the run. NaN log-probs of the rollout engine stop it at once.", broken_states),
+    Case(20, "Mean divergence below zero or above 50 nats", "Stops before push and checkpoint, and names step and domain. Not for objective `sampled`.", impossible_divergence),
+    Case(21, "Domain without prompts", "Refused: leave the domain out.", no_prompts),
+    Case(22, "Teacher weights negative, zero or not adding up to 1", "Negative ones and zeros only are refused; weight 0 is not loaded; others are normalised, with a notice.", teacher_weights),
     Case(23, "Domain without a teacher", "Refused, with the experts and their domains.", no_teacher),
-    Case(24, "Empty prompt, white space, special tokens only", "Left out, counted and named in a warning. A file of nothing else is refused.", prompts_that_ask_nothing),
-    Case(25, "Prompt as long as the context", "Quarantined by id before it reaches the engine; the others go on, nothing is cut. A domain of nothing else is refused.", prompt_beyond_context),
-    Case(26, "Prompt and response together exceed the context", "The response's limit is shortened for that prompt; if it is reached, the response is counted as `truncated`.", response_beyond_context),
-    Case(27, "`max_new_tokens` 0, temperature below 0.01, infinite or NaN numbers", "Refused with the key. Temperature 0 too: greedy responses are not samples of the student; vLLM would raise others below 0.01.", sampling_values),
-    Case(28, "`top_p` or `top_k` in sampling", "Refused as unknown keys: there are none, since responses have to be the student's own distribution.", filtered_sampling),
+    Case(24, "Empty prompt, white space, special tokens only", "Left out and counted in a warning. A file of nothing else is refused.", prompts_that_ask_nothing),
+    Case(25, "Prompt as long as the context", "Quarantined by id; nothing is cut. A domain of nothing else is refused.", prompt_beyond_context),
+    Case(26, "Prompt and response together exceed the context", "The response's limit is shortened for that prompt; reached, it counts as `truncated`.", response_beyond_context),
+    Case(27, "`max_new_tokens` 0, temperature below 0.01, infinite or NaN numbers", "Refused with the key, temperature 0 too.", sampling_values),
+    Case(28, "`top_p` or `top_k` in sampling", "Refused as unknown keys: responses have to be the student's own distribution.", filtered_sampling),
     Case(29, "Response that ends at once; step without a trained token", "The end token is trained. A step without any token is skipped, and its record says so.", nothing_to_train),
-    Case(30, "Nearly all responses end at their limit", "Warning from 90 % of a domain's responses over ten steps on, with samples (docs/monitors.md); every step's record counts them by domain.", nearly_all_cut),
-    Case(31, "Invalid UTF-8, surrogates, NUL, a line of 10 MB in a prompts file", "Refused with file and line (a surrogate: with the prompt's id). Deep nesting is bounded too.", unreadable_text),
-    Case(32, "Prompts with wrong or missing columns, messages with `from` and `value`, trailing comma; byte-order mark, CRLF", "Refused with file, line (of CSV and Parquet: row) and the columns or keys that were found, when an expert is added as when a merge starts; for `from` and `value`, which only `chat: true` reads, with a command that converts them. Byte-order mark, CRLF and blank lines are accepted.", wrong_columns),
-    Case(33, "Unknown or repeated key, wrong type in a pipeline; YAML made to explode", "Refused with the key, and the nearest known one. Size, depth and what aliases expand to are bounded; only plain YAML types are made.", pipeline_mistakes),
+    Case(30, "Nearly all responses end at their limit", "Warning from 90 % of a domain's responses over ten steps on, with samples.", nearly_all_cut),
+    Case(31, "Invalid UTF-8, surrogates, NUL, a line of 10 MB in a prompts file", "Refused with file and line (a surrogate: with the prompt's id).", unreadable_text),
+    Case(32, "Prompts with wrong or missing columns, messages with `from` and `value`, trailing comma; byte-order mark, CRLF", "Refused with file, line and the columns or keys that were found; for `from` and `value` with a command that converts them. Byte-order mark, CRLF and blank lines are accepted.", wrong_columns),
+    Case(33, "Unknown or repeated key, wrong type in a pipeline; YAML made to explode", "Refused with the key, and the nearest known one. Size, depth and aliases are bounded.", pipeline_mistakes),
     Case(34, "Run directory that exists or cannot be made", "Refused; nothing is overwritten. Missing parents are created.", unfit_run_directory),
     Case(35, "Resume with another pipeline", "Refused: a run keeps its own `pipeline.yaml`.", resume_with_another_pipeline),
     Case(36, "Resume with an expert missing or changed", "Refused by name.", resume_with_another_expert),
-    Case(37, "Two merges in one run directory", "The second is refused. The lock goes with the process that holds it.", two_drivers),
-    Case(38, "Disk full", "Stops with a message and exit code 3; the last checkpoint is whole.", disk_full),
-    Case(39, "Not enough memory", "Refused before anything starts, with the sum by parts and the keys to lower; `opd check` prints the sum. A worker that the system ends all the same is case 42.", too_little_memory),
-    Case(40, "`/dev/shm` too small", "New weights go through the temporary directory instead, with a notice.", small_shared_memory),
+    Case(37, "Two merges in one run directory", "The second is refused.", two_drivers),
+    Case(38, "Disk full", "Exit code 3; the last checkpoint is whole.", disk_full),
+    Case(39, "Not enough memory", "Refused with the sum by parts and the keys to lower.", too_little_memory),
+    Case(40, "`/dev/shm` too small", "New weights go through the temporary directory, with a notice.", small_shared_memory),
     Case(41, "No C++ compiler", "`objective.compile` and `trainer.compile` run eagerly, with one warning each.", no_compiler),
-    Case(42, "Worker dead or hung", "A teacher worker that died or fell silent is started again once a step, other workers as docs/resume.md says. A missed deadline stops the run with the worker's name and what it was asked.", dead_and_hung_workers),
-    Case(43, "Clock set back or forth", "No effect: durations and deadlines are monotonic.", clock_jump),
-    Case(44, "Weight push that did not arrive, stale cache", "The probe sees it; the push is made once more; then the run stops before a checkpoint. A prefix cache that is not reset stops it too. The engine is not restarted in place: the resume starts a new one.", push_that_did_not_arrive),
-    Case(45, "No terminal; paths with spaces and letters beyond ASCII; escape sequences in names", "No colours, bars or control characters in piped output; such paths work; escapes are spelt out.", plain_output_and_odd_paths),
-    Case(46, "Ctrl-C once, twice", "Once: the step is finished, a checkpoint written, exit code 130 with the command to go on. Twice: at once.", interrupts),
-    Case(47, "Environment that raises, hangs, returns 10 MB of text or control characters", "Ends its own episode, as `raised`, `timeout` or `observation`; what the student wrote before is trained, the others go on. `metrics.jsonl` counts the reasons and has the first error, the terminal says it at once.", troubled_environment),
-    Case(48, "Tool call that does not parse, names no tool, does not fit the schema", "It does not reach the environment: the student reads why, and goes on. For an agent's program a call that does not parse stays text. Both are counted as `invalid_calls`.", call_that_does_not_parse),
-    Case(49, "Agent's program that exits with an error, never asks, hangs, asks for ever", "Ends its own episode, as `agent`, `silent`, `timeout`, or at its limit as `turns` or `tokens`; its turns are trained, and what it left behind is killed.", agent_that_does_not_do_its_part),
-    Case(50, "Agent's program that asks in another session's name", "401, and its own episode ends as `foreign`. The other session notices nothing.", agent_in_anothers_name),
-    Case(51, "Chat template that cannot append a message", "Refused where episodes need it, with what the template does instead. Answers of a single turn need no appending.", template_that_cannot_append),
-    Case(52, "Episode longer than the context, without compaction", "Ends as `context`, and is trained: the limit of its last turn is lowered to the room that is left. A program's request that leaves no room is answered with 400.", episode_beyond_the_context),
-    Case(53, "More broken episodes than `max_broken` allows", "Stops the run and names domain, numbers, reasons and the first error. One episode of a step may always break.", too_many_broken_episodes),
-    Case(54, "Compaction that would come too late, or has no place for the summary; a summary that nobody can read", "Refused with the largest `compact_at` that fits. Control characters of a summary are left out of the copy; after the last summary an episode ends where the context does.", compaction_that_cannot_work),
-    Case(55, "Environment, option or agent's program that is not there; prompts of another environment", "Refused: each environment is made, begins a task of the prompts and one of the exam, and is closed; each program and its script are looked up. All before anything starts.", environment_or_program_that_is_not_there),
+    Case(42, "Worker dead or hung", "A teacher worker is started again once a step, other workers as docs/resume.md says. A missed deadline stops the run with the worker's name and what it was asked.", dead_and_hung_workers),
+    Case(43, "Clock set back or forth", "No effect.", clock_jump),
+    Case(44, "Weight push that did not arrive, stale cache", "The probe sees it; the push is made once more; then the run stops before a checkpoint, and a resume starts a new engine.", push_that_did_not_arrive),
+    Case(45, "No terminal; paths with spaces and letters beyond ASCII; escape sequences in names", "No colours or bars in piped output; such paths work; escapes are spelt out.", plain_output_and_odd_paths),
+    Case(46, "Ctrl-C once, twice", "Once: the step is finished, a checkpoint written, exit code 130. Twice: at once.", interrupts),
+    Case(47, "Environment that raises, hangs, returns 10 MB of text or control characters", "Ends its own episode, as `raised`, `timeout` or `observation`; what the student wrote is trained. `metrics.jsonl` counts the reasons and has the first error.", troubled_environment),
+    Case(48, "Tool call that does not parse, names no tool, does not fit the schema", "The student reads why, and goes on. For an agent's program such a call stays text. Both count as `invalid_calls`.", call_that_does_not_parse),
+    Case(49, "Agent's program that exits with an error, never asks, hangs, asks for ever", "Ends its own episode, as `agent`, `silent`, `timeout`, `turns` or `tokens`; its turns are trained, and what it left behind is killed.", agent_that_does_not_do_its_part),
+    Case(50, "Agent's program that asks in another session's name", "401, and its own episode ends as `foreign`.", agent_in_anothers_name),
+    Case(51, "Chat template that cannot append a message", "Refused where episodes of several turns need it, with what the template does instead.", template_that_cannot_append),
+    Case(52, "Episode longer than the context, without compaction", "Ends as `context`, and is trained. A program's request that leaves no room is answered with 400.", episode_beyond_the_context),
+    Case(53, "More broken episodes than `max_broken` allows", "Stops the run with domain, numbers, reasons and the first error. One episode of a step may always break.", too_many_broken_episodes),
+    Case(54, "Compaction that would come too late, or has no place for the summary; a summary that nobody can read", "Refused with the largest `compact_at` that fits. Control characters of a summary are left out.", compaction_that_cannot_work),
+    Case(55, "Environment, option or agent's program that is not there; prompts of another environment", "Refused: each environment is made, begins one task and is closed; each program and its script are looked up.", environment_or_program_that_is_not_there),
 )  # fmt: skip
 
 

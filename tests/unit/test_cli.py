@@ -29,7 +29,7 @@ from opd.errors import Paused, RunError, StorageError
 from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import DomainScore
 from pipelines.baselines.jobs import BaselineJob
-from pipelines.check.comparison import Comparison
+from pipelines.check.comparison import TeacherComparison
 from pipelines.check.judge import Finding, MeasuredTeacher
 from pipelines.check.measure import CheckReport
 from pipelines.inputs.beside_gpus import Need
@@ -64,7 +64,7 @@ def no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: Any) -> dict[str, Any]:
         raise AssertionError("the run started")
 
-    monkeypatch.setattr(pipelines.merging.run, "_session", started)
+    monkeypatch.setattr(pipelines.merging.run, "_run_session", started)
 
 
 def refused(result: Result, *words: str | Path) -> None:
@@ -331,7 +331,7 @@ def test_a_resume_with_another_pipeline_shows_what_differs(started: Path, world:
 
 def test_a_resume_may_change_what_decides_nothing(started: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(pipelines.merging.run, "_session", lambda *args: ran.append(args) or REPORT)
+    monkeypatch.setattr(pipelines.merging.run, "_run_session", lambda *args: ran.append(args) or REPORT)
     result = opd("merge", "--resume", started, "--set", "trainer.ranks=1")
     assert result.exit_code == 0, result.output
     run, checkpoint, notices, _ = ran[0]
@@ -355,7 +355,7 @@ def test_a_resume_from_a_checkpoint_that_is_not_there_is_refused(started: Path) 
 
 def test_a_resume_names_other_versions(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(pipelines.merging.run, "_session", lambda *args: ran.append(args) or REPORT)
+    monkeypatch.setattr(pipelines.merging.run, "_run_session", lambda *args: ran.append(args) or REPORT)
     recorded = json.loads((started / "manifest.json").read_text())["versions"]
     edit(started / "manifest.json", versions=recorded | {"torch": "1.0"})
     assert opd("merge", "--resume", started).exit_code == 0
@@ -475,7 +475,7 @@ def test_how_a_run_ends(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(pipelines.merging.run, "_session", fails)
+    monkeypatch.setattr(pipelines.merging.run, "_run_session", fails)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == code
     assert all(word in result.stderr for word in words), result.stderr
@@ -485,7 +485,7 @@ def test_a_bug_of_ours_keeps_its_traceback(world: Any, monkeypatch: pytest.Monke
     def fails(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(pipelines.merging.run, "_session", fails)
+    monkeypatch.setattr(pipelines.merging.run, "_run_session", fails)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 1
     assert isinstance(result.exception, ZeroDivisionError)
@@ -498,7 +498,7 @@ def test_an_engine_that_is_not_installed_is_named(
     def fails(*_: Any) -> None:
         raise ModuleNotFoundError(f"No module named '{package}'", name=package)
 
-    monkeypatch.setattr(pipelines.merging.run, "_session", fails)
+    monkeypatch.setattr(pipelines.merging.run, "_run_session", fails)
     result = opd("merge", "pipeline.yaml")
     if engine:
         refused(result, f"error: package {package}\n", "opd-merge[cpu]", "opd doctor")
@@ -521,7 +521,7 @@ REPORT = {
 
 
 def test_a_merge_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines.merging.run, "_session", lambda *_: REPORT)
+    monkeypatch.setattr(pipelines.merging.run, "_run_session", lambda *_: REPORT)
     result = opd("merge", "pipeline.yaml")
     assert result.exit_code == 0
     assert re.search(r"reverse +│ +0\.25 +│ +1\.00 +│ +0\.75 +│ +67 %", result.stdout)
@@ -533,7 +533,7 @@ def test_an_adapter_is_listed_at_the_end(world: Any, monkeypatch: pytest.MonkeyP
         run.paths.adapter.mkdir()
         return REPORT
 
-    monkeypatch.setattr(pipelines.merging.run, "_session", session)
+    monkeypatch.setattr(pipelines.merging.run, "_run_session", session)
     assert "adapter: runs/two/adapter\n" in opd("merge", "pipeline.yaml").stdout
     told = json.loads(opd("merge", "pipeline.yaml", "--run-dir", "runs/b", "--json").stdout.splitlines()[-1])
     assert told["adapter"] == "runs/b/adapter"
@@ -543,7 +543,9 @@ def test_an_adapter_is_listed_at_the_end(world: Any, monkeypatch: pytest.MonkeyP
 def test_a_merge_says_what_comes_next(
     gained: float | None, goes_on: bool, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipelines.merging.run, "_session", lambda *_: REPORT | {"mean_headroom": gained, "steps": 7})
+    monkeypatch.setattr(
+        pipelines.merging.run, "_run_session", lambda *_: REPORT | {"mean_headroom": gained, "steps": 7}
+    )
     said = opd("merge", "pipeline.yaml").stderr
     assert "next: opd chat runs/two, or opd serve runs/two\n" in said
     assert ("further steps: opd merge --extend runs/two --steps 7" in said) is goes_on
@@ -605,7 +607,7 @@ def test_a_gate_on_a_merge_that_goes_on_is_refused(world: Any) -> None:
 def test_a_check_prints_its_findings_and_fails_only_for_failures(
     level: Any, fix_up: bool, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compared = Comparison(kl=1.25, overlap=0.5, answer_nll=1.0)
+    compared = TeacherComparison(kl=1.25, overlap=0.5, answer_nll=1.0)
     measured = MeasuredTeacher(
         domain="upper", expert="up", leads=True, student_accuracy=0.25, expert_accuracy=0.2, compared=compared
     )
@@ -684,7 +686,7 @@ def test_a_baseline_prints_its_table(world: Any, monkeypatch: pytest.MonkeyPatch
             for job in jobs
         ]
 
-    monkeypatch.setattr(pipelines.baselines.run, "compute", compute)
+    monkeypatch.setattr(pipelines.baselines.run, "compute_results", compute)
     result = opd("baseline", "pipeline.yaml", "--method", "slerp,mixed_sft", "--seed", "4", "--keep-models")
     assert result.exit_code == 0, result.output
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if "0.250" in line]

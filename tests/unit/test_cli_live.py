@@ -121,7 +121,7 @@ def merging(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None)
                 raise error
         return REPORT
 
-    monkeypatch.setattr(pipelines.merging.run, "_session", session)
+    monkeypatch.setattr(pipelines.merging.run, "_run_session", session)
 
 
 def test_a_quiet_merge_prints_its_result(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_a_full_disk_costs_the_file_and_not_the_table(world: Any, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device", "scores.json")
 
     found = EvaluateOutput({"models": {}}, [("measured", ("model", "a"), [("m", "0.75")])])
-    monkeypatch.setattr(pipelines.evaluation.command, "evaluate", lambda options, tell: found)
+    monkeypatch.setattr(pipelines.evaluation.command, "run_evaluation", lambda options, tell: found)
     monkeypatch.setattr("opd.files.atomic_write_text", full)
     result = opd("evaluate", "up", "--output", "scores.json")
     assert result.exit_code == 3 and "0.75" in result.stdout and "scores.json" in result.stderr
@@ -96,7 +96,7 @@ def test_a_file_that_may_not_be_read_is_bad_input(world: Any, monkeypatch: pytes
     def closed(*_: Any) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(weights))
 
-    monkeypatch.setattr(pipelines.evaluation.command, "evaluate", closed)
+    monkeypatch.setattr(pipelines.evaluation.command, "run_evaluation", closed)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != weights and may(path, mode))
     result = opd("evaluate", "up")
     assert result.exit_code == 2 and "may not read" in result.stderr, result.output
@@ -110,7 +110,7 @@ def test_progress_of_evaluate_is_spelt_out(world: Any, monkeypatch: pytest.Monke
         tell(HOSTILE)
         return EvaluateOutput({"models": {MERGED: {}}}, [])
 
-    monkeypatch.setattr(pipelines.evaluation.command, "evaluate", evaluate)
+    monkeypatch.setattr(pipelines.evaluation.command, "run_evaluation", evaluate)
     for arguments in (["evaluate", "up"], ["evaluate", "--matrix", "pipeline.yaml"]):
         result = opd(*arguments)
         assert result.exit_code == 0 and result.stderr == SPELT + "\n"
@@ -125,8 +125,8 @@ def test_progress_of_baseline_and_compare_is_spelt_out(world: Any, monkeypatch: 
         tell(HOSTILE)
         return []
 
-    monkeypatch.setattr(pipelines.baselines.run, "compute", compute)
-    monkeypatch.setattr(pipelines.baselines.comparison, "compare", compare)
+    monkeypatch.setattr(pipelines.baselines.run, "compute_results", compute)
+    monkeypatch.setattr(pipelines.baselines.comparison, "run_comparison", compare)
     for arguments in (["baseline", "pipeline.yaml", "--method", "linear"], ["compare", "pipeline.yaml"]):
         result = opd(*arguments)
         assert result.exit_code == 0 and result.stderr == SPELT + "\n", result.output
@@ -142,8 +142,8 @@ def test_a_signal_that_stops_a_merge_inside_is_in_the_exit_code(
     def stopped(*_: Any) -> Any:
         raise Interrupted(5, Path("runs/two"), number)
 
-    monkeypatch.setattr(pipelines.baselines.run, "compute", stopped)
-    monkeypatch.setattr(pipelines.baselines.comparison, "compare", stopped)
+    monkeypatch.setattr(pipelines.baselines.run, "compute_results", stopped)
+    monkeypatch.setattr(pipelines.baselines.comparison, "run_comparison", stopped)
     for arguments in (["baseline", "pipeline.yaml", "--method", "opd"], ["compare", "pipeline.yaml"]):
         result = opd(*arguments)
         assert result.exit_code == code, result.output
@@ -165,7 +165,7 @@ def steps(run, checkpoint, notices, signals):
     raise Interrupted(1, run.paths.root, signals.number)
 
 
-pipelines.merging.run._session = steps
+pipelines.merging.run._run_session = steps
 sys.argv[0] = "opd"
 app()
 """

@@ -45,7 +45,7 @@ def test_a_step_is_few_calls_below_the_command(world: Any, monkeypatch: pytest.M
 
     parts = MagicMock()
     parts.trainer.train_step = train_step
-    monkeypatch.setattr(pipelines.merging.run, "build", lambda *_: parts)
+    monkeypatch.setattr(pipelines.merging.run, "build_merge", lambda *_: parts)
     monkeypatch.setattr(pipelines.merging.run, "ray_session", lambda *_: nullcontext())
     monkeypatch.setattr(pipelines.merging.run, "record_layouts", lambda *_: None)
     monkeypatch.setattr(pipelines.merging.run, "_before_and_experts", lambda *_: (None, None))
@@ -67,7 +67,7 @@ def test_the_objective_is_few_calls_below_a_rank(tiny_model_dir: Path, monkeypat
     monkeypatch.setattr(ReverseKL, "__call__", objective)
     made = one_rank(tiny_model_dir, {"kind": "reverse_kl"})
     head = np.ones((76, 2), np.float32)
-    made._head = lambda source: source  # type: ignore[method-assign,assign,return-value]
+    made._fetch_head = lambda source: source  # type: ignore[method-assign,assign,return-value]
     made.begin_step(WORK, {"h": _head(head)})  # type: ignore[dict-item]
     part = np.frombuffer(write_stream([row(i) for i in "ac"], "float32"), dtype=np.uint8)
     with pytest.raises(RunError, match="as deep as a rank goes"):

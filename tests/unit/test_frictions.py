@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from experts.model_dir import inspect_model
-from experts.registry import Manifest
+from experts.registry import ExpertManifest
 from tests import messages
 from tests.messages import opd
 from tests.plain_models import TOKENS, plain_model_dir
@@ -108,7 +108,9 @@ def registered_expert(registry: Path, model: Path) -> None:
     name = model.name
     (registry / name).mkdir(parents=True)
     info = inspect_model(model)
-    manifest = Manifest(name=name, domain=name, model=str(model), info=info, registered_at="2026-11-23T00:00:00+00:00")
+    manifest = ExpertManifest(
+        name=name, domain=name, model=str(model), info=info, registered_at="2026-11-23T00:00:00+00:00"
+    )
     (registry / name / "manifest.json").write_text(manifest.model_dump_json())
 
 

@@ -65,8 +65,8 @@ def test_pipelines_and_files_are_offered(here: Path) -> None:
     (here / "quiet.yaml").touch()
     (here / "quotes").mkdir()
     (here / "quiz.txt").touch()
-    assert completion.pipelines("qui") == ["quickstart", "quiet.yaml"]
-    assert completion.pipelines("quo") == ["quotes/"]
+    assert completion.complete_pipelines("qui") == ["quickstart", "quiet.yaml"]
+    assert completion.complete_pipelines("quo") == ["quotes/"]
     assert completion.shipped_pipelines("qui") == ["quickstart"] and "rewards-at-once" in completion.shipped_pipelines(
         ""
     )
@@ -77,20 +77,23 @@ def test_runs_are_offered_before_other_directories(here: Path) -> None:
     (here / "runs" / "mine").mkdir(parents=True)
     for name in ("pipeline.yaml", "manifest.json"):
         (here / "runs" / "mine" / name).touch()
-    assert completion.runs("") == ["runs/"] or completion.runs("") == ["runs/mine", "runs/"]
-    assert completion.runs("runs/m") == ["runs/mine"]
+    assert completion.complete_runs("") == ["runs/"] or completion.complete_runs("") == ["runs/mine", "runs/"]
+    assert completion.complete_runs("runs/m") == ["runs/mine"]
 
 
 def test_experts_are_offered(here: Path) -> None:
-    assert completion.experts("") == []
+    assert completion.complete_experts("") == []
     registered_expert(here / "registry", plain_model_dir(here / "math"))
-    assert completion.experts("m") == ["math"] and completion.experts("x") == []
+    assert completion.complete_experts("m") == ["math"] and completion.complete_experts("x") == []
 
 
 def test_values_of_options_are_offered(here: Path) -> None:
-    assert completion.settings("trainer.ste") == ["trainer.steps="] and completion.settings("trainer.steps=1") == []
-    assert completion.methods("linear,tie") == ["linear,ties"] and set(completion.METHODS) == set(METHODS)
-    assert completion.clusters("8") == ["8-gpus"] and "list" in completion.clusters("")
+    assert (
+        completion.complete_settings("trainer.ste") == ["trainer.steps="]
+        and completion.complete_settings("trainer.steps=1") == []
+    )
+    assert completion.complete_methods("linear,tie") == ["linear,ties"] and set(completion.METHODS) == set(METHODS)
+    assert completion.complete_clusters("8") == ["8-gpus"] and "list" in completion.complete_clusters("")
 
 
 @pytest.mark.parametrize(

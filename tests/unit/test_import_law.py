@@ -17,7 +17,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.unit.sources import ROOT, Import, files, imports, tree
+from tests.unit.sources import ROOT, Import, files, folder_knots, imports, tree
 
 MAY_IMPORT = {
     "cli": {"pipelines", "experts", "teachers", "opd"},
@@ -63,6 +63,10 @@ def test_the_law_is_about_every_import() -> None:
 
 def test_there_are_no_cycles() -> None:
     assert cycle([one for one in imports() if one.when != "typing"]) == []
+
+
+def test_folders_do_not_import_each_other_in_circles() -> None:
+    assert folder_knots() == ()
 
 
 def test_a_cycle_would_be_found() -> None:

@@ -31,7 +31,7 @@ def opd(world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def started(*_: Any) -> None:
         raise Started
 
-    monkeypatch.setattr(pipelines.merging.run, "_session", started)
+    monkeypatch.setattr(pipelines.merging.run, "_run_session", started)
 
     def run(*args: str | Path) -> Result:
         result = CliRunner().invoke(app, [str(a) for a in args])

@@ -25,14 +25,14 @@ from opd.settings.strict import Strict
 INSIDE = Path(__file__).resolve().with_name("inside.py")
 START_S = 30.0
 GRACE_S = 10.0
-"""How much longer than a command's own deadline its answer may take."""
+"""Seconds that an answer may take beyond the command's own deadline."""
 MOST_ARGUMENT = 100_000
 """Bytes of a command; Linux takes a little more."""
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|.)?", re.DOTALL)
-"""What terminals obey: colours, cursor, titles."""
+"""Escape sequences that terminals obey: colours, cursor, titles."""
 
 
-class Limits(Strict):
+class SandboxLimits(Strict):
     """Options of a sandbox."""
 
     seconds: float = Field(10.0, gt=0, le=3600)
@@ -48,13 +48,13 @@ class Limits(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """What came of a command."""
+class CommandResult:
+    """The result of a command."""
 
     code: int | None
     """Its exit code, negative for a signal; None if it was ended, or not started."""
     output: str
-    """What it wrote, without control characters."""
+    """Its output, without control characters."""
     why: str
     """The limit that ended it: deadline, memory, output; or `not started`; else empty."""
     seconds: float = field(default=0.0, compare=False)
@@ -62,7 +62,7 @@ class Ran:
 
 
 PROGRAMS = (["/bin/sh", "-c", "true"], ["python3", "-c", "import json"])
-"""What every sandbox has to be able to run: without them each attempt at a task would fail, and nobody would know why."""
+"""Commands that every sandbox has to be able to run: without them each attempt at a task would fail, and nobody would know why."""
 _proven: set[str] = set()
 """Interpreters with which a sandbox of this process ran `PROGRAMS`."""
 
@@ -70,7 +70,7 @@ _proven: set[str] = set()
 class Box:
     """A sandbox of its own for one episode. Its files are in memory and go when it ends."""
 
-    def __init__(self, limits: Limits, log: Path | None = None) -> None:
+    def __init__(self, limits: SandboxLimits, log: Path | None = None) -> None:
         """Start it. `log` gets a line of JSON for each command before it runs.
 
         Raises: ConfigError if this machine does not let us, RunError if it does not start.
@@ -89,7 +89,7 @@ class Box:
         )
         self._read = b""
         try:
-            answer = self._answer(START_S)
+            answer = self._read_answer(START_S)
         except RunError:
             self.close()
             raise
@@ -112,19 +112,21 @@ class Box:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def run(self, argv: list[str], stdin: str = "", output: int | None = None, seconds: float = math.inf) -> Ran:
+    def run(
+        self, argv: list[str], stdin: str = "", output: int | None = None, seconds: float = math.inf
+    ) -> CommandResult:
         """Run one command to its end; `output` is the most bytes of its output, by default the limit's. It has `seconds` if the
         limit is not less.
 
         Raises: RunError if the sandbox itself is gone or does not answer; OSError if the log cannot be written.
         """
-        problem = next(filter(None, (_unfit(part) for part in argv)), "") or _no_text(stdin)
+        problem = next(filter(None, (_explain_bad_argument(part) for part in argv)), "") or _no_text(stdin)
         if problem:
-            return Ran(None, problem, "not started")
+            return CommandResult(None, problem, "not started")
         if self._log is not None:
             with self._log.open("a", encoding="utf-8") as log:
                 log.write(json.dumps({"sandbox": self._process.pid, "argv": argv}) + "\n")
-        return self._ask(argv, stdin, output or self._limits.output, min(seconds, self._limits.seconds))
+        return self._send_request(argv, stdin, output or self._limits.output, min(seconds, self._limits.seconds))
 
     def close(self) -> None:
         """End it, with everything that runs in it."""
@@ -138,7 +140,7 @@ class Box:
     def _prove_programs(self) -> None:
         """Raises: ConfigError for a machine whose Python does not run in a sandbox."""
         for argv in PROGRAMS:
-            ran = self._ask(argv, "", self._limits.output, START_S)
+            ran = self._send_request(argv, "", self._limits.output, START_S)
             if ran.code != 0:
                 self.close()
                 raise ConfigError.at(
@@ -148,7 +150,7 @@ class Box:
                     fix="run `opd` with a Python that brings its libraries along (of the distribution, pyenv, uv or conda)",
                 )
 
-    def _ask(self, argv: list[str], stdin: str, output: int, seconds: float) -> Ran:
+    def _send_request(self, argv: list[str], stdin: str, output: int, seconds: float) -> CommandResult:
         """Raises: RunError."""
         request = {"argv": argv, "stdin": stdin, "seconds": seconds, "output": output}
         assert self._process.stdin is not None
@@ -157,10 +159,10 @@ class Box:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise RunError("sandbox: it has ended") from None
-        answer = self._answer(seconds + GRACE_S)
-        return Ran(answer["code"], self._text(answer), answer["why"], seconds)
+        answer = self._read_answer(seconds + GRACE_S)
+        return CommandResult(answer["code"], self._decode_output(answer), answer["why"], seconds)
 
-    def _answer(self, seconds: float) -> dict[str, Any]:
+    def _read_answer(self, seconds: float) -> dict[str, Any]:
         end = time.monotonic() + seconds
         while b"\n" not in self._read:
             if not self._read_more(end):
@@ -171,7 +173,7 @@ class Box:
         except ValueError:  # a mistake of ours, whose last line says most
             while self._read_more(time.monotonic() + START_S):
                 pass
-            raise RunError(f"sandbox: no answer but {clean(self._read[-2000:])}") from None
+            raise RunError(f"sandbox: no answer but {strip_control_characters(self._read[-2000:])}") from None
         self._read = rest
         return answer
 
@@ -185,20 +187,20 @@ class Box:
         self._read += piece
         return bool(piece)
 
-    def _text(self, answer: dict[str, Any]) -> str:
-        head, tail = (clean(base64.b64decode(answer[key])) for key in ("head", "tail"))
+    def _decode_output(self, answer: dict[str, Any]) -> str:
+        head, tail = (strip_control_characters(base64.b64decode(answer[key])) for key in ("head", "tail"))
         gap = f"\n[... {answer['missing']:,} bytes are left out ...]\n" if answer["missing"] else ""
         return head + gap + tail
 
 
-def clean(output: bytes) -> str:
+def strip_control_characters(output: bytes) -> str:
     """Text without control, escape and direction-changing characters; line ends and tabs stay."""
     text = ESCAPES.sub("", output.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n"))
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp"))
 
 
-def _unfit(part: str) -> str:
-    """Why a command cannot have this argument; empty if it can."""
+def _explain_bad_argument(part: str) -> str:
+    """Return the reason why a command cannot have this argument; empty if it can."""
     if "\0" in part:
         return "a NUL character"
     return _no_text(part) or (f"longer than {MOST_ARGUMENT:,} bytes" if len(part.encode()) > MOST_ARGUMENT else "")

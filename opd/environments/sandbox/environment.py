@@ -18,14 +18,14 @@ from typing import Any
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from opd.environments.asking import calling
-from opd.environments.game import Row, draw_tasks
-from opd.environments.sandbox.box import Box, Limits, Ran
+from opd.environments.asking import format_turn_with_call
+from opd.environments.game import TaskRow, draw_tasks
+from opd.environments.sandbox.box import Box, CommandResult, SandboxLimits
 from opd.environments.sandbox.problems import PROBLEMS, Problem
 from opd.errors import PromptError
 from opd.records.environments import Action, Outcome, Tool, ToolCall
 from opd.settings.strict import Strict
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.text import readable
 
 TEXT = {"type": "string"}
@@ -64,7 +64,7 @@ TURN_SHARE = 0.8
 """Share of a step's deadline that the calls of a turn have together. The rest is for ending the last of them."""
 
 
-class Setting(Limits):
+class Setting(SandboxLimits):
     """Options of the environment: those of its sandbox, and two more."""
 
     answer_file: str | None = Field(None, pattern=r"^[\w.-]+(/[\w.-]+)*$")
@@ -75,14 +75,14 @@ class Setting(Limits):
 
     @field_validator("answer_file")
     @classmethod
-    def _inside(cls, path: str | None) -> str | None:
+    def _require_inside(cls, path: str | None) -> str | None:
         if path is not None and ".." in PurePosixPath(path).parts:
             raise PydanticCustomError("path", "a path in the directory of the task")
         return path
 
     @field_validator("log")
     @classmethod
-    def _absolute(cls, log: Path | None) -> Path | None:
+    def _require_absolute(cls, log: Path | None) -> Path | None:
         if log is not None and not log.is_absolute():  # workers run in a directory of their own
             raise PydanticCustomError("path", "an absolute path")
         return log
@@ -103,11 +103,11 @@ class Sandbox:
     def __init__(self, **options: Any) -> None:
         """Start the sandbox; `options` are those of `Setting`. Raises: ConfigError if they do not fit, or if this machine makes no
         sandboxes; RunError if it does not start."""
-        self._limits = validate(Setting, options, "environment sandbox")
+        self._limits = validate_section(Setting, options, "environment sandbox")
         self._box = Box(self._limits, self._limits.log)
         self._task: Mapping[str, Any] = {}
         self._turn_s = math.inf
-        """How long the calls of a turn may take together."""
+        """Seconds that the calls of a turn may take together."""
         self._turn_ends = math.inf
 
     def set_step_timeout(self, seconds: float) -> None:
@@ -135,7 +135,7 @@ class Sandbox:
         """Carry out the calls, or judge the file if there are none."""
         self._turn_ends = time.monotonic() + self._turn_s
         try:
-            return self._act(action)
+            return self._carry_out(action)
         finally:
             self._turn_ends = math.inf
 
@@ -147,25 +147,25 @@ class Sandbox:
         """Write the right function; say so once it is there."""
         if self._read() == self._task["fixed"]:
             return Action(text="The function is mended.")
-        return calling("write_file", {"path": self._task["file"], "content": self._task["fixed"]})
+        return format_turn_with_call("write_file", {"path": self._task["file"], "content": self._task["fixed"]})
 
     @classmethod
-    def tasks(cls, n: int, seed: int, **options: Any) -> list[Row]:
+    def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
         return draw_tasks("sandbox", (SandboxOptions, options), _drawn, n, seed)
 
-    def _act(self, action: Action) -> Outcome:
+    def _carry_out(self, action: Action) -> Outcome:
         if not action.calls:
-            passed = self._passed()
+            passed = self._count_hidden_passes()
             of = len(self._task["calls"])
             return Outcome(reward=float(passed == of), done=True, info={"passed": passed, "of": of})
-        return Outcome(observation=tuple(self._called(call) for call in action.calls))
+        return Outcome(observation=tuple(self._run_call(call) for call in action.calls))
 
-    def _called(self, call: ToolCall) -> str:
-        if self._left() <= 0:
+    def _run_call(self, call: ToolCall) -> str:
+        if self._seconds_left() <= 0:
             return f"[not started: the calls of a turn have {self._turn_s:.3g} s together]"
         if call.name == "shell":
-            return self._told(self._run(["/bin/sh", "-c", str(call.arguments["command"])]))
+            return self._describe_result(self._run(["/bin/sh", "-c", str(call.arguments["command"])]))
         return self._write(str(call.arguments["path"]), str(call.arguments["content"]))
 
     def _write(self, path: str, content: str) -> str:
@@ -173,68 +173,68 @@ class Sandbox:
         if not path or given.is_absolute() or ".." in given.parts:
             return "error: give a relative path inside of the directory of the task"
         ran = self._run(["/bin/sh", "-c", WRITE, "sh", f"./{path}"], stdin=content)
-        return f"wrote {len(content)} characters to {readable(path)}" if ran.code == 0 else self._told(ran)
+        return f"wrote {len(content)} characters to {readable(path)}" if ran.code == 0 else self._describe_result(ran)
 
     def _read(self) -> str:
         """The file of the task as it is now."""
         return self._run(["/bin/cat", "--", str(self._task["file"])], output=MOST_JUDGED).output
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         """Seconds of the turn."""
         return self._turn_ends - time.monotonic()
 
-    def _run(self, argv: list[str], stdin: str = "", output: int | None = None) -> Ran:
-        return self._box.run(argv, stdin, output, max(0.0, self._left()))
+    def _run(self, argv: list[str], stdin: str = "", output: int | None = None) -> CommandResult:
+        return self._box.run(argv, stdin, output, max(0.0, self._seconds_left()))
 
-    def _told(self, ran: Ran) -> str:
+    def _describe_result(self, ran: CommandResult) -> str:
         code = f"[exit code {ran.code}]" if ran.code else ""
         end = ENDED[ran.why].format(limits=self._limits, seconds=ran.seconds) if ran.why else code
         return "\n".join(filter(None, (ran.output.rstrip("\n"), end))) or "[no output]"
 
-    def _passed(self) -> int:
+    def _count_hidden_passes(self) -> int:
         """Hidden calls that give the right result, in a sandbox that the policy's commands never saw."""
         given = {"source": self._read(), "function": self._task["function"], "calls": self._task["calls"]}
         with Box(self._limits) as judge:
             judged = ["/run/bin/python", "-I", "-c", CALLER]
-            ran = judge.run(judged, json.dumps(given), MOST_JUDGED, max(0.0, self._left()))
+            ran = judge.run(judged, json.dumps(given), MOST_JUDGED, max(0.0, self._seconds_left()))
         try:
             results = json.loads(ran.output.strip().rpartition("\n")[2])
         except (ValueError, RecursionError):
             return 0
         if not isinstance(results, list) or len(results) != len(self._task["expected"]):
             return 0
-        return sum(_same(a, b) for a, b in zip(results, self._task["expected"], strict=True))
+        return sum(_equal_as_json(a, b) for a, b in zip(results, self._task["expected"], strict=True))
 
 
 MOST_JUDGED = 100_000
 """Bytes of a file that is judged, and of the results of the hidden calls."""
 
 
-def _same(one: Any, other: Any) -> bool:
+def _equal_as_json(one: Any, other: Any) -> bool:
     """Equal as JSON: True is not 1, and 1.0 is not 1."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
-def _drawn(rng: random.Random, options: SandboxOptions, limit: int) -> Iterator[Row]:
+def _drawn(rng: random.Random, options: SandboxOptions, limit: int) -> Iterator[TaskRow]:
     for _ in range(limit):
         problem = rng.choice(PROBLEMS)
-        row = _task(rng, problem, rng.choice(problem.bugs), options.calls)
+        row = _make_task(rng, problem, rng.choice(problem.bugs), options.calls)
         if row is not None:
             yield row
 
 
-def _task(rng: random.Random, problem: Problem, bug: tuple[str, str], calls: int) -> Row | None:
+def _make_task(rng: random.Random, problem: Problem, bug: tuple[str, str], calls: int) -> TaskRow | None:
     """A row, or None if the calls that were drawn do not show the bug."""
     name = problem.function.__name__
     fixed = inspect.getsource(problem.function).replace("  # type: ignore[no-untyped-def]", "")
     assert fixed.count(bug[0]) == 1, f"{name}: {bug[0]!r} is not once in it"
     source = fixed.replace(*bug)
     given = [problem.draw(rng) for _ in range(calls)]
-    expected = [_result(problem.function, arguments) for arguments in given]
+    expected = [_call_as_json(problem.function, arguments) for arguments in given]
     scope: dict[str, Any] = {}
     exec(source, scope)  # our own text, from problems.py
-    broken = [_result(scope[name], arguments) for arguments in given]
-    shown = next((i for i in range(calls) if not _same(broken[i], expected[i])), None)
+    broken = [_call_as_json(scope[name], arguments) for arguments in given]
+    shown = next((i for i in range(calls) if not _equal_as_json(broken[i], expected[i])), None)
     if shown is None:
         return None
     said = f"{name}({', '.join(map(repr, given[shown]))})"
@@ -250,8 +250,8 @@ def _task(rng: random.Random, problem: Problem, bug: tuple[str, str], calls: int
     }
 
 
-def _result(function: Callable[..., Any], arguments: list[Any]) -> Any:
-    """What a call gives, as JSON gives it back."""
+def _call_as_json(function: Callable[..., Any], arguments: list[Any]) -> Any:
+    """Return the result of a call after a round trip through JSON."""
     try:
         return json.loads(json.dumps(function(*json.loads(json.dumps(arguments)))))
     except Exception as error:  # noqa: BLE001 a broken function may raise anything

@@ -134,24 +134,24 @@ def build_root(python: str, disk_mb: int) -> None:
     root = next(p for p in PLACES if Path(p).is_dir() and not any(s == p or s.startswith(p + "/") for s in shown))
     mount("root", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     _own_directories(root, disk_mb)  # first: the machine's Python may lie below a place that they cover
-    before = {line.split()[0] for line in _mounts()}
+    before = {line.split()[0] for line in _list_mounts()}
     for link in ("bin", "sbin", "lib", "lib64", "lib32"):
         if Path("/", link).is_symlink():
             Path(root, link).symlink_to(Path("/", link).readlink())
         elif Path("/", link).is_dir():
             shown.append(f"/{link}")
     for source in [*shown, *(p for p in ("/etc/alternatives", "/etc/ld.so.cache") if Path(p).exists())]:
-        bind(source, root + source)
-    _devices(root)
-    _lock(root, [line.split()[4] for line in _mounts() if line.split()[0] not in before])
-    for place in _ours(shown):
+        bind_mount(source, root + source)
+    _make_devices(root)
+    _make_read_only(root, [line.split()[4] for line in _list_mounts() if line.split()[0] not in before])
+    for place in _find_own_directories(shown):
         mount("none", root + place, "tmpfs", NOSUID | NODEV | RDONLY, "size=4k,nr_inodes=1,mode=0")
     mount("none", root, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
     os.chroot(root)
     os.chdir("/box")
 
 
-def bind(source: str, target: str) -> None:
+def bind_mount(source: str, target: str) -> None:
     """Show a file or directory of the machine at `target`, which is made."""
     if Path(source).is_dir():
         Path(target).mkdir(parents=True, exist_ok=True)
@@ -161,9 +161,9 @@ def bind(source: str, target: str) -> None:
     mount(source, target, None, BIND | REC)
 
 
-def _devices(root: str) -> None:
+def _make_devices(root: str) -> None:
     for name in DEVICES:
-        bind(f"/dev/{name}", f"{root}/dev/{name}")
+        bind_mount(f"/dev/{name}", f"{root}/dev/{name}")
     with Path(root, "dev", "zero").open("wb") as zero:
         zero.truncate(ZEROES)
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
@@ -171,7 +171,7 @@ def _devices(root: str) -> None:
     Path(root, "dev", "fd").symlink_to("/proc/self/fd")
 
 
-def _ours(shown: list[str]) -> Iterator[str]:
+def _find_own_directories(shown: list[str]) -> Iterator[str]:
     """Directories below those that are shown where `opd` is installed: the right answers of its own tasks are in them."""
     here = Path(__file__).resolve().parents[2]
     own = here.parent if (here.parent / "pyproject.toml").is_file() else here
@@ -187,11 +187,11 @@ def _ours(shown: list[str]) -> Iterator[str]:
             yield str(place)
 
 
-def _mounts() -> list[str]:
+def _list_mounts() -> list[str]:
     return Path("/proc/self/mountinfo").read_text().splitlines()
 
 
-def _lock(root: str, mounted: list[str]) -> None:
+def _make_read_only(root: str, mounted: list[str]) -> None:
     """Make everything that comes from the machine read-only, also mounts inside of what is shown."""
     for escaped in mounted:
         target = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped)
@@ -310,7 +310,7 @@ class Output:
         self.head += read[:room]
         self.tail = (self.tail + read[room:])[-self._half :]
 
-    def told(self) -> dict[str, Any]:
+    def both_halves(self) -> dict[str, Any]:
         """Both halves, and how many bytes are missing between them."""
         halves = {"head": base64.b64encode(self.head).decode(), "tail": base64.b64encode(self.tail).decode()}
         return halves | {"missing": self.length - len(self.head) - len(self.tail)}
@@ -341,7 +341,7 @@ def run(request: dict[str, Any], limits: dict[str, int], program: bytes) -> dict
     except (OSError, subprocess.SubprocessError) as error:
         output.add(str(error).encode())
     else:
-        why = _watch(child, reading, output, request["seconds"], limits)
+        why = _read_until_end(child, reading, output, request["seconds"], limits)
         code = child.poll()
     end_all()
     os.close(writing)
@@ -349,7 +349,7 @@ def run(request: dict[str, Any], limits: dict[str, int], program: bytes) -> dict
         output.add(read)
     os.close(reading)
     os.close(given)
-    return {"code": code, "why": why} | output.told()
+    return {"code": code, "why": why} | output.both_halves()
 
 
 ENVIRONMENT = {
@@ -362,7 +362,9 @@ ENVIRONMENT = {
 }
 
 
-def _watch(child: subprocess.Popen[bytes], reading: int, output: Output, seconds: float, limits: dict[str, int]) -> str:
+def _read_until_end(
+    child: subprocess.Popen[bytes], reading: int, output: Output, seconds: float, limits: dict[str, int]
+) -> str:
     """Read until the command ends. Returns the limit that it met, if any."""
     end = time.monotonic() + seconds
     with selectors.DefaultSelector() as waiting:

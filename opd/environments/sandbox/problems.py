@@ -86,12 +86,12 @@ def transpose(rows):  # type: ignore[no-untyped-def]
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _numbers(rng: random.Random) -> list[int]:
+def _number_problems(rng: random.Random) -> list[int]:
     return [rng.randint(-20, 20) for _ in range(rng.randint(0, 8))]
 
 
-def _search(rng: random.Random) -> list[Any]:
-    numbers = sorted(set(_numbers(rng)))
+def _search_problems(rng: random.Random) -> list[Any]:
+    numbers = sorted(set(_number_problems(rng)))
     return [numbers, rng.choice(numbers) if numbers and rng.random() < 0.7 else rng.randint(-20, 20)]
 
 
@@ -120,12 +120,12 @@ PROBLEMS = (
     Problem(
         running_sum,
         (("total += number", "total = number"), ("total, sums = 0", "total, sums = 1")),
-        lambda r: [_numbers(r)],
+        lambda r: [_number_problems(r)],
     ),
     Problem(
         second_largest,
         (("different[-2]", "different[1]"), ("sorted(set(numbers))", "sorted(numbers)"), ("> 1", "> 2")),
-        lambda rng: [_numbers(rng)],
+        lambda rng: [_number_problems(rng)],
     ),
     Problem(
         count_words,
@@ -140,14 +140,16 @@ PROBLEMS = (
     Problem(
         chunks,
         (("start : start + size", "start : size"), ("len(items), size", "len(items) - 1, size")),
-        lambda rng: [_numbers(rng), rng.randint(1, 4)],
+        lambda rng: [_number_problems(rng), rng.randint(1, 4)],
     ),
     Problem(
         greatest_divisor,
         (("b, a % b", "b, b % a"), ("return a", "return b")),
         lambda rng: [rng.randint(1, 12) * 6, rng.randint(1, 12) * 4],
     ),
-    Problem(find_sorted, (("middle + 1", "middle + 2"), ("< wanted", "> wanted"), ("else -1", "else low")), _search),
+    Problem(
+        find_sorted, (("middle + 1", "middle + 2"), ("< wanted", "> wanted"), ("else -1", "else low")), _search_problems
+    ),
     Problem(
         run_lengths,
         (("[letter, 1]", "[letter, 0]"), ("runs[-1][0] == letter", "runs[0][0] == letter")),

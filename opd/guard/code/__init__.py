@@ -14,12 +14,12 @@ class Started:
 
     command: str | list[str]
     cwd: str = ""
-    """Where, from the directory of the code itself."""
+    """The directory, relative to that of the code itself."""
 
 
 @dataclass(slots=True)
 class Code:
-    """What is known of a piece of code."""
+    """Facts about a piece of code."""
 
     mentions: list[str] = field(default_factory=list)
     """Strings of it that may be paths, globs with marks."""
@@ -42,7 +42,7 @@ class Code:
     """Files that it writes with a text that is known: path and text."""
     tags: set[str] = field(default_factory=set)
     cwd: str = ""
-    """Where it is at this point of the text, from where it begins."""
+    """The directory at this point of the text, relative to the first one."""
     later: list[str] = field(default_factory=list)
     """Those of `mentions` that stand in a function, which may run anywhere from there on."""
 

@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from opd.guard.code.texts import MAX_TEXT, concatenated, inflated, joined_paths, made_by, percent, refuse_slow
-from opd.guard.shell.nodes import Unreadable
+from opd.guard.code.texts import MAX_TEXT, decompress, format_percent, join_parts, joined_paths, made_by, refuse_slow
+from opd.guard.shell.nodes import UnreadableCommand
 
 MAX_STEPS = 20_000
 """Expressions that are worked out for one program; parts of long ones are worked out again and again."""
@@ -29,7 +29,7 @@ _DECODERS: dict[str, Callable[[Any], bytes]] = {
     "binascii.a2b_base64": binascii.a2b_base64,
     "bytes.fromhex": bytes.fromhex,
     "bytearray.fromhex": bytes.fromhex,
-    "zlib.decompress": inflated,
+    "zlib.decompress": decompress,
 }
 _METHODS = {
     "join",
@@ -69,57 +69,57 @@ class Folder:
         self.decoded = False
         """True once a value came out of encoded text."""
 
-    def name(self, node: ast.AST) -> str:
+    def dotted_name(self, node: ast.AST) -> str:
         """The dotted name of an expression; `?` in the place of what is none."""
         if isinstance(node, ast.Name):
             return self.aliases.get(node.id, node.id)
         if isinstance(node, ast.Attribute):
-            return f"{self.name(node.value)}.{node.attr}"
+            return f"{self.dotted_name(node.value)}.{node.attr}"
         if isinstance(node, ast.Call):
-            called = self.name(node.func)
-            given = [self.value(arg) for arg in node.args]
+            called = self.dotted_name(node.func)
+            given = [self.fold_value(arg) for arg in node.args]
             if called in ("__import__", "importlib.import_module") and given and isinstance(given[0], str):
                 return given[0]
             if called == "getattr" and len(given) > 1 and isinstance(given[1], str):
-                return f"{self.name(node.args[0])}.{given[1]}"
+                return f"{self.dotted_name(node.args[0])}.{given[1]}"
         return "?"
 
-    def value(self, node: ast.AST) -> Any:
+    def fold_value(self, node: ast.AST) -> Any:
         """The value of an expression, or UNKNOWABLE. Raises: Unreadable if there is too much to work out."""
         self._steps += 1
         if self._steps > MAX_STEPS:
-            raise Unreadable("code that takes too long to read")
+            raise UnreadableCommand("code that takes too long to read")
         try:
-            found = self._value(node)
-        except Unreadable:
+            found = self._fold_node(node)
+        except UnreadableCommand:
             raise
         except (ValueError, TypeError, AttributeError, OverflowError, LookupError, zlib.error):
             return UNKNOWABLE
         return UNKNOWABLE if isinstance(found, str | bytes | list) and len(found) > MAX_TEXT else found
 
-    def _value(self, node: ast.AST) -> Any:
+    def _fold_node(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name):
             return self.values.get(node.id, UNKNOWABLE)
         if isinstance(node, ast.Attribute):
-            return _CONSTANTS.get(self.name(node), UNKNOWABLE)
+            return _CONSTANTS.get(self.dotted_name(node), UNKNOWABLE)
         if isinstance(node, ast.List | ast.Tuple):
-            items = [self.value(item) for item in node.elts]
+            items = [self.fold_value(item) for item in node.elts]
             return UNKNOWABLE if UNKNOWABLE in items else items
         if isinstance(node, ast.JoinedStr):
-            parts = [self.value(part) for part in node.values]
-            return UNKNOWABLE if UNKNOWABLE in parts else concatenated(parts)
+            parts = [self.fold_value(part) for part in node.values]
+            return UNKNOWABLE if UNKNOWABLE in parts else join_parts(parts)
         if isinstance(node, ast.FormattedValue):
-            return self.value(node.value)
+            return self.fold_value(node.value)
         if isinstance(node, ast.BinOp):
-            return self._operation(node)
+            return self._fold_operation(node)
         if isinstance(node, ast.Subscript):
-            return self._subscript(node)
+            return self._fold_subscript(node)
         return self._call(node) if isinstance(node, ast.Call) else UNKNOWABLE
 
-    def _operation(self, node: ast.BinOp) -> Any:
-        left, right = self.value(node.left), self.value(node.right)
+    def _fold_operation(self, node: ast.BinOp) -> Any:
+        left, right = self.fold_value(node.left), self.fold_value(node.right)
         if left is UNKNOWABLE or right is UNKNOWABLE:
             return UNKNOWABLE
         if isinstance(node.op, ast.Add):
@@ -127,13 +127,13 @@ class Folder:
         if isinstance(node.op, ast.Div) and isinstance(left, str) and isinstance(right, str):
             return joined_paths([left, right])
         if isinstance(node.op, ast.Mod) and isinstance(left, str):
-            return percent(left, right)
+            return format_percent(left, right)
         if isinstance(node.op, ast.Mult) and isinstance(left, str) and isinstance(right, int):
             return left * min(right, 256)
         return UNKNOWABLE
 
-    def _subscript(self, node: ast.Subscript) -> Any:
-        whole = self.value(node.value)
+    def _fold_subscript(self, node: ast.Subscript) -> Any:
+        whole = self.fold_value(node.value)
         if whole is UNKNOWABLE or not isinstance(whole, str | bytes | list):
             return UNKNOWABLE
         if isinstance(node.slice, ast.Slice):
@@ -146,12 +146,12 @@ class Folder:
         return whole[ast.literal_eval(node.slice)]
 
     def _call(self, node: ast.Call) -> Any:
-        called = self.name(node.func)
-        if called == "map" and len(node.args) == 2 and self.name(node.args[0]) == "chr":
+        called = self.dotted_name(node.func)
+        if called == "map" and len(node.args) == 2 and self.dotted_name(node.args[0]) == "chr":
             self.decoded = True
-            numbers = self.value(node.args[1])
+            numbers = self.fold_value(node.args[1])
             return UNKNOWABLE if numbers is UNKNOWABLE else [chr(n) for n in numbers]
-        given = [self.value(arg) for arg in node.args]
+        given = [self.fold_value(arg) for arg in node.args]
         if UNKNOWABLE in given:
             return UNKNOWABLE
         if called in _DECODERS:
@@ -163,23 +163,23 @@ class Folder:
             return codecs.decode(given[0], *given[1:2])
         if called in ("chr", "bytes", "bytearray"):
             self.decoded = True
-            return chr(given[0]) if called == "chr" else _bytes(given[0])
+            return chr(given[0]) if called == "chr" else _bounded_bytes(given[0])
         if called == "reversed":
             return list(given[0])[::-1]
         if called == "os.path.join" or (called in _PATHS and len(given) > 1):
             return joined_paths(given)
         if called in _PATHS and given:
-            return concatenated(given)
+            return join_parts(given)
         if called in ("pathlib.Path.home", "pathlib.Path.cwd", "os.getcwd"):
             return "~" if called.endswith("home") else "."
         if called == "os.path.expanduser":
             return given[0]
-        return self._method(node, given)
+        return self._fold_method_call(node, given)
 
-    def _method(self, node: ast.Call, given: list[Any]) -> Any:
+    def _fold_method_call(self, node: ast.Call, given: list[Any]) -> Any:
         if not isinstance(node.func, ast.Attribute):
             return UNKNOWABLE
-        whole, method = self.value(node.func.value), node.func.attr
+        whole, method = self.fold_value(node.func.value), node.func.attr
         if whole is UNKNOWABLE or not isinstance(whole, str | bytes):
             return UNKNOWABLE
         if method in ("joinpath", "with_name") and isinstance(whole, str):
@@ -189,6 +189,6 @@ class Folder:
         return made_by(whole, method, given) if method in _METHODS and not node.keywords else UNKNOWABLE
 
 
-def _bytes(given: Any) -> bytes:
+def _bounded_bytes(given: Any) -> bytes:
     """`bytes(given)`; of a number only if it is small."""
     return bytes(min(given, MAX_TEXT + 1)) if isinstance(given, int) else bytes(given)

@@ -41,7 +41,7 @@ BACKTICK_RUNS = frozenset({"perl", "ruby", "php"})
 
 
 def read_other(language: str, text: str) -> Code:
-    """What a program in a language without a parser of ours may do: more is assumed than it would do."""
+    """Read what a program in a language without a parser of ours may do: more is assumed than it would do."""
     code = Code(texts=[text])
     literals = [unescape(a or b) for a, b in _STRING.findall(text)]
     for literal in literals:

@@ -13,7 +13,7 @@ from typing import Any
 from opd.guard.code import Code, Started
 from opd.guard.code.folding import UNKNOWABLE, Folder
 from opd.guard.shell.fields import UNKNOWN
-from opd.guard.shell.nodes import Unreadable
+from opd.guard.shell.nodes import UnreadableCommand
 
 _SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn"}
 _PROCESSES = {
@@ -54,19 +54,19 @@ _ENVIRONMENT = {"os.environ.get", "os.getenv", "os.environ.pop", "os.environ.set
 
 
 def read_python(text: str) -> Code:
-    """What a Python program would do. Raises: Unreadable if it does not parse."""
+    """Read what a Python program would do. Raises: Unreadable if it does not parse."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(textwrap.dedent(text), "<string>")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         said = "".join(traceback.format_exception_only(error)).rstrip()
-        raise Unreadable("Python code that does not parse", said) from None
+        raise UnreadableCommand("Python code that does not parse", said) from None
     reader = _PythonReader()
     try:
         reader.visit(tree)
     except RecursionError:
-        raise Unreadable("Python code that is too deeply nested") from None
+        raise UnreadableCommand("Python code that is too deeply nested") from None
     if reader.fold.decoded:
         reader.code.tags.add("decodes")
     return reader.code
@@ -84,20 +84,20 @@ class _PythonReader(ast.NodeVisitor):
     def visit(self, node: ast.AST) -> None:
         """Note what an expression is, then go on inside of it."""
         if isinstance(node, ast.expr):
-            value = self.fold.value(node)
+            value = self.fold.fold_value(node)
             if isinstance(value, bytes) and not isinstance(node, ast.Name):
                 value = value.decode("latin-1")
             if isinstance(value, str) and not isinstance(node, ast.Name):
                 self.code.mention(value, globs="*" in value)
             if isinstance(node, ast.Attribute | ast.Name):
-                self.code.uses.append(self.fold.name(node))
-                return self._base(node)
+                self.code.uses.append(self.fold.dotted_name(node))
+                return self._visit_base(node)
             if isinstance(value, str) and not isinstance(node, ast.Call):
                 return None
         super().visit(node)
         return None
 
-    def _base(self, node: ast.AST) -> None:
+    def _visit_base(self, node: ast.AST) -> None:
         """Go on below a dotted name, whose parts are no names of their own."""
         while isinstance(node, ast.Attribute):
             node = node.value
@@ -123,26 +123,26 @@ class _PythonReader(ast.NodeVisitor):
     def visit_Assign(self, node: ast.Assign) -> None:
         """A variable whose value is known stays known until it is set again."""
         self.generic_visit(node)
-        self._set(node.targets, self.fold.value(node.value))
-        self._named |= {one.id: self._opened(node.value) for one in node.targets if isinstance(one, ast.Name)}
+        self._assign_targets(node.targets, self.fold.fold_value(node.value))
+        self._named |= {one.id: self._opened_path(node.value) for one in node.targets if isinstance(one, ast.Name)}
 
     def visit_For(self, node: ast.For) -> None:
         """A loop over known strings is gone through once for each."""
-        values = self.fold.value(node.iter)
+        values = self.fold.fold_value(node.iter)
         self.visit(node.iter)
         if self._shows_environment([node.iter]) and any(
-            isinstance(one, ast.Call) and self.fold.name(one.func) in _SHOWS for one in ast.walk(node)
+            isinstance(one, ast.Call) and self.fold.dotted_name(one.func) in _SHOWS for one in ast.walk(node)
         ):
             self.code.uses.append("shown environment")
         for value in values[:16] if isinstance(values, list) else [UNKNOWABLE]:
-            self._set([node.target], value)
+            self._assign_targets([node.target], value)
             for statement in [*node.body, *node.orelse]:
                 self.visit(statement)
 
     def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> None:
         """`[print(k, v) for k, v in os.environ.items()]`."""
         if self._shows_environment([node]) and any(
-            isinstance(one, ast.Call) and self.fold.name(one.func) in _SHOWS for one in ast.walk(node.elt)
+            isinstance(one, ast.Call) and self.fold.dotted_name(one.func) in _SHOWS for one in ast.walk(node.elt)
         ):
             self.code.uses.append("shown environment")
         self.generic_visit(node)
@@ -150,53 +150,53 @@ class _PythonReader(ast.NodeVisitor):
     visit_GeneratorExp = visit_ListComp
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """What a function mentions is meant where it is called."""
+        """Note that the mentions of a function count where it is called."""
         before = len(self.code.mentions)
         self.generic_visit(node)
         self.code.later += self.code.mentions[before:]
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
-    def _set(self, targets: list[ast.expr], value: Any) -> None:
+    def _assign_targets(self, targets: list[ast.expr], value: Any) -> None:
         for target in targets:
             if isinstance(target, ast.Name):
                 self.fold.values[target.id] = value
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         """`os.environ["NAME"]` asks for one variable, not for all of them."""
-        if self.fold.name(node.value) == "os.environ":
+        if self.fold.dotted_name(node.value) == "os.environ":
             self.code.uses.append("os.environ.get")
             self._asked(node.slice)
             return
         self.generic_visit(node)
 
     def _asked(self, node: ast.expr) -> None:
-        value = self.fold.value(node)
+        value = self.fold.fold_value(node)
         if isinstance(value, str):
             self.code.env.append(value)
 
     def visit_Call(self, node: ast.Call) -> None:
         """A call: of a shell, of code, of what opens, writes or removes files."""
-        called = self.fold.name(node.func)
+        called = self.fold.dotted_name(node.func)
         self.code.uses.append(called)
         if (called in _SHOWS or called.endswith(".write")) and self._shows_environment(node.args):
             self.code.uses.append("shown environment")
         named = [word.value for word in node.keywords if word.arg == "args"]
-        first = self.fold.value([*node.args, *named][0]) if node.args or named else UNKNOWABLE
+        first = self.fold.fold_value([*node.args, *named][0]) if node.args or named else UNKNOWABLE
         if called in _LOADERS and isinstance(first, str):
             self.code.loads.append(first.removesuffix(".py").replace("/", ".").strip("."))
         if called in _SHELLS or called in _PROCESSES or called.startswith(("os.exec", "os.spawn")):
-            self._shell(node, first)
+            self._read_shell_call(node, first)
         elif called in ("exec", "eval", "compile", "builtins.exec", "builtins.eval"):
-            self._nested(first)
+            self._read_nested_code(first)
         elif called in _ENVIRONMENT and node.args:
             self._asked(node.args[0])
         elif called in ("os.chdir", "contextlib.chdir") and isinstance(first, str):
             self.code.changes_to(first)
         else:
-            self._writes(node, called, first)
+            self._note_writes(node, called, first)
         if isinstance(node.func, ast.Attribute) and node.func.attr in ("write", "write_text"):
-            self._puts(node, first)
+            self._note_written_text(node, first)
         route = False
         if called.rpartition(".")[2] in _ROUTES and isinstance(first, str) and first.startswith("/"):
             route = True
@@ -207,11 +207,11 @@ class _PythonReader(ast.NodeVisitor):
     def visit_Compare(self, node: ast.Compare) -> None:
         """`"NAME" in os.environ` asks for one variable."""
         for one in [node.left, *node.comparators]:
-            if self.fold.name(one) != "os.environ":
+            if self.fold.dotted_name(one) != "os.environ":
                 self.visit(one)
 
     def _shows_environment(self, nodes: Sequence[ast.AST]) -> bool:
-        """Whether the whole environment stands among these, and not only one variable of it."""
+        """Return True if the whole environment stands among these, and not only one variable of it."""
         inner = [child for node in nodes for child in ast.walk(node)]
         one = {id(node.value) for node in inner if isinstance(node, ast.Subscript)}
         one |= {id(n.value) for n in inner if isinstance(n, ast.Attribute) and f"os.environ.{n.attr}" in _ENVIRONMENT}
@@ -219,20 +219,20 @@ class _PythonReader(ast.NodeVisitor):
         one |= {id(child) for part in chosen for child in ast.walk(part.iter)}
         one |= {id(other) for node in inner if isinstance(node, ast.Compare) for other in node.comparators}
         return any(
-            isinstance(node, ast.Attribute | ast.Name) and id(node) not in one and self.fold.name(node) in _WHOLE
+            isinstance(node, ast.Attribute | ast.Name) and id(node) not in one and self.fold.dotted_name(node) in _WHOLE
             for node in inner
         )
 
-    def _shell(self, node: ast.Call, first: Any) -> None:
-        given = next((self.fold.value(word.value) for word in node.keywords if word.arg == "cwd"), "")
+    def _read_shell_call(self, node: ast.Call, first: Any) -> None:
+        given = next((self.fold.fold_value(word.value) for word in node.keywords if word.arg == "cwd"), "")
         cwd = posixpath.join(self.code.cwd, given if isinstance(given, str) else UNKNOWN if given is UNKNOWABLE else "")
         if isinstance(first, str) or (isinstance(first, list) and all(isinstance(one, str) for one in first) and first):
             self.code.shell.append(Started(first, cwd))
         elif node.args and isinstance(node.args[0], ast.List) and node.args[0].elts:
-            known = [self.fold.value(one) for one in node.args[0].elts]
+            known = [self.fold.fold_value(one) for one in node.args[0].elts]
             self.code.shell.append(Started([one if isinstance(one, str) else "…" for one in known], cwd))
 
-    def _nested(self, first: Any) -> None:
+    def _read_nested_code(self, first: Any) -> None:
         if isinstance(first, bytes):
             first = first.decode("utf-8", "replace")
         if isinstance(first, str):
@@ -240,52 +240,58 @@ class _PythonReader(ast.NodeVisitor):
         else:
             self.code.tags.add("unseen")
 
-    def _writes(self, node: ast.Call, called: str, first: Any) -> None:
+    def _note_writes(self, node: ast.Call, called: str, first: Any) -> None:
         """Note what a call opens for writing, changes or removes."""
         method = called.rpartition(".")[2]
         if method == "open":
-            self._opens(node, called, first)
+            self._note_open(node, called, first)
         elif called in _REMOVERS:
-            self._written(first)
+            self._note_written_path(first)
         elif called in _TARGETS and len(node.args) > 1:
-            self._written(self.fold.value(node.args[1]))
+            self._note_written_path(self.fold.fold_value(node.args[1]))
         elif method in _CHANGES and isinstance(node.func, ast.Attribute):
-            receiver = self.fold.value(node.func.value)
+            receiver = self.fold.fold_value(node.func.value)
             if isinstance(receiver, str) or method in ("write_text", "write_bytes"):
-                self._written(receiver)
+                self._note_written_path(receiver)
 
     def visit_With(self, node: ast.With) -> None:
         """`with open(path, "w") as file` gives the file a name."""
         for item in node.items:
             if isinstance(item.optional_vars, ast.Name) and isinstance(item.context_expr, ast.Call):
-                self._named[item.optional_vars.id] = self._opened(item.context_expr)
+                self._named[item.optional_vars.id] = self._opened_path(item.context_expr)
         self.generic_visit(node)
 
-    def _opened(self, node: ast.AST) -> str:
+    def _opened_path(self, node: ast.AST) -> str:
         """The path that an expression opens, or the path of a file with a name; empty if it is not known."""
         if isinstance(node, ast.Name):
             return self._named.get(node.id, "")
-        if isinstance(node, ast.Call) and self.fold.name(node.func).rpartition(".")[2] == "open":
+        if isinstance(node, ast.Call) and self.fold.dotted_name(node.func).rpartition(".")[2] == "open":
             given = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
-            paths = [value for one in given if isinstance(value := self.fold.value(one), str)]
+            paths = [value for one in given if isinstance(value := self.fold.fold_value(one), str)]
             return posixpath.join(self.code.cwd, paths[-1]) if paths else ""
         return ""
 
-    def _puts(self, node: ast.Call, first: Any) -> None:
+    def _note_written_text(self, node: ast.Call, first: Any) -> None:
         """Note the text that `open(path, "w").write(text)` or `Path(path).write_text(text)` puts into a file."""
         assert isinstance(node.func, ast.Attribute)
-        receiver = self.fold.value(node.func.value) if node.func.attr == "write_text" else self._opened(node.func.value)
+        receiver = (
+            self.fold.fold_value(node.func.value)
+            if node.func.attr == "write_text"
+            else self._opened_path(node.func.value)
+        )
         if isinstance(receiver, str) and receiver and isinstance(first, str):
             self.code.files.append((posixpath.join(self.code.cwd, receiver), first))
 
-    def _opens(self, node: ast.Call, called: str, first: Any) -> None:
+    def _note_open(self, node: ast.Call, called: str, first: Any) -> None:
         own = called not in ("open", "io.open", "codecs.open", "os.open")  # a method of a path
-        modes = [self.fold.value(arg) for arg in node.args[0 if own else 1 :]]
-        modes += [self.fold.value(word.value) for word in node.keywords if word.arg == "mode"]
+        modes = [self.fold.fold_value(arg) for arg in node.args[0 if own else 1 :]]
+        modes += [self.fold.fold_value(word.value) for word in node.keywords if word.arg == "mode"]
         if any(isinstance(mode, str) and set(mode) & set("wax+") and len(mode) <= 3 for mode in modes):
-            self._written(self.fold.value(node.func.value) if own and isinstance(node.func, ast.Attribute) else first)
+            self._note_written_path(
+                self.fold.fold_value(node.func.value) if own and isinstance(node.func, ast.Attribute) else first
+            )
 
-    def _written(self, path: Any) -> None:
+    def _note_written_path(self, path: Any) -> None:
         if isinstance(path, str):
             self.code.writes.append(posixpath.join(self.code.cwd, path))
         else:

@@ -1,4 +1,5 @@
-"""What Python makes of texts, worked out only if the result is short: a few characters of code can ask for gigabytes."""
+"""Results of Python's operations on texts, worked out only if the result is short: a few characters of code can ask for
+gigabytes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def _refuse_long(characters: int) -> None:
         raise ValueError("too long")
 
 
-def _length(value: Any) -> int:
+def _shown_length(value: Any) -> int:
     """At least as many characters as the value has when it is shown. Raises: TypeError for a list, which may hold another one many
     times over."""
     if isinstance(value, list):
@@ -36,7 +37,7 @@ def _length(value: Any) -> int:
 def _refuse_shown(pattern: str, values: Sequence[Any], times: int) -> None:
     """Refuse a pattern with so many places for these values. Raises: ValueError, TypeError."""
     width = 999 if re.search(r"\d\d", pattern) else 9
-    _refuse_long(times * max(map(_length, values), default=0) + times * width)
+    _refuse_long(times * max(map(_shown_length, values), default=0) + times * width)
 
 
 def joined_paths(parts: Sequence[Any]) -> str:
@@ -45,13 +46,13 @@ def joined_paths(parts: Sequence[Any]) -> str:
     return posixpath.join(*parts)
 
 
-def concatenated(parts: Sequence[Any]) -> str:
+def join_parts(parts: Sequence[Any]) -> str:
     """The text of an f-string."""
-    _refuse_long(sum(map(_length, parts)))
+    _refuse_long(sum(map(_shown_length, parts)))
     return "".join(map(str, parts))
 
 
-def percent(pattern: str, values: Any) -> str:
+def format_percent(pattern: str, values: Any) -> str:
     """`pattern % values`."""
     given = tuple(values) if isinstance(values, list) else (values,)
     if _WIDE.search(pattern):
@@ -61,11 +62,11 @@ def percent(pattern: str, values: Any) -> str:
 
 
 def made_by(whole: str | bytes, method: str, given: Sequence[Any]) -> Any:
-    """What a method of a text gives. Raises: ValueError if that is too long, AttributeError if there is no such method, and all
-    that the method raises."""
+    """Return the result of a method of a text. Raises: ValueError if that is too long, AttributeError if there is no such
+    method, and all that the method raises."""
     function: Callable[..., Any] = getattr(whole, method)
     if method == "format" and isinstance(whole, str):
-        _format(whole, given)
+        _refuse_long_format(whole, given)
     elif method == "join":
         _refuse_long(len(whole) * len(given[0]) + sum(map(len, given[0])))
     elif method == "replace":
@@ -75,7 +76,7 @@ def made_by(whole: str | bytes, method: str, given: Sequence[Any]) -> Any:
     return function(*given)
 
 
-def _format(pattern: str, given: Sequence[Any]) -> None:
+def _refuse_long_format(pattern: str, given: Sequence[Any]) -> None:
     """Refuse a pattern that would make a long text. Raises: ValueError."""
     fields = [(name, spec or "") for _, name, spec, _ in string.Formatter().parse(pattern) if name is not None]
     if any("{" in spec or re.search(r"\d{4,}", spec) for _, spec in fields):
@@ -83,8 +84,8 @@ def _format(pattern: str, given: Sequence[Any]) -> None:
     _refuse_shown(pattern, given, len(fields))
 
 
-def inflated(data: bytes, wbits: int = zlib.MAX_WBITS) -> bytes:
-    """What was compressed, if it is all there and not too long. Raises: ValueError, zlib.error."""
+def decompress(data: bytes, wbits: int = zlib.MAX_WBITS) -> bytes:
+    """Decompress data that is complete and not too long. Raises: ValueError, zlib.error."""
     stream = zlib.decompressobj(wbits)
     found = stream.decompress(data, MAX_TEXT + 1)
     if not stream.eof or stream.unused_data:

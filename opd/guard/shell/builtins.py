@@ -1,4 +1,4 @@
-"""What is known of programs by their names alone."""
+"""Lists of programs that are known by their names alone."""
 
 SUCCEED = frozenset({"cd", "pushd", "mkdir", "true", ":", "echo", "pwd", "export"})
 """Programs that are taken to succeed. Of others nobody knows, but for `false`."""

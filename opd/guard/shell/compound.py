@@ -7,10 +7,18 @@ from dataclasses import replace
 from functools import partial
 
 from opd.guard.facts import Streams
-from opd.guard.session import Session
-from opd.guard.shell.fields import UNKNOWN, known
-from opd.guard.shell.nodes import For, Group, Literal, Script, Simple
-from opd.guard.shell.ways import Output, apart, distinct, in_each, joined, settle, states
+from opd.guard.session import GuardSession
+from opd.guard.shell.fields import UNKNOWN, is_fully_known
+from opd.guard.shell.nodes import CompoundCommand, For, Literal, Script, Simple
+from opd.guard.shell.ways import (
+    Output,
+    act_in_subprocess,
+    distinct_states,
+    in_each,
+    join_outputs,
+    list_states,
+    settle_states,
+)
 
 Walk = Callable[[Script, Streams], Output]
 MAX_ROUNDS = 16
@@ -18,12 +26,12 @@ MAX_ROUNDS = 16
 FIRST_LINES = 3
 
 
-def group(session: Session, node: Group, streams: Streams, walk: Walk) -> Output:
+def walk_group(session: GuardSession, node: CompoundCommand, streams: Streams, walk: Walk) -> Output:
     """Go through the bodies of a group; what it prints, or, if it has branches, what it may print, a line each."""
     if node.kind == "subshell":
-        return apart(session, partial(walk, node.bodies[0], streams))
+        return act_in_subprocess(session, partial(walk, node.bodies[0], streams))
     if node.kind == "braces":
-        return joined([walk(body, streams) for body in node.bodies])
+        return join_outputs([walk(body, streams) for body in node.bodies])
     printed: list[Output] = []
 
     def run(body: Script) -> None:
@@ -32,50 +40,52 @@ def group(session: Session, node: Group, streams: Streams, walk: Walk) -> Output
 
     bodies = [partial(run, body) for body in node.bodies]
     if node.kind == "if":
-        settle(session, _if(session, bodies))
+        settle_states(session, _walk_if(session, bodies))
     elif node.kind == "case":
-        settle(session, _case(session, bodies))
-    elif lines := _lines(node, streams):
-        settle(session, in_each(session, states(session), partial(_by_line, walk, node.bodies, streams, lines)))
+        settle_states(session, _walk_case(session, bodies))
+    elif lines := _lines_of_while_read(node, streams):
+        settle_states(
+            session, in_each(session, list_states(session), partial(_by_line, walk, node.bodies, streams, lines))
+        )
     else:
-        settle(session, _loop(session, *bodies))
-    return joined(list(dict.fromkeys(printed)), "\n") if node.kind != "loop" else None
+        settle_states(session, _walk_loop(session, *bodies))
+    return join_outputs(list(dict.fromkeys(printed)), "\n") if node.kind != "loop" else None
 
 
-def _if(session: Session, bodies: Sequence[Callable[[], object]]) -> list[Session]:
+def _walk_if(session: GuardSession, bodies: Sequence[Callable[[], object]]) -> list[GuardSession]:
     """A branch runs behind its own test and those before it. The last of an odd number is the `else`."""
-    ways, ended = states(session), list[Session]()
+    ways, ended = list_states(session), list[GuardSession]()
     for index in range(0, len(bodies) - 1, 2):
         ways = in_each(session, ways, bodies[index])
         ended += in_each(session, ways, bodies[index + 1])
     return [*ended, *(in_each(session, ways, bodies[-1]) if len(bodies) % 2 else ways)]
 
 
-def _case(session: Session, bodies: Sequence[Callable[[], object]]) -> list[Session]:
+def _walk_case(session: GuardSession, bodies: Sequence[Callable[[], object]]) -> list[GuardSession]:
     """One branch runs; the first body is the subject."""
-    ways = in_each(session, states(session), bodies[0])
+    ways = in_each(session, list_states(session), bodies[0])
     return [way for body in bodies[1:] for way in in_each(session, ways, body)] or ways
 
 
-def _loop(session: Session, test: Callable[[], object], body: Callable[[], object]) -> list[Session]:
+def _walk_loop(session: GuardSession, test: Callable[[], object], body: Callable[[], object]) -> list[GuardSession]:
     """The test runs first and last, the body never or many times: twice is enough to see what a round does to the next."""
-    ways = done = in_each(session, states(session), test)
+    ways = done = in_each(session, list_states(session), test)
     for _ in range(2):
         after = in_each(session, ways, body)
-        if all(any(one.alike(way) for one in done) for way in after):
+        if all(any(one.is_similar(way) for one in done) for way in after):
             break
         ways = in_each(session, after, test)
-        done = distinct([*done, *ways])
+        done = distinct_states([*done, *ways])
     return done
 
 
-def _lines(node: Group, streams: Streams) -> list[str]:
+def _lines_of_while_read(node: CompoundCommand, streams: Streams) -> list[str]:
     """The lines that a `while read ...` gets, if they are known: the first few, and of the others those that may be paths."""
     test = node.bodies[0]
     first = test[0].pipelines[0].commands[0] if test else None
     if not isinstance(first, Simple) or not first.words or first.words[0] != (Literal("read"),):
         return []
-    if streams.stdin is None or not known(streams.stdin):
+    if streams.stdin is None or not is_fully_known(streams.stdin):
         return []
     lines = streams.stdin.removesuffix("\n").split("\n")
     return [line for n, line in enumerate(lines) if n < FIRST_LINES or "/" in line or "." in line][:MAX_ROUNDS]
@@ -87,7 +97,7 @@ def _by_line(walk: Walk, bodies: Sequence[Script], streams: Streams, lines: Sequ
         walk(bodies[1], streams)
 
 
-def loop_over(session: Session, node: For, values: Sequence[str], walk: Callable[[Script], Output]) -> Output:
+def loop_over(session: GuardSession, node: For, values: Sequence[str], walk: Callable[[Script], Output]) -> Output:
     """Go through the body of a `for` for each of its words; what it prints, if that is known."""
     printed: list[Output] = []
 
@@ -96,8 +106,8 @@ def loop_over(session: Session, node: For, values: Sequence[str], walk: Callable
         said = walk(node.body)
         printed.append(said)
 
-    ways = before = states(session)
+    ways = before = list_states(session)
     for value in values[:MAX_ROUNDS] or [UNKNOWN]:
         ways = in_each(session, ways, partial(one_round, value))
-    settle(session, ways if any(map(known, values)) else [*ways, *before])
-    return joined(printed)
+    settle_states(session, ways if any(map(is_fully_known, values)) else [*ways, *before])
+    return join_outputs(printed)

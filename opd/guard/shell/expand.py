@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
-from opd.guard.session import Session
+from opd.guard.session import GuardSession
 from opd.guard.shell.arrays import EVERY, item
 from opd.guard.shell.fields import (
     ACTIVE,
@@ -18,13 +18,13 @@ from opd.guard.shell.fields import (
     UNKNOWN,
     UNSET,
     VALUE,
-    braces,
+    expand_braces,
     glob_regex,
-    known,
-    plain,
+    is_fully_known,
+    show_field,
 )
 from opd.guard.shell.nodes import Arithmetic, Literal, Part, Script, Substitution, Variable, Word
-from opd.guard.shell.work import ITEM, TRIES, Work
+from opd.guard.shell.work import ITEM, TRIES, WorkBudget
 
 SEPARATE = ("@", "[@]")
 """Ends of names whose items stay apart, also in quotes."""
@@ -51,72 +51,74 @@ _SLICE = re.compile(r"\s*(-?[0-9]{1,9})\s*(?::\s*(-?[0-9]{1,9})?\s*)?")
 class Expander:
     """Expands words in a session's state. `run` gives the output of a substitution, or None where it is not known."""
 
-    def __init__(self, session: Session, run: Callable[[Script], str | None], work: Work) -> None:
+    def __init__(self, session: GuardSession, run: Callable[[Script], str | None], work: WorkBudget) -> None:
         self.session = session
         self.run = run
         self._work = work
 
-    def fields(self, word: Word) -> list[str]:
+    def expand_to_fields(self, word: Word) -> list[str]:
         """The arguments that a word becomes. Raises: Unreadable if that is too much."""
-        text = self._text(word, split=True)
+        text = self._expand_text(word, split=True)
         if text.startswith("~"):
-            text = self._home(text)
-        found = [field.translate(SETTLED) for piece in text.split(BREAK) for field in braces(piece, self._work.spend)]
+            text = self._expand_home(text)
+        found = [
+            field.translate(SETTLED) for piece in text.split(BREAK) for field in expand_braces(piece, self._work.spend)
+        ]
         if all(field == "" for field in found) and not any(_keeps_empty(part) for part in word):
             return []
         return [f for f in found if f or _keeps_empty_word(word)][:MAX_FIELDS]
 
-    def value(self, word: Word) -> str:
+    def expand_to_value(self, word: Word) -> str:
         """The word as one string without marks of globs: the value of an assignment, the text of a heredoc."""
-        text = self._text(word, split=False)
+        text = self._expand_text(word, split=False)
         if text.startswith("~"):
-            text = self._home(text)
+            text = self._expand_home(text)
         return text.translate(VALUE)
 
-    def _home(self, text: str) -> str:
+    def _expand_home(self, text: str) -> str:
         name, slash, rest = text.partition("/")
         places = {"~": self.session.home, "~+": self.session.cwd, "~-": self.session.before, "~root": "/root"}
         return places[name] + slash + rest if name in places else text
 
-    def _text(self, word: Word, split: bool) -> str:
-        text = "".join(self._part(part, split) for part in word)
+    def _expand_text(self, word: Word, split: bool) -> str:
+        text = "".join(self._expand_part(part, split) for part in word)
         self._work.spend(len(text))
         return text[:MAX_VALUE]
 
-    def _part(self, part: Part, split: bool) -> str:
+    def _expand_part(self, part: Part, split: bool) -> str:
         if isinstance(part, Literal):
             return part.text if part.quoted or not split else part.text.translate(ACTIVE)
         if isinstance(part, Variable):
-            value = self._variable(part)
+            value = self._expand_variable(part)
             apart = part.quoted and split and part.name.endswith(SEPARATE)
-            return value if apart else self._split(value, part.quoted or not split)
+            return value if apart else self._split_fields(value, part.quoted or not split)
         if isinstance(part, Substitution):
             output = self.run(part.body)
-            return UNKNOWN if output is None else self._split(output.rstrip("\n"), part.quoted or not split)
+            return UNKNOWN if output is None else self._split_fields(output.rstrip("\n"), part.quoted or not split)
         if isinstance(part, Arithmetic):
-            self._text(part.inner, split=False)
+            self._expand_text(part.inner, split=False)
             return UNKNOWN
         self.run(part.body)
         return UNKNOWN
 
-    def _split(self, value: str, whole: bool) -> str:
+    def _split_fields(self, value: str, whole: bool) -> str:
         if whole:
             return value.replace(BREAK, " ")
         separators = self.session.variables.get("IFS", " \t\n")
         table = dict.fromkeys(map(ord, separators), BREAK)
         return value.translate(table | {ord("*"): STAR, ord("?"): ONE})
 
-    def _variable(self, part: Variable) -> str:
+    def _expand_variable(self, part: Variable) -> str:
         if part.index:
-            self._text(part.index, split=False)
-        value = self._lookup(part.name)
+            self._expand_text(part.index, split=False)
+        value = self._variable_value(part.name)
         if part.operator == "indirect":
-            value = None if value is None else self._lookup(value)
+            value = None if value is None else self._variable_value(value)
         elif part.operator:
-            return self._operate(part, value)
-        return _missing(part.name) if value is None else value
+            return self._apply_operator(part, value)
+        return _unset_variable_mark(part.name) if value is None else value
 
-    def _lookup(self, name: str) -> str | None:
+    def _variable_value(self, name: str) -> str | None:
         """The value of a variable; None if it is not known."""
         session = self.session
         if name.partition("[")[0] not in session.variables:
@@ -135,60 +137,64 @@ class Expander:
             return session.home if base == "HOME" else PROGRAMS_BY_NAME.get(base)
         return item(value, bracket + index)
 
-    def _operate(self, part: Variable, value: str | None) -> str:
+    def _apply_operator(self, part: Variable, value: str | None) -> str:
         operator, operand = part.operator, part.operand
         if operator in (":-", "-", ":=", "=") and (value is None or (value == "" and operator[0] == ":")):
-            value = self._text(operand, split=False)
+            value = self._expand_text(operand, split=False)
             if "=" in operator:
                 self.session.variables[part.name] = value
             return value
         if operator in (":+", "+"):
-            return self._text(operand, split=False) if value else ""
-        if value is None or not known(value):
-            self._text(operand, split=False)
-            return _missing(part.name) if value is None else UNKNOWN
+            return self._expand_text(operand, split=False) if value else ""
+        if value is None or not is_fully_known(value):
+            self._expand_text(operand, split=False)
+            return _unset_variable_mark(part.name) if value is None else UNKNOWN
         if operator == "length":
             return str(value.count(BREAK) + 1 if part.name.endswith(EVERY) else len(value))
-        pattern = self._text(operand, split=True)
-        tries = _tries(value, operator, pattern)
+        pattern = self._expand_text(operand, split=True)
+        tries = _count_comparisons(value, operator, pattern)
         self._work.spend(tries // TRIES + ITEM * value.count(BREAK))
         if tries > MAX_TRIES:
             return UNKNOWN
         every = part.name in ("@", "*") or part.name.endswith(EVERY)
-        return _each(value, operator, pattern, part.name in ("@", "*")) if every else changed(value, operator, pattern)
+        return (
+            _apply_to_items(value, operator, pattern, part.name in ("@", "*"))
+            if every
+            else apply_text_operator(value, operator, pattern)
+        )
 
 
-def _missing(name: str) -> str:
+def _unset_variable_mark(name: str) -> str:
     """The mark of a variable that the episode did not set."""
     own = _NUMBER.fullmatch(name) or (name.isidentifier() and not name.startswith(ENVIRONMENT))
     return UNSET if own and name != "0" else UNKNOWN
 
 
-def _each(value: str, operator: str, operand: str, from_one: bool) -> str:
+def _apply_to_items(value: str, operator: str, operand: str, from_one: bool) -> str:
     """The items of an array after an operator: some of them, or all, changed one by one."""
     items = value.split(BREAK)
     if operator != ":":
-        return BREAK.join(changed(one, operator, operand) for one in items)
-    found = _SLICE.fullmatch(plain(operand))
+        return BREAK.join(apply_text_operator(one, operator, operand) for one in items)
+    found = _SLICE.fullmatch(show_field(operand))
     if found is None or found[1].startswith("-"):
         return value
     start = max(int(found[1]) - from_one, 0)
     return BREAK.join(items[start:][: int(found[2])] if found[2] else items[start:])
 
 
-def _tries(value: str, operator: str, operand: str) -> int:
+def _count_comparisons(value: str, operator: str, operand: str) -> int:
     """At most how many characters are compared to cut or to replace the operand in the value."""
     if operator not in ("/", "//", "#", "##", "%", "%%"):
         return 0
     return len(value) * len(operand) * (len(value) if operator[0] == "/" and STAR in operand else 1)
 
 
-def changed(value: str, operator: str, operand: str) -> str:
+def apply_text_operator(value: str, operator: str, operand: str) -> str:
     """A known value after one of the operators that cut, replace or change case."""
     if operator in ("^^", ",,", "^", ","):
         return {"^^": value.upper(), ",,": value.lower(), "^": value[:1].upper() + value[1:]}.get(operator, value)
     if operator == ":":
-        slice_ = _SLICE.fullmatch(plain(operand))
+        slice_ = _SLICE.fullmatch(show_field(operand))
         if slice_ is None:
             return UNKNOWN
         rest = value[int(slice_[1]) :]
@@ -198,13 +204,13 @@ def changed(value: str, operator: str, operand: str) -> str:
         made, count = _regex(old).subn("", value, count=0 if operator == "//" else 1)
         if not old or len(made) + count * len(new) > MAX_VALUE:
             return UNKNOWN if old else value
-        return _regex(old).sub(lambda _: plain(new), value, count=0 if operator == "//" else 1)
+        return _regex(old).sub(lambda _: show_field(new), value, count=0 if operator == "//" else 1)
     if operator in ("#", "##", "%", "%%"):
-        return _cut(value, operator, operand)
+        return _cut_match(value, operator, operand)
     return value
 
 
-def _cut(value: str, operator: str, pattern: str) -> str:
+def _cut_match(value: str, operator: str, pattern: str) -> str:
     """The value without the shortest or longest beginning or end that fits."""
     backwards = operator[0] == "%"
     text = value[::-1] if backwards else value

@@ -17,7 +17,7 @@ STAR, ONE, SET = "\ue001", "\ue002", "\ue003"
 OPEN, COMMA, CLOSE = "\ue004", "\ue005", "\ue006"
 """Unquoted `{`, `,` and `}`."""
 BREAK = "\ue007"
-"""Where one field ends and the next begins."""
+"""The mark between one field and the next."""
 UNSET = "\ue008"
 """A variable that nobody set: nothing, or something of the environment."""
 MARKS = re.compile("[\ue000-\ue008]")
@@ -33,12 +33,12 @@ VALUE = {mark: text for mark, text in PLAIN.items() if mark not in (ord(UNKNOWN)
 MAX_FIELDS = 256
 
 
-def plain(field: str) -> str:
+def show_field(field: str) -> str:
     """The field as a person would write it; what is not known is an ellipsis."""
     return field if field.isascii() else field.translate(PLAIN)  # most have no mark, and to translate is slow
 
 
-def known(field: str) -> bool:
+def is_fully_known(field: str) -> bool:
     """True if nothing of the field depends on what runs before."""
     return UNKNOWN not in field and UNSET not in field
 
@@ -47,7 +47,7 @@ def has_glob(field: str) -> bool:
     return STAR in field or ONE in field or SET in field
 
 
-def braces(field: str, spend: Callable[[int], None]) -> list[str]:
+def expand_braces(field: str, spend: Callable[[int], None]) -> list[str]:
     """The fields that brace expansion makes of one: `a{b,c}` is `ab` and `ac`, `{1..3}` is 1, 2, 3. `spend` is told the characters
     that are looked at."""
     done: list[str] = []
@@ -64,16 +64,16 @@ def braces(field: str, spend: Callable[[int], None]) -> list[str]:
 
 
 def _first_brace(field: str) -> list[str] | None:
-    """What the first pair of braces that says something makes of the field."""
-    for places in sorted(_pairs(field)):
+    """Expand the first pair of braces in the field that says something."""
+    for places in sorted(_find_brace_pairs(field)):
         parts = [field[left + 1 : right] for left, right in pairwise(places)]
-        chosen = parts if len(parts) > 1 else _sequence(parts[0])
+        chosen = parts if len(parts) > 1 else _expand_sequence(parts[0])
         if chosen:
             return [field[: places[0]] + part + field[places[-1] + 1 :] for part in chosen]
     return None
 
 
-def _pairs(field: str) -> list[list[int]]:
+def _find_brace_pairs(field: str) -> list[list[int]]:
     """For each pair of braces its places: the opening one, its own commas, the closing one."""
     found: list[list[int]] = []
     opened: list[list[int]] = []
@@ -87,7 +87,7 @@ def _pairs(field: str) -> list[list[int]]:
     return found
 
 
-def _sequence(text: str) -> list[str]:
+def _expand_sequence(text: str) -> list[str]:
     """The members of `1..3` or `a..c`; none if the text is no sequence."""
     if match := re.fullmatch(r"(-?\d{1,6})\.\.(-?\d{1,6})", text):
         low, high = int(match[1]), int(match[2])
@@ -106,7 +106,7 @@ def glob_regex(pattern: str, backwards: bool = False, shortest: bool = False) ->
     It never goes back behind a piece between two `*`, so that it takes no longer than to read the text once for each piece.
     `backwards` is for a text from right to left, `shortest` for the shortest beginning of a text that fits.
     """
-    pieces = _pieces(plain(pattern))
+    pieces = _glob_pieces(show_field(pattern))
     if backwards:
         pieces = [piece[::-1] for piece in pieces[::-1]]
     first, *inner = ("".join(piece) for piece in pieces)
@@ -115,12 +115,12 @@ def glob_regex(pattern: str, backwards: bool = False, shortest: bool = False) ->
     try:
         return re.compile(source, re.DOTALL)
     except re.error:
-        text = plain(pattern)
+        text = show_field(pattern)
         return re.compile(re.escape(text[::-1] if backwards else text))
 
 
-def _pieces(text: str) -> list[list[str]]:
-    """What stands between the `*` of a glob, as regular expressions of one character each."""
+def _glob_pieces(text: str) -> list[list[str]]:
+    """Return the parts between the `*` of a glob, as regular expressions of one character each."""
     found: list[list[str]] = [[]]
     index = 0
     while index < len(text):

@@ -8,11 +8,11 @@ from functools import partial
 from itertools import pairwise
 
 from opd.guard.facts import Streams
-from opd.guard.shell.fields import UNKNOWN, known, plain
-from opd.guard.shell.nodes import Group, Unreadable
+from opd.guard.shell.fields import UNKNOWN, is_fully_known, show_field
+from opd.guard.shell.nodes import CompoundCommand, UnreadableCommand
 from opd.guard.shell.parser import parse
-from opd.guard.shell.walk import Handler, Run, Walker
-from opd.guard.shell.ways import apart
+from opd.guard.shell.walk import Handler, ProgramRun, Walker
+from opd.guard.shell.ways import act_in_subprocess
 
 _INLINE = {"python": "c", "perl": "eE", "ruby": "e", "node": "ep", "php": "r"}
 _INLINE_LONG = {"--eval", "--print", "--run"}
@@ -29,21 +29,21 @@ _VALUED = {"-W", "-X", "-r", "-I", "--require"}
 """Options whose value comes next, in languages that do not take code by them."""
 
 
-def shell(walker: Walker, run: Run) -> str | None:
+def run_shell(walker: Walker, run: ProgramRun) -> str | None:
     letters, operands = _shell_options(run.argv[1:])
     for name, file in pairwise(run.argv):
         if name in ("--rcfile", "--init-file") and (text := walker.session.script_at(file)):
-            walker.text(text)
+            walker.walk_text(text)
     if "c" in letters:
         return _inline_shell(walker, run, operands)
     if operands and "s" not in letters:
         return _script_file(walker, run, run.argv, operands)
-    walker.note(run)
+    walker.note_call(run)
     streams = run.streams
-    if streams.stdin is not None and known(streams.stdin):
-        return walker.text(streams.stdin, Streams(), walker.hidden(streams.sources))
+    if streams.stdin is not None and is_fully_known(streams.stdin):
+        return walker.walk_text(streams.stdin, Streams(), walker.decoding_tags(streams.sources))
     if streams.has_stdin:
-        walker.tag("unseen")
+        walker.tag_last_call("unseen")
     return None
 
 
@@ -51,11 +51,11 @@ def _shell_options(argv: list[str]) -> tuple[str, list[str]]:
     """The letters of a shell's options, and its other arguments. What is not known may be an option before `-c`, or nothing."""
     letters, unknown, index = "", list[str](), 0
     while index < len(argv):
-        arg = plain(argv[index])
+        arg = show_field(argv[index])
         index += 1
         if arg in ("-", "--"):
             break
-        if not known(argv[index - 1]) and "c" not in letters:
+        if not is_fully_known(argv[index - 1]) and "c" not in letters:
             unknown.append(argv[index - 1])
         elif arg.startswith("--"):
             index += arg in ("--rcfile", "--init-file")
@@ -68,91 +68,91 @@ def _shell_options(argv: list[str]) -> tuple[str, list[str]]:
     return letters, argv[index:] if "c" in letters else unknown + argv[index:]
 
 
-def _inline_shell(walker: Walker, run: Run, rest: list[str]) -> str | None:
-    walker.note(run.but(run.argv[:1]))
-    if not rest or not known(rest[0]):
-        walker.tag("unseen")
+def _inline_shell(walker: Walker, run: ProgramRun, rest: list[str]) -> str | None:
+    walker.note_call(run.with_argv(run.argv[:1]))
+    if not rest or not is_fully_known(rest[0]):
+        walker.tag_last_call("unseen")
         return None
-    text = plain(rest[0])
+    text = show_field(rest[0])
     if len(rest) > 1:
-        text = text.replace("$0", plain(rest[1])).replace("${0}", plain(rest[1]))
-    inside = partial(walker.text, text, run.streams, walker.hidden(run.streams.sources))
+        text = text.replace("$0", show_field(rest[1])).replace("${0}", show_field(rest[1]))
+    inside = partial(walker.walk_text, text, run.streams, walker.decoding_tags(run.streams.sources))
     return walker.with_arguments(rest[2:], inside)
 
 
-def _script_file(walker: Walker, run: Run, argv: list[str], operands: list[str]) -> str | None:
-    walker.note(run)
-    path = walker.session.absolute(operands[0])
-    text = walker.session.script(path)
+def _script_file(walker: Walker, run: ProgramRun, argv: list[str], operands: list[str]) -> str | None:
+    walker.note_call(run)
+    path = walker.session.resolve_path(operands[0])
+    text = walker.session.written_text(path)
     if text is not None:
         place = argv.index(operands[0])
-        return walker.file_code(text, run.but(argv[place:]))
-    if walker.session.wrote_some(path) or not known(operands[0]):
-        walker.tag("unseen")
+        return walker.file_code(text, run.with_argv(argv[place:]))
+    if walker.session.wrote_some(path) or not is_fully_known(operands[0]):
+        walker.tag_last_call("unseen")
     return None
 
 
-def evaluate(walker: Walker, run: Run) -> str | None:
-    walker.note(run.but(run.argv[:1]))
+def run_eval(walker: Walker, run: ProgramRun) -> str | None:
+    walker.note_call(run.with_argv(run.argv[:1]))
     text = " ".join(run.argv[1:])
-    if not known(text):
-        walker.tag("unseen")
+    if not is_fully_known(text):
+        walker.tag_last_call("unseen")
         return None
-    return walker.text(plain(text), run.streams, walker.hidden(run.streams.sources))
+    return walker.walk_text(show_field(text), run.streams, walker.decoding_tags(run.streams.sources))
 
 
-def source(walker: Walker, run: Run) -> str | None:
-    walker.note(run)
+def run_source(walker: Walker, run: ProgramRun) -> str | None:
+    walker.note_call(run)
     if len(run.argv) < 2:
         return None
-    path = walker.session.absolute(run.argv[1])
-    if text := walker.session.script(path):
-        return walker.text(text, run.streams, walker.hidden(walker.behind.get(path, ())))
-    if walker.session.wrote_some(path) or not known(path):
-        walker.tag("unseen")
+    path = walker.session.resolve_path(run.argv[1])
+    if text := walker.session.written_text(path):
+        return walker.walk_text(text, run.streams, walker.decoding_tags(walker.behind.get(path, ())))
+    if walker.session.wrote_some(path) or not is_fully_known(path):
+        walker.tag_last_call("unseen")
     return None
 
 
-def language(language: str) -> Handler:
-    def handler(walker: Walker, run: Run) -> str | None:
-        texts, rest, module = _inline(language, run.argv[1:])
+def make_language_handler(language: str) -> Handler:
+    def handler(walker: Walker, run: ProgramRun) -> str | None:
+        texts, rest, module = _inline_code(language, run.argv[1:])
         operands = [arg for arg in rest if not arg.startswith("-")]
         if texts:
-            walker.note(run)
+            walker.note_call(run)
             for text in texts:
-                if not known(text):
-                    walker.tag("unseen")
-                walker.code(language, plain(text.replace(UNKNOWN, "unknown_value")), run)
+                if not is_fully_known(text):
+                    walker.tag_last_call("unseen")
+                walker.walk_code(language, show_field(text.replace(UNKNOWN, "unknown_value")), run)
             return None
-        walker.note(run)
+        walker.note_call(run)
         if module:
-            name = next((after for before, after in pairwise(map(plain, run.argv)) if before == "-m"), "")
-            if found := walker.session.module(name):
-                walker.code(language, found[1], run)
+            name = next((after for before, after in pairwise(map(show_field, run.argv)) if before == "-m"), "")
+            if found := walker.session.written_module(name):
+                walker.walk_code(language, found[1], run)
             return None
         if operands and operands[0] != "-":
-            path = walker.session.absolute(operands[0])
-            if written := walker.session.script(path):
-                walker.code(language, written, run)
+            path = walker.session.resolve_path(operands[0])
+            if written := walker.session.written_text(path):
+                walker.walk_code(language, written, run)
             elif path.startswith("/dev/fd/"):
-                walker.tag("unseen")
+                walker.tag_last_call("unseen")
         elif run.streams.has_stdin:
-            if run.streams.stdin is None or not known(run.streams.stdin):
-                walker.tag("unseen")
+            if run.streams.stdin is None or not is_fully_known(run.streams.stdin):
+                walker.tag_last_call("unseen")
             else:
-                walker.code(language, plain(run.streams.stdin), run)
+                walker.walk_code(language, show_field(run.streams.stdin), run)
         return None
 
     return handler
 
 
-def _inline(language: str, argv: list[str]) -> tuple[list[str], list[str], bool]:
+def _inline_code(language: str, argv: list[str]) -> tuple[list[str], list[str], bool]:
     """Code in the arguments, the other arguments, and whether it is a module that runs."""
     texts: list[str] = []
     rest: list[str] = []
     index = 0
     while index < len(argv):
-        arg = plain(argv[index])
+        arg = show_field(argv[index])
         index += 1
         if language == "python" and _MODULE.match(arg):
             return [], argv, True
@@ -170,49 +170,51 @@ def _inline(language: str, argv: list[str]) -> tuple[list[str], list[str], bool]
     return texts, rest, False
 
 
-def awk(walker: Walker, run: Run) -> str | None:
-    walker.note(run)
-    programs = [arg for arg in run.argv[1:] if "{" in plain(arg)]
+def run_awk(walker: Walker, run: ProgramRun) -> str | None:
+    walker.note_call(run)
+    programs = [arg for arg in run.argv[1:] if "{" in show_field(arg)]
     for text in programs[:1]:
-        walker.code("awk", plain(text), run)
+        walker.walk_code("awk", show_field(text), run)
     return None
 
 
-def trap(walker: Walker, run: Run) -> str | None:
-    walker.note(run.but(run.argv[:1]))
-    if len(run.argv) > 2 and known(run.argv[1]) and plain(run.argv[1]) not in ("-", ""):
-        apart(walker.session, partial(walker.text, plain(run.argv[1])))
+def run_trap(walker: Walker, run: ProgramRun) -> str | None:
+    walker.note_call(run.with_argv(run.argv[:1]))
+    if len(run.argv) > 2 and is_fully_known(run.argv[1]) and show_field(run.argv[1]) not in ("-", ""):
+        act_in_subprocess(walker.session, partial(walker.walk_text, show_field(run.argv[1])))
     return ""
 
 
-def alias(walker: Walker, run: Run) -> str | None:
+def run_alias(walker: Walker, run: ProgramRun) -> str | None:
     """An alias is a function that gives its arguments on."""
-    walker.note(run)
+    walker.note_call(run)
     for arg in run.argv[1:]:
         name, equals, text = arg.partition("=")
-        if equals and known(text):
-            with suppress(Unreadable):
-                walker.session.functions[plain(name)] = Group((parse(f'{plain(text)} "$@"'),))
+        if equals and is_fully_known(text):
+            with suppress(UnreadableCommand):
+                walker.session.functions[show_field(name)] = CompoundCommand((parse(f'{show_field(text)} "$@"'),))
     return ""
 
 
-def make(walker: Walker, run: Run) -> str | None:
-    walker.note(run)
+def run_make(walker: Walker, run: ProgramRun) -> str | None:
+    walker.note_call(run)
     file = next((after for name, after in pairwise(run.argv) if name in ("-f", "--file", "--makefile")), "")
     file = file or next(
         (arg.partition("=")[2] or arg[2:] for arg in run.argv if arg.startswith(("--file=", "--makefile=", "-f"))), ""
     )
-    text = run.streams.stdin if file == "-" else walker.session.script_at(file) if file else _makefile(walker)
-    if text is None and (file == "-" or (file and walker.session.absolute(file).startswith("/dev/fd/"))):
-        walker.tag("unseen")
+    text = run.streams.stdin if file == "-" else walker.session.script_at(file) if file else _written_makefile(walker)
+    if text is None and (file == "-" or (file and walker.session.resolve_path(file).startswith("/dev/fd/"))):
+        walker.tag_last_call("unseen")
     for line in (text or "").split("\n"):
         if line.startswith("\t"):
-            with suppress(Unreadable):  # make's own variables and functions
-                apart(walker.session, partial(walker.text, line.strip().lstrip("@-+").replace("$$", "$")))
+            with suppress(UnreadableCommand):  # make's own variables and functions
+                act_in_subprocess(
+                    walker.session, partial(walker.walk_text, line.strip().lstrip("@-+").replace("$$", "$"))
+                )
     return None
 
 
-def _makefile(walker: Walker) -> str | None:
+def _written_makefile(walker: Walker) -> str | None:
     """The text of the file that make takes by itself, if the episode wrote it."""
     texts = map(walker.session.script_at, ("GNUmakefile", "makefile", "Makefile"))
     return next((text for text in texts if text is not None), None)

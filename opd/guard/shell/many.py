@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from opd.guard.facts import Streams
-from opd.guard.shell.fields import ACTIVE, STAR, UNKNOWN, known, plain
-from opd.guard.shell.nodes import Unreadable
-from opd.guard.shell.walk import Run, Walker
-from opd.guard.shell.wrappers import inner_command, takes
+from opd.guard.shell.fields import ACTIVE, STAR, UNKNOWN, is_fully_known, show_field
+from opd.guard.shell.nodes import UnreadableCommand
+from opd.guard.shell.walk import ProgramRun, Walker
+from opd.guard.shell.wrappers import describe_wrapper, inner_command
 
 MAX_FOUND = 1024
 """Roots of a `find` times patterns of names."""
@@ -17,36 +17,36 @@ MAX_ONE_BY_ONE = 16
 """Items that a command is gone through for one by one."""
 MAX_AT_ONCE = 64
 """Items that it is given at once."""
-_XARGS = takes("-I -n -L -P -d -s -a -E --max-args --delimiter --max-procs --arg-file --replace")
-_PARALLEL = takes("-j -I -a --jobs --arg-file --colsep -C -N -n")
+_XARGS = describe_wrapper("-I -n -L -P -d -s -a -E --max-args --delimiter --max-procs --arg-file --replace")
+_PARALLEL = describe_wrapper("-j -I -a --jobs --arg-file --colsep -C -N -n")
 
 
-def xargs(walker: Walker, run: Run) -> str | None:
+def run_xargs(walker: Walker, run: ProgramRun) -> str | None:
     """Items from standard input or `-a FILE` become arguments."""
     taken = inner_command(run.argv[1:], _XARGS)
-    mark = plain(taken.values.get("-I", ""))
+    mark = show_field(taken.values.get("-I", ""))
     file = taken.values.get("-a", taken.values.get("--arg-file", ""))
     text = walker.session.script_at(file) if file else run.streams.stdin
     items = text.split() if text is not None else [UNKNOWN]
-    walker.note(run.but([run.argv[0], file] if file else run.argv[:1]))
+    walker.note_call(run.with_argv([run.argv[0], file] if file else run.argv[:1]))
     if not taken.argv:
         return None
     given = Streams(sources=run.streams.sources)
     one_by_one = mark or taken.values.keys() & {"-n", "-L", "--max-args"}
     if not one_by_one:
-        return walker.program(Run([*taken.argv, *chosen(items, MAX_AT_ONCE)], given, run.tags))
-    for item in chosen(items, MAX_ONE_BY_ONE):
+        return walker.walk_program(ProgramRun([*taken.argv, *choose_items(items, MAX_AT_ONCE)], given, run.tags))
+    for item in choose_items(items, MAX_ONE_BY_ONE):
         called = [arg.replace(mark, item) for arg in taken.argv] if mark else [*taken.argv, item]
-        walker.program(Run(called, given, run.tags))
+        walker.walk_program(ProgramRun(called, given, run.tags))
     return None
 
 
-def chosen(items: Sequence[str], many: int) -> list[str]:
+def choose_items(items: Sequence[str], many: int) -> list[str]:
     """The first of many items, and of the others those that may be paths."""
-    return [*items[:many], *[item for item in items[many:] if "/" in item or not known(item)][:MAX_AT_ONCE]]
+    return [*items[:many], *[item for item in items[many:] if "/" in item or not is_fully_known(item)][:MAX_AT_ONCE]]
 
 
-def parallel(walker: Walker, run: Run) -> str | None:
+def run_parallel(walker: Walker, run: ProgramRun) -> str | None:
     """Items behind `:::`, in the files behind `::::` or `-a`, or from standard input; the command is a text for the shell."""
     marks = [index for index, arg in enumerate(run.argv) if arg.startswith(":::")] or [len(run.argv)]
     taken = inner_command(run.argv[1 : marks[0]], _PARALLEL)
@@ -54,38 +54,38 @@ def parallel(walker: Walker, run: Run) -> str | None:
     files = [taken.values[name] for name in ("-a", "--arg-file") if name in taken.values]
     for start, end in zip(marks, [*marks[1:], len(run.argv)], strict=True):
         (files if run.argv[start:][:1] == ["::::"] else given).extend(run.argv[start + 1 : end])
-    walker.note(run.but([run.argv[0], *files]))
+    walker.note_call(run.with_argv([run.argv[0], *files]))
     texts = [walker.session.script_at(file) for file in files] or ([] if given else [run.streams.stdin])
     items = given + [item for text in texts for item in ([UNKNOWN] if text is None else text.split("\n")) if item]
-    command = " ".join(map(plain, taken.argv))
-    for item in chosen(items, MAX_ONE_BY_ONE) if taken.argv else ():
-        walker.text(command.replace("{}", item) if "{}" in command else f"{command} {item}", Streams(), run.tags)
+    command = " ".join(map(show_field, taken.argv))
+    for item in choose_items(items, MAX_ONE_BY_ONE) if taken.argv else ():
+        walker.walk_text(command.replace("{}", item) if "{}" in command else f"{command} {item}", Streams(), run.tags)
     return None
 
 
-def find(walker: Walker, run: Run) -> str | None:
-    argv = [plain(arg) for arg in run.argv]
-    found = _found(argv)
-    walker.note(run)
+def run_find(walker: Walker, run: ProgramRun) -> str | None:
+    argv = [show_field(arg) for arg in run.argv]
+    found = _globs_of_find(argv)
+    walker.note_call(run)
     call = walker.calls[-1]
-    roots = [walker.session.absolute(root) for root in _roots(argv)]
+    roots = [walker.session.resolve_path(root) for root in _find_roots(argv)]
     outward = any(root in ("/", "/home", "/root", "/opt", "/srv", "/mnt", "/var", "/usr", "/tmp") for root in roots)
     call = replace(call, tags=call.tags | ({"outward"} if outward else set()))
-    deletes = tuple(p for one in found for p in walker.session.paths(one)) if "-delete" in argv else ()
+    deletes = tuple(p for one in found for p in walker.session.resolve_argument(one)) if "-delete" in argv else ()
     walker.calls[-1] = replace(call, writes=(*call.writes, *deletes))
     for index, arg in enumerate(argv):
         if arg in ("-exec", "-execdir", "-ok", "-okdir"):
             inner = []
             for one in run.argv[index + 1 :]:
-                if plain(one) in (";", "+"):
+                if show_field(one) in (";", "+"):
                     break
                 inner.append(one)
             for target in found if inner else ():
-                walker.program(Run([one.replace("{}", target) for one in inner], Streams(), run.tags))
+                walker.walk_program(ProgramRun([one.replace("{}", target) for one in inner], Streams(), run.tags))
     return None
 
 
-def _roots(argv: list[str]) -> list[str]:
+def _find_roots(argv: list[str]) -> list[str]:
     roots = []
     for arg in argv[1:]:
         if arg.startswith(("-", "(", "!")):
@@ -94,13 +94,13 @@ def _roots(argv: list[str]) -> list[str]:
     return roots or ["."]
 
 
-def _found(argv: list[str]) -> list[str]:
+def _globs_of_find(argv: list[str]) -> list[str]:
     """Globs of what a find may find: its roots with the patterns of its names. Raises: Unreadable if they are too many."""
     names = [argv[i + 1] for i, arg in enumerate(argv[:-1]) if arg in ("-name", "-iname")]
     paths = [] if names else _path_patterns(argv)
-    roots = _roots(argv)
+    roots = _find_roots(argv)
     if len(roots) * (len(names) + len(paths)) > MAX_FOUND:
-        raise Unreadable("too much to find")
+        raise UnreadableCommand("too much to find")
     flat = "-maxdepth" in argv and argv[argv.index("-maxdepth") + 1 :][:1] == ["1"]
     middle = "" if flat else STAR + STAR + "/"
     whole = [path.translate(ACTIVE) for path in paths if path.startswith(("/", "."))]

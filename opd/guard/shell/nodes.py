@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal as OneOf
 
 
-class Unreadable(ValueError):
+class UnreadableCommand(ValueError):
     """A text that we cannot read as a shell script; it is not clear what it would do. `said` is what the program would print that
     cannot read it either."""
 
@@ -30,11 +30,11 @@ class Variable:
 
     name: str
     operator: str = ""
-    """What stands between the name and the operand, such as `:-`, `##` or `/`; `length`, `indirect`, or nothing."""
+    """The operator between the name and the operand, such as `:-`, `##` or `/`; `length`, `indirect`, or nothing."""
     operand: tuple[Part, ...] = ()
     quoted: bool = False
     index: tuple[Part, ...] = ()
-    """What is expanded to find the item in brackets."""
+    """The index in brackets, to be expanded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Redirect:
     operator: str
     target: Word
     output: bool = True
-    """Where something is written: whether that is the standard output, and not another one."""
+    """True if it writes the standard output, and not another stream."""
     fd: str = ""
     """The number in front of the operator, if it is not the one that the operator has by itself."""
 
@@ -84,7 +84,7 @@ class Assignment:
     items: tuple[Word, ...] | None = None
     """The words of an array, in the place of a value."""
     index: Word = ()
-    """What is expanded to find the item in brackets."""
+    """The index in brackets, to be expanded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Simple:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CompoundCommand:
     """Bodies that may run: one after the other in braces and subshells; tests and branches in turn, and a last `else`, of an `if`;
     the subject and the branches of a `case`, of which an empty one stands for none; test and body of a loop."""
 
@@ -124,7 +124,7 @@ class Function:
     body: Command
 
 
-Command = Simple | Group | For | Function
+Command = Simple | CompoundCommand | For | Function
 
 
 @dataclass(frozen=True, slots=True)

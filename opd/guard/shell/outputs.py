@@ -1,4 +1,4 @@
-"""What a program prints, for the few programs that attackers build text with: nothing is run."""
+"""The output of a program, for the few programs that attackers build text with: nothing is run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import re
 import zlib
 from collections.abc import Callable
 
-from opd.guard.code.texts import inflated
-from opd.guard.session import Session
-from opd.guard.shell.fields import UNKNOWN, UNSET, plain
+from opd.guard.code.texts import decompress
+from opd.guard.session import GuardSession
+from opd.guard.shell.fields import UNKNOWN, UNSET, show_field
 from opd.guard.shell.reader import unescape
 
 MAX_OUTPUT = 1 << 16
@@ -45,24 +45,24 @@ HIDERS = frozenset({"base64", "base32", "xxd", "uudecode", "rev", "rot13"})
 _SUBSTITUTE = re.compile(r"s([/|#,:!@])([\w /.:=-]+)\1([\w /.:=-]*)\1(g?)")
 
 
-def output(argv: list[str], stdin: str | None, session: Session) -> str | None:
+def predict_output(argv: list[str], stdin: str | None, session: GuardSession) -> str | None:
     """The standard output of a call; None if it is not known."""
-    program = plain(argv[0]).rpartition("/")[2]
+    program = show_field(argv[0]).rpartition("/")[2]
     made = _PROGRAMS.get(program)
     if made is None or any(UNKNOWN in arg or arg == UNSET for arg in argv):
         return None
     try:
-        text = made([plain(arg.replace(UNSET, "")) for arg in argv[1:]], stdin, session)
+        text = made([show_field(arg.replace(UNSET, "")) for arg in argv[1:]], stdin, session)
     except (ValueError, OSError, EOFError, zlib.error):
         return None
     return None if text is None or len(text) > MAX_OUTPUT else text
 
 
-def _nothing(args: list[str], stdin: str | None, session: Session) -> str:
+def _output_nothing(args: list[str], stdin: str | None, session: GuardSession) -> str:
     return ""
 
 
-def _echo(args: list[str], stdin: str | None, session: Session) -> str:
+def _output_echo(args: list[str], stdin: str | None, session: GuardSession) -> str:
     end, escapes = "\n", False
     while args and args[0] in ("-n", "-e", "-ne", "-en", "-E"):
         end = "" if "n" in args[0] else end
@@ -72,7 +72,7 @@ def _echo(args: list[str], stdin: str | None, session: Session) -> str:
     return (unescape(text) if escapes else text) + end
 
 
-def _printf(args: list[str], stdin: str | None, session: Session) -> str | None:
+def _output_printf(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     if args[:1] == ["--"]:
         args = args[1:]
     if not args or args[0] == "-v":
@@ -93,46 +93,46 @@ def _printf(args: list[str], stdin: str | None, session: Session) -> str | None:
     return "".join(lines).replace("\0", "%")
 
 
-def _cat(args: list[str], stdin: str | None, session: Session) -> str | None:
+def _output_cat(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     if not args or args == ["-"]:
         return stdin
-    texts = [_written(arg, session) for arg in args]
+    texts = [_written_text(arg, session) for arg in args]
     return None if None in texts else "".join(t for t in texts if t is not None)
 
 
-def _written(path: str, session: Session) -> str | None:
+def _written_text(path: str, session: GuardSession) -> str | None:
     return session.script_at(path)
 
 
-def _given(args: list[str], stdin: str | None, session: Session) -> str | None:
+def _input_text(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     """The text of the only file that is named, else of standard input."""
     files = [arg for arg in args if not arg.startswith("-")]
-    return _written(files[-1], session) if files else stdin
+    return _written_text(files[-1], session) if files else stdin
 
 
-def _base64(args: list[str], stdin: str | None, session: Session) -> str | None:
-    text = _given(args, stdin, session)
+def _output_base64(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
+    text = _input_text(args, stdin, session)
     if text is None:
         return None
     if {"-d", "-D", "--decode", "-di", "-id"} & set(args):
-        return _text(base64.b64decode("".join(text.split()) + "=="))
+        return _decode_bytes(base64.b64decode("".join(text.split()) + "=="))
     return base64.b64encode(text.encode("latin-1", "replace")).decode() + "\n"
 
 
-def _openssl(args: list[str], stdin: str | None, session: Session) -> str | None:
+def _output_openssl(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     if {"-d", "-D"} & set(args) and {"base64", "-base64", "-a"} & set(args) and stdin is not None:
-        return _text(base64.b64decode("".join(stdin.split()) + "=="))
+        return _decode_bytes(base64.b64decode("".join(stdin.split()) + "=="))
     return None
 
 
-def _xxd(args: list[str], stdin: str | None, session: Session) -> str | None:
+def _output_xxd(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     letters = "".join(arg for arg in args if arg.startswith("-"))
     if stdin is None or not ("r" in letters and "p" in letters):
         return None
-    return _text(binascii.unhexlify("".join(stdin.split())))
+    return _decode_bytes(binascii.unhexlify("".join(stdin.split())))
 
 
-def _text(data: bytes) -> str:
+def _decode_bytes(data: bytes) -> str:
     """Bytes as characters of the same numbers where they are no UTF-8, so that they can become bytes again."""
     try:
         return data.decode()
@@ -140,18 +140,18 @@ def _text(data: bytes) -> str:
         return data.decode("latin-1")
 
 
-def _gunzip(args: list[str], stdin: str | None, session: Session) -> str | None:
-    text = _given(args, stdin, session)
-    return None if text is None else _text(inflated(text.encode("latin-1"), zlib.MAX_WBITS | 16))
+def _output_gunzip(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
+    text = _input_text(args, stdin, session)
+    return None if text is None else _decode_bytes(decompress(text.encode("latin-1"), zlib.MAX_WBITS | 16))
 
 
-def _rev(args: list[str], stdin: str | None, session: Session) -> str | None:
-    text = _given(args, stdin, session)
+def _output_rev(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
+    text = _input_text(args, stdin, session)
     return None if text is None else "\n".join(line[::-1] for line in text.split("\n"))
 
 
-def _tr(args: list[str], stdin: str | None, session: Session) -> str | None:
-    sets = [_letters(unescape(arg)) for arg in args if not arg.startswith("-")]
+def _output_tr(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
+    sets = [_expand_tr_set(unescape(arg)) for arg in args if not arg.startswith("-")]
     if stdin is None or not sets:
         return None
     if "-d" in args:
@@ -162,7 +162,7 @@ def _tr(args: list[str], stdin: str | None, session: Session) -> str | None:
     return stdin.translate({ord(a): b for a, b in zip(sets[0], longer, strict=False)})
 
 
-def _letters(text: str) -> str:
+def _expand_tr_set(text: str) -> str:
     """The characters of a set of `tr`, its ranges written out. Raises: ValueError if they are too many."""
     found, index = "", 0
     while index < len(text):
@@ -177,36 +177,36 @@ def _letters(text: str) -> str:
     return found
 
 
-def _pwd(args: list[str], stdin: str | None, session: Session) -> str:
+def _output_pwd(args: list[str], stdin: str | None, session: GuardSession) -> str:
     return session.cwd + "\n"
 
 
-def _basename(args: list[str], stdin: str | None, session: Session) -> str | None:
+def _output_basename(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     return posixpath.basename(args[0]).removesuffix(args[1] if len(args) > 1 else "\0") + "\n" if args else None
 
 
-def _dirname(args: list[str], stdin: str | None, session: Session) -> str | None:
+def _output_dirname(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     return (posixpath.dirname(args[0]) or ".") + "\n" if args else None
 
 
-def _which(args: list[str], stdin: str | None, session: Session) -> str | None:
+def _output_which(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     names = [arg for arg in args if not arg.startswith("-")]
     return "".join(f"/usr/bin/{name}\n" for name in names) if names else None
 
 
-def _realpath(args: list[str], stdin: str | None, session: Session) -> str | None:
+def _output_realpath(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     names = [arg for arg in args if not arg.startswith("-")]
-    return "".join(session.absolute(name) + "\n" for name in names) if names else None
+    return "".join(session.resolve_path(name) + "\n" for name in names) if names else None
 
 
-def _seq(args: list[str], stdin: str | None, session: Session) -> str | None:
+def _output_seq(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     if not 1 <= len(args) <= 2 or not all(arg.isdigit() for arg in args):
         return None
     low = int(args[0]) if len(args) == 2 else 1
     return "".join(f"{n}\n" for n in range(low, min(int(args[-1]), low + 64) + 1))
 
 
-def _sed(args: list[str], stdin: str | None, session: Session) -> str | None:
+def _output_sed(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     """`sed s/a/b/`, of a text without regular expressions."""
     scripts = [arg for arg in args if not arg.startswith("-")]
     found = _SUBSTITUTE.fullmatch(scripts[0]) if len(scripts) == 1 and stdin is not None else None
@@ -215,29 +215,29 @@ def _sed(args: list[str], stdin: str | None, session: Session) -> str | None:
     return "\n".join(line.replace(found[2], found[3], -1 if found[4] else 1) for line in stdin.split("\n"))
 
 
-def _rot13(args: list[str], stdin: str | None, session: Session) -> str | None:
+def _output_rot13(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     return None if stdin is None else codecs.encode(stdin, "rot13")
 
 
-_PROGRAMS: dict[str, Callable[[list[str], str | None, Session], str | None]] = {
-    **dict.fromkeys(("true", "false", ":", "test", "[", "[["), _nothing),
-    "echo": _echo,
-    "printf": _printf,
-    "cat": _cat,
-    "base64": _base64,
-    "openssl": _openssl,
-    "xxd": _xxd,
-    "gunzip": _gunzip,
-    "zcat": _gunzip,
-    "rev": _rev,
-    "tr": _tr,
-    "rot13": _rot13,
-    "sed": _sed,
-    "pwd": _pwd,
-    "basename": _basename,
-    "dirname": _dirname,
-    "which": _which,
-    "realpath": _realpath,
-    "readlink": _realpath,
-    "seq": _seq,
+_PROGRAMS: dict[str, Callable[[list[str], str | None, GuardSession], str | None]] = {
+    **dict.fromkeys(("true", "false", ":", "test", "[", "[["), _output_nothing),
+    "echo": _output_echo,
+    "printf": _output_printf,
+    "cat": _output_cat,
+    "base64": _output_base64,
+    "openssl": _output_openssl,
+    "xxd": _output_xxd,
+    "gunzip": _output_gunzip,
+    "zcat": _output_gunzip,
+    "rev": _output_rev,
+    "tr": _output_tr,
+    "rot13": _output_rot13,
+    "sed": _output_sed,
+    "pwd": _output_pwd,
+    "basename": _output_basename,
+    "dirname": _output_dirname,
+    "which": _output_which,
+    "realpath": _output_realpath,
+    "readlink": _output_realpath,
+    "seq": _output_seq,
 }

@@ -8,9 +8,9 @@ from opd.guard.shell.nodes import (
     Arithmetic,
     Assignment,
     Command,
+    CompoundCommand,
     For,
     Function,
-    Group,
     List,
     Literal,
     Part,
@@ -18,7 +18,7 @@ from opd.guard.shell.nodes import (
     Redirect,
     Script,
     Simple,
-    Unreadable,
+    UnreadableCommand,
     Variable,
     Word,
 )
@@ -39,14 +39,14 @@ def parse(text: str) -> Script:
     """The tree of a script. Raises: Unreadable if it is none, or one that we cannot read."""
     reader = Parser(text)
     try:
-        return reader.script("")
+        return reader.parse_script("")
     except RecursionError:
-        raise Unreadable("too deeply nested") from None
-    except Unreadable as error:
-        raise Unreadable(str(error), error.said or _said(text, reader.at)) from None
+        raise UnreadableCommand("too deeply nested") from None
+    except UnreadableCommand as error:
+        raise UnreadableCommand(str(error), error.said or _make_bash_error(text, reader.at)) from None
 
 
-def _said(text: str, at: int) -> str:
+def _make_bash_error(text: str, at: int) -> str:
     """The error of bash where it can read no further."""
     token = _TOKEN.match(text, at)
     if token is None:
@@ -59,33 +59,33 @@ def _said(text: str, at: int) -> str:
 class Parser(Reader):
     """Reads a script from left to right, without going back."""
 
-    def script(self, closing: str) -> Script:
-        found = self._list(frozenset())
+    def parse_script(self, closing: str) -> Script:
+        found = self._parse_list(frozenset())
         self.skip_blanks()
         if self.peek(len(closing) or 1) != closing:
-            raise Unreadable(f"{closing or 'the end'} is missing before {self.peek(10)!r}")
+            raise UnreadableCommand(f"{closing or 'the end'} is missing before {self.peek(10)!r}")
         self.at += len(closing)
         if self.heredocs and not closing:
-            raise Unreadable("a heredoc without a body")
+            raise UnreadableCommand("a heredoc without a body")
         return found
 
-    def _list(self, ends: frozenset[str]) -> Script:
+    def _parse_list(self, ends: frozenset[str]) -> Script:
         """Pipelines up to one of the reserved words, a closing parenthesis, `;;` or the end."""
         found: list[List] = []
         current: list[Pipeline] = []
         while True:
-            first, when = self._separators()
+            first, when = self._skip_separators()
             if current and not when:
                 found.append(List(tuple(current), first == "&"))
                 current = []
-            reserved = self._reserved()
+            reserved = self._peek_reserved_word()
             if not self.peek() or self.peek() == ")" or self.peek(2) in ENDS_CASE or reserved in ends:
                 return (*found, List(tuple(current))) if current else tuple(found)
             if reserved in ENDS_LIST:
-                raise Unreadable(f"{reserved} where no such part is open")
-            current.append(self._pipeline(when if current else ""))
+                raise UnreadableCommand(f"{reserved} where no such part is open")
+            current.append(self._parse_pipeline(when if current else ""))
 
-    def _separators(self) -> tuple[str, str]:
+    def _skip_separators(self) -> tuple[str, str]:
         """Skip what ends a command: line ends, `;`, `&`, `&&` and `||`. The first of them, and the last if it is `&&` or `||`."""
         first = when = ""
         while True:
@@ -105,7 +105,7 @@ class Parser(Reader):
                 return first, when
             first = first or one
 
-    def _reserved(self) -> str:
+    def _peek_reserved_word(self) -> str:
         """The reserved word that stands here, or nothing."""
         match = _RESERVED.match(self.text, self.at)
         if not match:
@@ -113,9 +113,9 @@ class Parser(Reader):
         following = self.text[match.end() : match.end() + 1]
         return match[0] if not following or following in ENDS_WORD else ""
 
-    def _pipeline(self, when: str) -> Pipeline:
+    def _parse_pipeline(self, when: str) -> Pipeline:
         unsure = False
-        while (reserved := self._reserved()) in ("!", "time", "coproc"):
+        while (reserved := self._peek_reserved_word()) in ("!", "time", "coproc"):
             unsure = unsure or reserved != "time"
             self.at += len(reserved)
             self.skip_blanks()
@@ -124,48 +124,48 @@ class Parser(Reader):
             if self.peek(2) == "-p":
                 self.at += 2
                 self.skip_blanks()
-        commands = [self._command()]
+        commands = [self._parse_command()]
         while True:
             self.skip_blanks()
             if self.peek() != "|" or self.peek(2) == "||":
                 return Pipeline(tuple(commands), when, unsure)
             self.at += 2 if self.peek(2) == "|&" else 1
-            while self.following() == "\n":
+            while self.peek_past_blanks() == "\n":
                 self.at += 1
                 self.read_heredocs()
-            commands.append(self._command())
+            commands.append(self._parse_command())
 
-    def _command(self) -> Command:
+    def _parse_command(self) -> Command:
         if self.depth > 40:
-            raise Unreadable("too deeply nested")
+            raise UnreadableCommand("too deeply nested")
         self.depth += 1
         try:
-            return self._compound() or self._simple()
+            return self._parse_compound() or self._parse_simple_command()
         finally:
             self.depth -= 1
 
-    def _compound(self) -> Command | None:
-        reserved = self._reserved()
+    def _parse_compound(self) -> Command | None:
+        reserved = self._peek_reserved_word()
         if reserved in ("for", "select"):
-            return self._for(reserved)
+            return self._parse_for(reserved)
         if reserved == "case":
-            return self._case()
+            return self._parse_case()
         if reserved == "[[":
-            return self._test()
+            return self._parse_test()
         if reserved in ("if", "while", "until", "{"):
-            bodies = self._bodies(reserved)
-            return Group(bodies, {"if": "if", "{": "braces"}.get(reserved, "loop"), self._redirects())  # type: ignore[arg-type]
+            bodies = self._parse_bodies(reserved)
+            return CompoundCommand(bodies, {"if": "if", "{": "braces"}.get(reserved, "loop"), self._parse_redirects())  # type: ignore[arg-type]
         if self.peek(2) == "((" and self.arithmetic_end(self.at) > 0:
-            return Group((self._arithmetic(),), "braces", self._redirects())
+            return CompoundCommand((self._parse_arithmetic(),), "braces", self._parse_redirects())
         if self.peek() == "(":
             self.at += 1
-            return Group((self.script(")"),), "subshell", self._redirects())
+            return CompoundCommand((self.parse_script(")"),), "subshell", self._parse_redirects())
         if match := _FUNCTION.match(self.text, self.at):
             self.at = match.end()
-            return Function(match[1] or match[2], self._command())
+            return Function(match[1] or match[2], self._parse_command())
         return None
 
-    def _bodies(self, reserved: str) -> tuple[Script, ...]:
+    def _parse_bodies(self, reserved: str) -> tuple[Script, ...]:
         """The lists of `if`, `while`, `until` and `{`, each up to the word that ends it."""
         follows = {
             "if": {"then"},
@@ -180,93 +180,95 @@ class Parser(Reader):
         bodies = []
         while reserved in follows:
             self.at += len(reserved)
-            bodies.append(self._list(frozenset(follows[reserved])))
-            reserved = self._reserved()
+            bodies.append(self._parse_list(frozenset(follows[reserved])))
+            reserved = self._peek_reserved_word()
             if not reserved:
-                raise Unreadable("a compound command is not closed")
+                raise UnreadableCommand("a compound command is not closed")
         self.at += len(reserved)
         return tuple(bodies)
 
-    def _arithmetic(self) -> Script:
+    def _parse_arithmetic(self) -> Script:
         """`(( ))` as a call of `:`, for the substitutions that are in it."""
         end = self.arithmetic_end(self.at)
         if end < 0:
-            raise Unreadable("(( is not closed")
-        words = self.inner(self.text[self.at + 2 : end]).expanded_text()
+            raise UnreadableCommand("(( is not closed")
+        words = self.inner_reader(self.text[self.at + 2 : end]).expanded_text()
         self.at = end + 2
-        return _expanded((Arithmetic(words),)) if any(map(_runs, words)) else ()
+        return _script_that_expands((Arithmetic(words),)) if any(map(_runs_when_expanded, words)) else ()
 
-    def _for(self, reserved: str) -> Command:
+    def _parse_for(self, reserved: str) -> Command:
         self.at += len(reserved)
         self.skip_blanks()
         if self.peek(2) == "((":
-            head = self._arithmetic()
-            self._separators()
-            return Group((head, *self._bodies(self._expect("do"))), "loop", self._redirects())
+            head = self._parse_arithmetic()
+            self._skip_separators()
+            return CompoundCommand(
+                (head, *self._parse_bodies(self._expect_reserved_word("do"))), "loop", self._parse_redirects()
+            )
         name = self._plain_word()
         self.skip_blanks()
         words: list[Word] = [(Variable("@", quoted=True),)]
         if self.peek() == "\n":
-            self._separators()
+            self._skip_separators()
         if self.text.startswith("in", self.at) and self.text[self.at + 2 : self.at + 3] in (" ", "\t", ";", "\n"):
             self.at += 2
             words = []
-            while self.following() not in (";", "\n", "&", ""):
-                words.append(self.word())
-        self._separators()
-        body = self._bodies(self._expect("do"))
-        return For(name, tuple(words), body[0], self._redirects())
+            while self.peek_past_blanks() not in (";", "\n", "&", ""):
+                words.append(self.read_word())
+        self._skip_separators()
+        body = self._parse_bodies(self._expect_reserved_word("do"))
+        return For(name, tuple(words), body[0], self._parse_redirects())
 
-    def _expect(self, reserved: str) -> str:
-        found = self._reserved()
+    def _expect_reserved_word(self, reserved: str) -> str:
+        found = self._peek_reserved_word()
         if found == "{":
             return found
         if found != reserved:
-            raise Unreadable(f"{reserved} is missing before {self.peek(10)!r}")
+            raise UnreadableCommand(f"{reserved} is missing before {self.peek(10)!r}")
         return reserved
 
     def _plain_word(self) -> str:
-        return "".join(part.text for part in self.word() if isinstance(part, Literal))
+        return "".join(part.text for part in self.read_word() if isinstance(part, Literal))
 
-    def _case(self) -> Command:
+    def _parse_case(self) -> Command:
         self.at += len("case")
         self.skip_blanks()
-        bodies: list[Script] = [_expanded(self.word())]
+        bodies: list[Script] = [_script_that_expands(self.read_word())]
         chain: Script = ()
         falls, every = False, False
-        self._separators()
+        self._skip_separators()
         if self._plain_word() != "in":
-            raise Unreadable("case without in")
+            raise UnreadableCommand("case without in")
         while True:
-            self._separators()
-            if self._reserved() == "esac":
+            self._skip_separators()
+            if self._peek_reserved_word() == "esac":
                 self.at += len("esac")
-                return Group(tuple(bodies if every else [*bodies, ()]), "case", self._redirects())
-            star, patterns = self._patterns()
+                return CompoundCommand(tuple(bodies if every else [*bodies, ()]), "case", self._parse_redirects())
+            star, patterns = self._parse_patterns()
             every = star or every
-            body = patterns + self._list(frozenset({"esac"}))
+            body = patterns + self._parse_list(frozenset({"esac"}))
             chain = (*chain, *body) if falls else body
             bodies += [chain, body] if falls else [body]
             falls = self.peek(2) == ";&" or self.peek(3) == ";;&"
             while self.peek() in (";", "&"):
                 self.at += 1
 
-    def _patterns(self) -> tuple[bool, Script]:
+    def _parse_patterns(self) -> tuple[bool, Script]:
         """The patterns of a branch: whether one of them is `*`, and what is expanded in them."""
         expanded: Script = ()
         if self.peek() == "(":
             self.at += 1
         start = self.at
-        while self.following() != ")":
+        while self.peek_past_blanks() != ")":
             if self.peek() == "|":
                 self.at += 1
             else:
-                word = self.word()
-                expanded += _expanded(word) if any(map(_runs, word)) else ()
+                word = self.read_word()
+                expanded += _script_that_expands(word) if any(map(_runs_when_expanded, word)) else ()
         self.at += 1
         return "*" in map(str.strip, self.text[start : self.at - 1].split("|")), expanded
 
-    def _test(self) -> Command:
+    def _parse_test(self) -> Command:
         """`[[ ... ]]` as a call of `[[`: what is compared are its operands."""
         self.at += 2
         words: list[Word] = [(Literal("[["),)]
@@ -274,20 +276,20 @@ class Parser(Reader):
             self.skip_blanks()
             if self.peek(2) == "]]":
                 self.at += 2
-                return Simple((), tuple(words), self._redirects())
+                return Simple((), tuple(words), self._parse_redirects())
             if self.peek() in ("(", ")", "<", ">", "&", "|", "\n"):
                 self.at += 1
             else:
-                words.append(self.word())
+                words.append(self.read_word())
 
-    def _redirects(self) -> list[Redirect]:
+    def _parse_redirects(self) -> list[Redirect]:
         found: list[Redirect] = []
         self.skip_blanks()
-        while self._redirect(found):
+        while self._parse_redirect(found):
             self.skip_blanks()
         return found
 
-    def _redirect(self, found: list[Redirect]) -> bool:
+    def _parse_redirect(self, found: list[Redirect]) -> bool:
         """Read a redirection, if there is one here."""
         match = _REDIRECT.match(self.text, self.at)
         if not match:
@@ -298,36 +300,36 @@ class Parser(Reader):
         if operator not in ("<<", "<<-"):
             own = "0" if operator[0] == "<" else "1"
             fd = "" if match[1] in (None, own) else match[1]
-            found.append(Redirect(operator, self.word(), match[1] in (None, "1"), fd))
+            found.append(Redirect(operator, self.read_word(), match[1] in (None, "1"), fd))
             return True
         start = self.at
-        mark = self.word()
+        mark = self.read_word()
         raw = self.text[start : self.at]
         plain = "".join(part.text for part in mark if isinstance(part, Literal))
         fd = "" if match[1] in (None, "0") else match[1]
         self.heredocs.append((found, plain, operator == "<<-", any(c in raw for c in "'\"\\"), fd))
         return True
 
-    def _simple(self) -> Command:
+    def _parse_simple_command(self) -> Command:
         assignments: list[Assignment] = []
         words: list[Word] = []
         redirects: list[Redirect] = []
         while True:
             self.skip_blanks()
-            if self._redirect(redirects):
+            if self._parse_redirect(redirects):
                 continue
             if not self.peek() or (self.peek() in ENDS_WORD and self.peek(2) not in ("<(", ">(")):
                 break
-            assignment = None if words else self._assignment()
+            assignment = None if words else self._parse_assignment()
             if assignment:
                 assignments.append(assignment)
             else:
-                words.append(self.word())
+                words.append(self.read_word())
         if not (assignments or words or redirects or self.heredocs):
-            raise Unreadable(f"a command is missing before {self.peek(10)!r}")
+            raise UnreadableCommand(f"a command is missing before {self.peek(10)!r}")
         return Simple(tuple(assignments), tuple(words), redirects)
 
-    def _assignment(self) -> Assignment | None:
+    def _parse_assignment(self) -> Assignment | None:
         """Read the assignment that stands here, if there is one."""
         match, bracket = _ASSIGNMENT.match(self.text, self.at), ""
         index: Word = ()
@@ -335,7 +337,7 @@ class Parser(Reader):
             end = self.bracket_end(self.text, item.end() - 1)
             match = _ASSIGNMENT.match(item[1] + self.text[end + 1 : end + 3]) if end > 0 else None
             bracket = self.text[item.end() - 1 : end + 1]
-            index = self.inner(bracket[1:-1]).expanded_text() if match and set(bracket) & {"$", "`"} else ()
+            index = self.inner_reader(bracket[1:-1]).expanded_text() if match and set(bracket) & {"$", "`"} else ()
         if match is None:
             return None
         self.at += len(bracket) + len(match[0])
@@ -344,26 +346,26 @@ class Parser(Reader):
         if self.peek() == "(":
             self.at += 1
             parts: list[Word] = []
-            self._separators()
+            self._skip_separators()
             while self.peek() != ")":
-                parts.append(self.word())
-                self._separators()
+                parts.append(self.read_word())
+                self._skip_separators()
             self.at += 1
             items = tuple(parts)
         elif self.peek() and self.peek() not in ENDS_WORD:
-            value = self.word()
+            value = self.read_word()
         return Assignment(match[1] + bracket, value, bool(match[2]), items, index)
 
 
-def _runs(part: Part) -> bool:
-    """Whether a script runs when a part is expanded."""
+def _runs_when_expanded(part: Part) -> bool:
+    """Return True if a script runs when a part is expanded."""
     if isinstance(part, Arithmetic):
-        return any(map(_runs, part.inner))
+        return any(map(_runs_when_expanded, part.inner))
     if isinstance(part, Variable):
-        return any(map(_runs, (*part.operand, *part.index)))
+        return any(map(_runs_when_expanded, (*part.operand, *part.index)))
     return not isinstance(part, Literal)
 
 
-def _expanded(word: Word) -> Script:
+def _script_that_expands(word: Word) -> Script:
     """A script that expands a word and does nothing else."""
     return (List((Pipeline((Simple((), ((Literal(":"),), word)),)),)),)

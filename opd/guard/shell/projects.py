@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 
-from opd.guard.facts import Call, Streams
-from opd.guard.shell.fields import plain
-from opd.guard.shell.nodes import Unreadable
-from opd.guard.shell.walk import Run, Walker
-from opd.guard.shell.ways import apart
+from opd.guard.facts import ProgramCall, Streams
+from opd.guard.shell.fields import show_field
+from opd.guard.shell.nodes import UnreadableCommand
+from opd.guard.shell.walk import ProgramRun, Walker
+from opd.guard.shell.ways import act_in_subprocess
 
 _FILE = re.compile(r"^(?:\+\+\+ (?:b/)?|\*\*\* (?:Update|Add|Delete) File: )([^\t\n]+)", re.MULTILINE)
 _ALIAS = re.compile(r"^\s*(?:alias\.)?([\w-]+)\s*=\s*(.+)$", re.MULTILINE)
@@ -30,33 +30,33 @@ _LIFECYCLE = {"test", "start", "install", "ci", "build", "stop", "restart", "pac
 """Scripts of a package that have a command of their own."""
 
 
-def walk_git(walker: Walker, run: Run) -> str | None:
+def walk_git(walker: Walker, run: ProgramRun) -> str | None:
     """Walk through `git`, with the aliases that the episode gave it, and with what it is configured to run."""
-    walker.note(run)
+    walker.note_call(run)
     call = walker.calls[-1]
-    for index, arg in enumerate(map(plain, run.argv[:-1])):
+    for index, arg in enumerate(map(show_field, run.argv[:-1])):
         if arg == "-c":
-            _apply_setting(walker, *plain(run.argv[index + 1]).partition("=")[::2])
+            _apply_setting(walker, *show_field(run.argv[index + 1]).partition("=")[::2])
     if call.git == "config" and len(call.args) > 1:
         _apply_setting(walker, call.args[-2], call.args[-1])
     elif call.git in ("apply", "am"):
         note_changes(walker, run, list(call.args))
     elif text := _read_aliases(walker).get(call.git):
-        place = next(index for index, arg in enumerate(run.argv) if plain(arg) == call.git)
-        rest = " ".join(map(plain, run.argv[place + 1 :]))
-        walker.text(f"{text[1:]} {rest}" if text.startswith("!") else f"git {text} {rest}", run.streams)
+        place = next(index for index, arg in enumerate(run.argv) if show_field(arg) == call.git)
+        rest = " ".join(map(show_field, run.argv[place + 1 :]))
+        walker.walk_text(f"{text[1:]} {rest}" if text.startswith("!") else f"git {text} {rest}", run.streams)
     return None
 
 
 def _apply_setting(walker: Walker, key: str, value: str) -> None:
     """Keep an alias, and go through a command that git will run by itself."""
     if key.lower().startswith("alias."):
-        walker.session.appends(f"{walker.session.home}/.gitconfig", f"{key[6:]} = {value}\n")
+        walker.session.record_append(f"{walker.session.home}/.gitconfig", f"{key[6:]} = {value}\n")
     elif key.lower().startswith(_COMMANDS) or key.lower().endswith(
         (".textconv", ".clean", ".smudge", ".process", ".cmd")
     ):
-        with suppress(Unreadable):
-            apart(walker.session, partial(walker.text, value))
+        with suppress(UnreadableCommand):
+            act_in_subprocess(walker.session, partial(walker.walk_text, value))
 
 
 def _read_aliases(walker: Walker) -> dict[str, str]:
@@ -67,42 +67,42 @@ def _read_aliases(walker: Walker) -> dict[str, str]:
     return found
 
 
-def walk_patch(walker: Walker, run: Run) -> str | None:
-    walker.note(run)
-    note_changes(walker, run, [plain(arg) for arg in run.argv[1:] if not arg.startswith("-")])
+def walk_patch(walker: Walker, run: ProgramRun) -> str | None:
+    walker.note_call(run)
+    note_changes(walker, run, [show_field(arg) for arg in run.argv[1:] if not arg.startswith("-")])
     return None
 
 
-def note_changes(walker: Walker, run: Run, files: list[str]) -> None:
+def note_changes(walker: Walker, run: ProgramRun, files: list[str]) -> None:
     """Note what a patch changes, a call for each file, as far as its text is known."""
     texts = [walker.session.script_at(file) for file in files] or [run.streams.stdin]
     for call in (call for text in texts if text for call in read_patch(walker, text)):
         walker.add(call)
 
 
-def read_patch(walker: Walker, text: str) -> Iterator[Call]:
+def read_patch(walker: Walker, text: str) -> Iterator[ProgramCall]:
     """Yield the calls of a patch: its lines that begin with `+` or `-` are the arguments."""
     heads = list(_FILE.finditer(text))
     for head, end in zip(heads, [*(one.start() for one in heads), len(text)][1:], strict=True):
         path = head[1].strip() if head[1].strip() != "/dev/null" else ""
         lines = tuple(line for line in text[head.end() : end].split("\n") if line[:1] in ("+", "-"))
         added = "\n".join(line[1:] for line in lines if line[0] == "+")
-        writes = tuple(walker.session.paths(path, copies=False)) if path else ()
-        yield Call(program="patch", args=lines, argv=(path,), writes=writes, text=added)
+        writes = tuple(walker.session.resolve_argument(path, copies=False)) if path else ()
+        yield ProgramCall(program="patch", args=lines, argv=(path,), writes=writes, text=added)
 
 
-def walk_npm(walker: Walker, run: Run) -> str | None:
+def walk_npm(walker: Walker, run: ProgramRun) -> str | None:
     """Walk through what package.json says under NAME of `npm run NAME`, where the episode wrote it."""
-    walker.note(run)
-    names = [plain(arg) for arg in run.argv[1:] if not arg.startswith("-")]
+    walker.note_call(run)
+    names = [show_field(arg) for arg in run.argv[1:] if not arg.startswith("-")]
     if names[:2] == ["pkg", "set"] or not names:
         return None
     name = names[1] if names[0] in ("run", "run-script") and len(names) > 1 else names[0]
-    if name == names[0] and names[0] not in _LIFECYCLE and plain(run.argv[0]) == "npm":
+    if name == names[0] and names[0] not in _LIFECYCLE and show_field(run.argv[0]) == "npm":
         return None
     with suppress(ValueError, AttributeError):
         scripts = json.loads(walker.session.script_at("package.json") or "{}").get("scripts", {})
         for text in (scripts.get(f"{when}{name}") for when in ("pre", "", "post")):
             if isinstance(text, str):
-                apart(walker.session, partial(walker.text, text, Streams()))
+                act_in_subprocess(walker.session, partial(walker.walk_text, text, Streams()))
     return None

@@ -12,7 +12,7 @@ from opd.guard.shell.nodes import (
     Redirect,
     Script,
     Substitution,
-    Unreadable,
+    UnreadableCommand,
     Variable,
     Word,
 )
@@ -50,18 +50,18 @@ class Reader:
 
     def __init__(self, text: str, depth: int = 0) -> None:
         if len(text) > MAX_CHARACTERS or depth > MAX_DEPTH:
-            raise Unreadable("too long or too deeply nested")
+            raise UnreadableCommand("too long or too deeply nested")
         self.text = text
         self.at = 0
         self.depth = depth
         self.heredocs: list[tuple[list[Redirect], str, bool, bool, str]] = []
         """Heredocs whose bodies come after the next line end: where they go, end mark, tabs cut, quoted, number in front."""
 
-    def script(self, closing: str) -> Script:
+    def parse_script(self, closing: str) -> Script:
         """A script up to a closing operator, which is read too. The grammar is the parser's."""
         raise NotImplementedError
 
-    def inner(self, text: str) -> Reader:
+    def inner_reader(self, text: str) -> Reader:
         """A reader of the same kind for a text inside of this one."""
         return type(self)(text, self.depth + 1)
 
@@ -82,12 +82,12 @@ class Reader:
             else:
                 return
 
-    def following(self) -> str:
+    def peek_past_blanks(self) -> str:
         """The next character that is no blank; nothing at the end."""
         self.skip_blanks()
         return self.peek()
 
-    def word(self) -> Word:
+    def read_word(self) -> Word:
         """The word that begins here; not empty. Raises: Unreadable."""
         parts: list[Part] = []
         start = self.at
@@ -95,18 +95,18 @@ class Reader:
             char = self.peek()
             if char in "<>" and self.peek(2) in ("<(", ">(") and not parts:
                 self.at += 2
-                parts.append(Process(self.script(")")))
-            elif char == "(" and parts and self._extended(parts):
+                parts.append(Process(self.parse_script(")")))
+            elif char == "(" and parts and self._read_extended_glob(parts):
                 continue
             elif char in ENDS_WORD:
                 break
             else:
-                self._part(char, parts)
+                self._read_part(char, parts)
         if self.at == start:
-            raise Unreadable(f"a word is missing before {self.text[self.at : self.at + 10]!r}")
+            raise UnreadableCommand(f"a word is missing before {self.text[self.at : self.at + 10]!r}")
         return tuple(parts) or (Literal("", True),)
 
-    def _extended(self, parts: list[Part]) -> bool:
+    def _read_extended_glob(self, parts: list[Part]) -> bool:
         """Read the rest of `@(a|b)`, as braces, or of another extended glob, as `*`, if one stands here."""
         last, end = parts[-1], self.parenthesis_end(self.at)
         if not isinstance(last, Literal) or last.quoted or last.text[-1:] not in tuple("@?*+!") or end < 0:
@@ -118,60 +118,61 @@ class Reader:
         return True
 
     def parenthesis_end(self, start: int) -> int:
-        """Where the parenthesis that opens at `start` is closed; -1 if it is not, or if what is in it is more than a pattern."""
+        """Return the index at which the parenthesis that opens at `start` is closed; -1 if it is not, or if what is in it is
+        more than a pattern."""
         end = self.text.find(")", start)
         return -1 if set(self.text[start + 1 : end]) & set("( \t\n;&$`'\"") else end
 
-    def _part(self, char: str, parts: list[Part]) -> None:
+    def _read_part(self, char: str, parts: list[Part]) -> None:
         if char == "'":
-            end = self._find("'", self.at + 1)
+            end = self._find_unquoted("'", self.at + 1)
             parts.append(Literal(self.text[self.at + 1 : end], True))
             self.at = end + 1
         elif char == '"':
             self.at += 1
             parts.append(Literal("", True))
-            self._quoted(parts, '"')
+            self._read_double_quotes(parts, '"')
             self.at += 1
         elif char == "\\":
             if self.peek(2) != "\\\n":
                 parts.append(Literal(self.text[self.at + 1 : self.at + 2], True))
             self.at += 2
         elif char == "$" and self.peek(2) == "$'":
-            self._ansi(parts)
+            self._read_ansi_quotes(parts)
         elif char == "$" and self.peek(2) == '$"':
             self.at += 1
         elif char in "$`":
-            self._dollar(parts, False)
+            self._read_dollar(parts, False)
         else:
             start = self.at
             while self.at < len(self.text) and self.peek() not in ENDS_WORD and self.peek() not in "'\"\\$`":
                 self.at += 1
             parts.append(Literal(self.text[start : self.at]))
 
-    def _ansi(self, parts: list[Part]) -> None:
+    def _read_ansi_quotes(self, parts: list[Part]) -> None:
         start = self.at = self.at + 2
         while self.peek() not in ("'", ""):
             self.at += 2 if self.peek() == "\\" else 1
         if not self.peek():
-            raise self._unclosed("a quote", "'")
+            raise self._make_unclosed_error("a quote", "'")
         parts.append(Literal(unescape(self.text[start : self.at]), True))
         self.at += 1
 
-    def _quoted(self, parts: list[Part], closing: str) -> None:
+    def _read_double_quotes(self, parts: list[Part], closing: str) -> None:
         """Parts inside of double quotes, up to the closing one or, where there is none, to the end of the text."""
         start = self.at
         while self.peek() != closing:
             char = self.peek()
             if not char:
                 self.at = start
-                raise self._unclosed("a quote", closing)
+                raise self._make_unclosed_error("a quote", closing)
             if char == "\\":
                 following = self.text[self.at + 1 : self.at + 2]
                 if following != "\n":
                     parts.append(Literal(following if following in '$`"\\' else "\\" + following, True))
                 self.at += 2
             elif char in "$`":
-                self._dollar(parts, True)
+                self._read_dollar(parts, True)
             else:
                 start = self.at
                 while self.peek() not in ("\\", "$", "`", closing, ""):
@@ -181,34 +182,34 @@ class Reader:
     def expanded_text(self) -> Word:
         """The whole text as a heredoc is read: expansions work, quotes are characters."""
         parts: list[Part] = []
-        self._quoted(parts, "")
+        self._read_double_quotes(parts, "")
         return tuple(parts)
 
-    def _dollar(self, parts: list[Part], quoted: bool) -> None:
+    def _read_dollar(self, parts: list[Part], quoted: bool) -> None:
         if self.peek() == "`":
             end = self.at + 1
             while self.text[end : end + 1] != "`":
                 if end >= len(self.text):
-                    raise self._unclosed("a backtick", "`")
+                    raise self._make_unclosed_error("a backtick", "`")
                 end += 2 if self.text[end] == "\\" else 1
             body = re.sub(r"\\([$`\\])", r"\1", self.text[self.at + 1 : end])
             self.at = end + 1
-            parts.append(Substitution(self.inner(body).script(""), quoted))
+            parts.append(Substitution(self.inner_reader(body).parse_script(""), quoted))
         elif self.peek(3) == "$((" and (end := self.arithmetic_end(self.at + 1)) > 0:
-            parts.append(Arithmetic(self.inner(self.text[self.at + 3 : end]).expanded_text()))
+            parts.append(Arithmetic(self.inner_reader(self.text[self.at + 3 : end]).expanded_text()))
             self.at = end + 2
         elif self.peek(2) == "$[" and (end := self.bracket_end(self.text, self.at + 1)) > 0:
-            parts.append(Arithmetic(self.inner(self.text[self.at + 2 : end]).expanded_text()))
+            parts.append(Arithmetic(self.inner_reader(self.text[self.at + 2 : end]).expanded_text()))
             self.at = end + 1
         elif self.peek(2) == "$(":
             self.at += 2
             if self.depth >= MAX_DEPTH:
-                raise Unreadable("too deeply nested")
+                raise UnreadableCommand("too deeply nested")
             self.depth += 1
-            parts.append(Substitution(self.script(")"), quoted))
+            parts.append(Substitution(self.parse_script(")"), quoted))
             self.depth -= 1
         elif self.peek(2) == "${":
-            self._parameter(parts, quoted)
+            self._read_parameter(parts, quoted)
         elif match := _NAME.match(self.text, self.at + 1):
             parts.append(Variable(match[0], quoted=quoted))
             self.at = match.end()
@@ -220,7 +221,8 @@ class Reader:
             self.at += 1
 
     def arithmetic_end(self, start: int) -> int:
-        """Where the `))` of the `((` at `start` stands; -1 if this is no arithmetic but a subshell in another one."""
+        """Return the index at which the `))` of the `((` at `start` stands; -1 if this is no arithmetic but a subshell in
+        another one."""
         depth = 0
         for index in range(start, len(self.text)):
             depth += {"(": 1, ")": -1}.get(self.text[index], 0)
@@ -228,7 +230,7 @@ class Reader:
                 return index if self.text[index + 1 : index + 2] == ")" else -1
         return -1
 
-    def _parameter(self, parts: list[Part], quoted: bool) -> None:
+    def _read_parameter(self, parts: list[Part], quoted: bool) -> None:
         start, end = self.at + 2, self._closing_brace(self.at + 2)
         body, prefix = self.text[start:end], ""
         self.at = end + 1
@@ -239,17 +241,18 @@ class Reader:
         rest = body[len(name) :]
         index: Word = ()
         if rest.startswith("[") and (end := self.bracket_end(rest, 0)) > 0:
-            index = self.inner(rest[1:end]).expanded_text() if set(rest[1:end]) & {"$", "`"} else ()
+            index = self.inner_reader(rest[1:end]).expanded_text() if set(rest[1:end]) & {"$", "`"} else ()
             name, rest = name + rest[: end + 1], rest[end + 1 :]
         operator = _OPERATOR.match(rest)
         if rest and not operator:
-            raise Unreadable(f"an expansion that we do not know: ${{{body}}}")
-        operand = self.inner(rest[operator.end() :]).operand() if operator else ()
+            raise UnreadableCommand(f"an expansion that we do not know: ${{{body}}}")
+        operand = self.inner_reader(rest[operator.end() :]).read_operand() if operator else ()
         parts.append(Variable(name, prefix or (operator[0] if operator else ""), operand, quoted, index))
 
     @staticmethod
     def bracket_end(text: str, start: int) -> int:
-        """Where the bracket that opens at `start` is closed; -1 if it is not, or so far away that it closes another one."""
+        """Return the index at which the bracket that opens at `start` is closed; -1 if it is not, or so far away that it closes
+        another one."""
         depth = 0
         for at in range(start, min(len(text), start + MAX_INDEX)):
             depth += {"[": 1, "]": -1}.get(text[at], 0)
@@ -257,7 +260,7 @@ class Reader:
                 return at
         return -1
 
-    def operand(self) -> Word:
+    def read_operand(self) -> Word:
         """The whole text as one word, blanks in it included."""
         parts: list[Part] = []
         while self.at < len(self.text):
@@ -265,7 +268,7 @@ class Reader:
                 parts.append(Literal(self.peek()))
                 self.at += 1
             else:
-                self._part(self.peek(), parts)
+                self._read_part(self.peek(), parts)
         return tuple(parts)
 
     def _closing_brace(self, start: int) -> int:
@@ -281,17 +284,17 @@ class Reader:
                 if depth == 0:
                     return index
             index += 1
-        raise self._unclosed("a brace", "}")
+        raise self._make_unclosed_error("a brace", "}")
 
-    def _find(self, char: str, start: int) -> int:
+    def _find_unquoted(self, char: str, start: int) -> int:
         end = self.text.find(char, start)
         if end < 0:
-            raise self._unclosed("a quote", char)
+            raise self._make_unclosed_error("a quote", char)
         return end
 
-    def _unclosed(self, what: str, mark: str) -> Unreadable:
+    def _make_unclosed_error(self, what: str, mark: str) -> UnreadableCommand:
         line = self.text.count("\n", 0, self.at) + 1
-        return Unreadable(
+        return UnreadableCommand(
             f"{what} is not closed", f"bash: -c: line {line}: unexpected EOF while looking for matching `{mark}'"
         )
 
@@ -312,6 +315,6 @@ class Reader:
                 lines.append(line + "\n")
             self.at = min(self.at, len(self.text))
             body = "".join(lines)
-            word: Word = (Literal(body, True),) if quoted else self.inner(body).expanded_text()
+            word: Word = (Literal(body, True),) if quoted else self.inner_reader(body).expanded_text()
             target.append(Redirect("<<", word, fd=fd))
         self.heredocs.clear()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import posixpath
 
 from opd.guard.session import MAX_PATH
-from opd.guard.shell.fields import UNKNOWN, UNSET, known, plain
-from opd.guard.shell.walk import Run, Walker
+from opd.guard.shell.fields import UNKNOWN, UNSET, is_fully_known, show_field
+from opd.guard.shell.walk import ProgramRun, Walker
 
 
-def cd(walker: Walker, run: Run) -> str | None:
+def run_cd(walker: Walker, run: ProgramRun) -> str | None:
     """`cd`, `pushd`, `popd`, which are taken to succeed; `cd -` goes back."""
-    session, program = walker.session, plain(run.argv[0])
+    session, program = walker.session, show_field(run.argv[0])
     operands = [arg for arg in run.argv[1:] if not arg.startswith("-") or arg == "-"]
-    walker.note(run.but([run.argv[0], *operands]))
+    walker.note_call(run.with_argv([run.argv[0], *operands]))
     before = session.cwd
     target = (operands[0] if operands else session.home).replace(UNSET, "")
     if program == "popd" or (program == "pushd" and not operands):
@@ -22,61 +22,61 @@ def cd(walker: Walker, run: Run) -> str | None:
         target = session.before
     if program == "pushd":
         session.stack.insert(0, before)
-    there = session.absolute(target) if known(target) and len(target) <= MAX_PATH else ""
+    there = session.resolve_path(target) if is_fully_known(target) and len(target) <= MAX_PATH else ""
     session.cwd = there if there and len(there) <= MAX_PATH else posixpath.join(before, UNKNOWN)
     session.before = before
     return ""
 
 
-def tee(walker: Walker, run: Run) -> str | None:
-    """What comes in goes into files, and on."""
-    walker.note(run)
+def run_tee(walker: Walker, run: ProgramRun) -> str | None:
+    """Write the standard input to files, and pass it on."""
+    walker.note_call(run)
     text = run.streams.stdin
-    options = [plain(arg) for arg in run.argv[1:] if arg.startswith("-")]
+    options = [show_field(arg) for arg in run.argv[1:] if arg.startswith("-")]
     adds = any(arg == "--append" or (arg[1:2] != "-" and "a" in arg) for arg in options)
     for arg in run.argv[1:]:
-        if not arg.startswith("-") and known(arg):
-            path = walker.session.absolute(arg, copies=False)
-            (walker.session.appends if adds else walker.session.wrote)(path, text)
+        if not arg.startswith("-") and is_fully_known(arg):
+            path = walker.session.resolve_path(arg, copies=False)
+            (walker.session.record_append if adds else walker.session.record_write)(path, text)
     return text
 
 
-def set_positional(walker: Walker, run: Run) -> str | None:
-    walker.note(run)
+def set_positional(walker: Walker, run: ProgramRun) -> str | None:
+    walker.note_call(run)
     if "--" in run.argv:
         walker.session.positional = run.argv[run.argv.index("--") + 1 :]
     return ""
 
 
-def shift(walker: Walker, run: Run) -> str | None:
+def run_shift(walker: Walker, run: ProgramRun) -> str | None:
     """The first of `$1` and the others are gone."""
-    walker.note(run)
-    count = plain(run.argv[1]) if len(run.argv) > 1 else "1"
+    walker.note_call(run)
+    count = show_field(run.argv[1]) if len(run.argv) > 1 else "1"
     walker.session.positional = walker.session.positional[int(count) if count.isdecimal() else 1 :]
     return ""
 
 
-def copies(walker: Walker, run: Run) -> str | None:
+def run_copy(walker: Walker, run: ProgramRun) -> str | None:
     """`cp`, `mv`, `ln`: what is behind the new name is what was behind the old one."""
-    walker.note(run)
+    walker.note_call(run)
     session = walker.session
     operands = [arg for arg in run.argv[1:] if not arg.startswith("-")]
-    if len(operands) == 1 and plain(run.argv[0]).endswith("ln"):
+    if len(operands) == 1 and show_field(run.argv[0]).endswith("ln"):
         operands.append(posixpath.basename(operands[0]))
     if len(operands) < 2:
         return ""
-    place = posixpath.normpath(posixpath.join(session.cwd, plain(operands[-1])))
-    symbolic = plain(run.argv[0]).endswith("ln") and any("s" in arg for arg in run.argv[1:] if arg.startswith("-"))
+    place = posixpath.normpath(posixpath.join(session.cwd, show_field(operands[-1])))
+    symbolic = show_field(run.argv[0]).endswith("ln") and any("s" in arg for arg in run.argv[1:] if arg.startswith("-"))
     for operand in operands[:-1]:
-        source = posixpath.normpath(plain(operand)) if symbolic else session.absolute(operand)
+        source = posixpath.normpath(show_field(operand)) if symbolic else session.resolve_path(operand)
         base = posixpath.dirname(place) if symbolic else session.cwd
-        source = session.absolute(posixpath.join(base, source))
+        source = session.resolve_path(posixpath.join(base, source))
         text = session.written.get(source)
-        for name in {place, posixpath.join(place, posixpath.basename(plain(operand)))}:
+        for name in {place, posixpath.join(place, posixpath.basename(show_field(operand)))}:
             if name != source:
                 session.written.pop(name, None)
                 session.appended.pop(name, None)
                 (session.links if symbolic else session.copies)[name] = source
                 if text is not None:
-                    session.wrote(name, text)
+                    session.record_write(name, text)
     return ""

@@ -13,13 +13,13 @@ from functools import partial
 from opd.guard.code import Code, Started
 from opd.guard.code.other import read_other
 from opd.guard.code.python import read_python
-from opd.guard.facts import PYTHONS, Call, Streams, code_facts, facts
-from opd.guard.session import STANDARD_INPUT, STDIN, Session
+from opd.guard.facts import PYTHONS, ProgramCall, Streams, code_facts, read_call
+from opd.guard.session import STANDARD_INPUT, STDIN, GuardSession
 from opd.guard.shell.arrays import array, assign
 from opd.guard.shell.builtins import BUILTINS, STOPS, SUCCEED
-from opd.guard.shell.compound import group, loop_over
+from opd.guard.shell.compound import loop_over, walk_group
 from opd.guard.shell.expand import Expander
-from opd.guard.shell.fields import UNKNOWN, UNSET, has_glob, known, plain
+from opd.guard.shell.fields import UNKNOWN, UNSET, has_glob, is_fully_known, show_field
 from opd.guard.shell.nodes import (
     Assignment,
     For,
@@ -30,15 +30,15 @@ from opd.guard.shell.nodes import (
     Redirect,
     Script,
     Simple,
-    Unreadable,
+    UnreadableCommand,
     Word,
 )
 from opd.guard.shell.nodes import Command as Node
-from opd.guard.shell.outputs import DECODERS, HIDERS, output
+from opd.guard.shell.outputs import DECODERS, HIDERS, predict_output
 from opd.guard.shell.parser import parse
 from opd.guard.shell.reader import MAX_CHARACTERS
-from opd.guard.shell.ways import Step, apart, in_turn, joined, settle, states
-from opd.guard.shell.work import ARGUMENT, COMMAND, GLOB, PYTHON, Work
+from opd.guard.shell.ways import StateStep, act_in_subprocess, in_turn, join_outputs, list_states, settle_states
+from opd.guard.shell.work import ARGUMENT, COMMAND, GLOB, PYTHON, WorkBudget
 
 MAX_CALLS = 512
 MAX_NESTED = 12
@@ -52,20 +52,20 @@ NOWHERE = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
 
 
 @dataclass(slots=True)
-class Run:
+class ProgramRun:
     """One program call on its way: arguments as fields, where its streams lead, and what is known of its origin."""
 
     argv: list[str]
     streams: Streams
     tags: frozenset[str] = frozenset()
 
-    def but(self, argv: list[str]) -> Run:
+    def with_argv(self, argv: list[str]) -> ProgramRun:
         """The same streams with other arguments: the program inside of a wrapper."""
-        return Run(argv, self.streams, self.tags)
+        return ProgramRun(argv, self.streams, self.tags)
 
 
-Handler = Callable[["Walker", Run], str | None]
-"""What goes on into a program: notes its call and returns what it prints, if that is known."""
+Handler = Callable[["Walker", ProgramRun], str | None]
+"""A handler of a program: it notes its call and returns what it prints, if that is known."""
 
 
 class Walker:
@@ -74,10 +74,10 @@ class Walker:
     `special` has the programs that run others or change the shell's state, by name (`programs.PROGRAMS`).
     """
 
-    def __init__(self, session: Session, special: Mapping[str, Handler]) -> None:
+    def __init__(self, session: GuardSession, special: Mapping[str, Handler]) -> None:
         self.session = session
         self._special = special
-        self.calls: list[Call] = []
+        self.calls: list[ProgramCall] = []
         self.tags: frozenset[str] = frozenset()
         """Tags of all that is gone through at the moment, such as `decoded`."""
         self.behind: dict[str, tuple[str, ...]] = {}
@@ -85,119 +85,121 @@ class Walker:
         self.open: dict[str, str | None] = {}
         """Text behind a descriptor other than the standard ones, None if we do not know it."""
         self._success: bool | None = None
-        """Whether the last command succeeds; None if nobody knows."""
+        """True if the last command succeeds; None if nobody knows."""
         self._stops = False
-        """Whether the last list has a command after which nothing more may run."""
+        """True if the last list has a command after which nothing more may run."""
         self._open: list[str] = []
         """The functions and the files that are gone through at the moment."""
-        self._different: set[Call] = set()
+        self._different: set[ProgramCall] = set()
         self._nested = self._wrapped = 0
-        self._work = Work()
-        self._expander = Expander(session, self._substituted, self._work)
+        self._work = WorkBudget()
+        self._expander = Expander(session, self._walk_substitution, self._work)
 
-    def text(self, text: str, streams: Streams | None = None, tags: frozenset[str] = frozenset()) -> str | None:
+    def walk_text(self, text: str, streams: Streams | None = None, tags: frozenset[str] = frozenset()) -> str | None:
         """Go through a script inside of the script; what it prints, if known. Raises: Unreadable."""
         if self._nested >= MAX_NESTED:
-            raise Unreadable("too deeply nested")
+            raise UnreadableCommand("too deeply nested")
         self._work.spend(len(text))
-        if not known(text):
+        if not is_fully_known(text):
             text = text.replace(UNKNOWN, "__unknown__").replace(UNSET, "")
         before, self.tags = self.tags, self.tags | tags
         self._nested += 1
         try:
-            return self.script(parse(text), streams)
+            return self.walk_script(parse(text), streams)
         finally:
             self._nested -= 1
             self.tags = before
 
-    def script(self, script: Script, streams: Streams | None = None) -> str | None:
+    def walk_script(self, script: Script, streams: Streams | None = None) -> str | None:
         """Go through the pipelines of a script; what they print together, if known."""
         printed = []
-        stopped: list[Session] = []
+        stopped: list[GuardSession] = []
         for one in script:
             self._stops = False
-            printed.append(self._list(one, streams or Streams()))
-            stopped += states(self.session) if self._stops else []
+            printed.append(self._walk_list(one, streams or Streams()))
+            stopped += list_states(self.session) if self._stops else []
         if stopped:  # what comes behind a `return` or a `break` may be left out
-            settle(self.session, [*states(self.session), *stopped])
-        return joined(printed)
+            settle_states(self.session, [*list_states(self.session), *stopped])
+        return join_outputs(printed)
 
-    def _list(self, one: List, streams: Streams) -> str | None:
-        steps = [Step(pipeline.when, partial(self._pipeline, pipeline, streams)) for pipeline in one.pipelines]
+    def _walk_list(self, one: List, streams: Streams) -> str | None:
+        steps = [
+            StateStep(pipeline.when, partial(self._walk_pipeline, pipeline, streams)) for pipeline in one.pipelines
+        ]
         run = partial(in_turn, self.session, steps)
-        return apart(self.session, run) if one.background else run()
+        return act_in_subprocess(self.session, run) if one.background else run()
 
-    def _substituted(self, script: Script) -> str | None:
+    def _walk_substitution(self, script: Script) -> str | None:
         self._work.spend(COMMAND + self.session.size)
-        return apart(self.session, partial(self.script, script))
+        return act_in_subprocess(self.session, partial(self.walk_script, script))
 
-    def _pipeline(self, pipeline: Pipeline, outer: Streams) -> tuple[bool | None, str | None]:
+    def _walk_pipeline(self, pipeline: Pipeline, outer: Streams) -> tuple[bool | None, str | None]:
         text, sources = outer.stdin, outer.sources
         alone = len(pipeline.commands) == 1
         last, before = 0, len(self.calls)
         for index, command in enumerate(pipeline.commands):
             last, before = before, len(self.calls)
             given = Streams(stdin=text, has_stdin=index > 0 or outer.has_stdin, sources=sources)
-            run = partial(self._command, command, given)
-            text = run() if alone else apart(self.session, run)
-            sources = tuple(dict.fromkeys([*sources, *_names(self.calls[before:])]))
+            run = partial(self._walk_command, command, given)
+            text = run() if alone else act_in_subprocess(self.session, run)
+            sources = tuple(dict.fromkeys([*sources, *_program_names(self.calls[before:])]))
             if index:
-                feeds = tuple(call.line() for call in self.calls[before:])
+                feeds = tuple(call.call_line() for call in self.calls[before:])
                 self.calls[last:before] = [replace(call, feeds=feeds) for call in self.calls[last:before]]
         return (None if pipeline.unsure else self._success), text
 
-    def _command(self, node: Node, given: Streams) -> str | None:
+    def _walk_command(self, node: Node, given: Streams) -> str | None:
         self._work.spend(COMMAND + self.session.size)
         if isinstance(node, Simple):
-            return self._simple(node, given)
+            return self._walk_simple_command(node, given)
         if isinstance(node, Function):
             self.session.functions[node.name] = node.body
-            self.add(Call(program="function", args=(node.name,)))
+            self.add(ProgramCall(program="function", args=(node.name,)))
             self._success = True
             return ""
-        streams = self._connect(node.redirects, given)
+        streams = self._redirect_streams(node.redirects, given)
         self._bare_redirects(streams)
         if isinstance(node, For):
-            values = [field for word in node.words for field in self._expander.fields(word)]
-            printed = loop_over(self.session, node, values, partial(self.script, streams=streams))
+            values = [field for word in node.words for field in self._expander.expand_to_fields(word)]
+            printed = loop_over(self.session, node, values, partial(self.walk_script, streams=streams))
         else:
-            printed = group(self.session, node, streams, self.script)
+            printed = walk_group(self.session, node, streams, self.walk_script)
         if isinstance(node, For) or node.kind in ("loop", "subshell"):
             self._stops = False
         self._success = None
-        return self._written(streams, printed)
+        return self._note_output(streams, printed)
 
-    def _simple(self, node: Simple, given: Streams) -> str | None:
+    def _walk_simple_command(self, node: Simple, given: Streams) -> str | None:
         self.session.read_variables = []
         before = len(self.calls)
-        values = [(a, self._value(a)) for a in node.assignments]
-        argv = [field for word in node.words for field in self._fields(word)]
-        streams = self._connect(node.redirects, given)
-        streams.sources = (*streams.sources, *dict.fromkeys(_names(self.calls[before:])))
+        values = [(a, self._assigned_value(a)) for a in node.assignments]
+        argv = [field for word in node.words for field in self._expand_fields(word)]
+        streams = self._redirect_streams(node.redirects, given)
+        streams.sources = (*streams.sources, *dict.fromkeys(_program_names(self.calls[before:])))
         if not argv:
-            self._assign(values)
+            self._assign_variables(values)
             self._bare_redirects(streams)
             self._success = None if len(self.calls) > before else True
             if any(
                 "/" in value and " " in value for _, value in values
             ):  # a command that the shell starts by itself, say
-                self.add(Call(program="", tags=self._tags(values)))
+                self.add(ProgramCall(program="", tags=self._variable_tags(values)))
             if self.session.read_variables:  # what it asks of the environment is soon a variable of its own
-                self.add(Call(program="", env=tuple(dict.fromkeys(self.session.read_variables))))
+                self.add(ProgramCall(program="", env=tuple(dict.fromkeys(self.session.read_variables))))
             return streams.stdin if any(r.operator == "<" for r in node.redirects) else ""
-        printed = self._with_variables(values, Run(argv, streams, self._tags(values)))
+        printed = self._with_variables(values, ProgramRun(argv, streams, self._variable_tags(values)))
         self._stops = self._stops or argv[0] in STOPS
         if node.redirects or argv[0] in self.session.functions:
             self._success = None
         else:
             self._success = argv[0] in SUCCEED or (False if argv[0] == "false" else None)
-        return self._written(streams, printed)
+        return self._note_output(streams, printed)
 
-    def _with_variables(self, values: list[tuple[Assignment, str]], run: Run) -> str | None:
+    def _with_variables(self, values: list[tuple[Assignment, str]], run: ProgramRun) -> str | None:
         """Note a call for which these variables are set."""
         used = self.session.read_variables
         kept = {name: self.session.variables.get(name) for name in (one.name.partition("[")[0] for one, _ in values)}
-        self._assign(values)
+        self._assign_variables(values)
         self.session.read_variables = used
         try:
             return self.run(run)
@@ -205,55 +207,59 @@ class Walker:
             for state in (self.session, *self.session.others) if kept else ():
                 state.set_back(kept)
 
-    def _value(self, assignment: Assignment) -> str:
+    def _assigned_value(self, assignment: Assignment) -> str:
         """The value that is assigned; items of an array with a mark between them."""
         if assignment.index:
-            self._expander.value(assignment.index)
+            self._expander.expand_to_value(assignment.index)
         if assignment.items is None:
-            return self._expander.value(assignment.value)
-        return array(field for word in assignment.items for field in self._fields(word))
+            return self._expander.expand_to_value(assignment.value)
+        return array(field for word in assignment.items for field in self._expand_fields(word))
 
-    def _tags(self, values: list[tuple[Assignment, str]]) -> frozenset[str]:
+    def _variable_tags(self, values: list[tuple[Assignment, str]]) -> frozenset[str]:
         """Tags that come from variables set for one call, such as `LD_PRELOAD=...`."""
-        names = [(one.name.partition("[")[0], plain(value)) for one, value in values]
+        names = [(one.name.partition("[")[0], show_field(value)) for one, value in values]
         return self.tags | {tag for name, value in names for tag in (f"sets:{name}", f"sets:{name}={value}")}
 
-    def _fields(self, word: Word) -> list[str]:
+    def _expand_fields(self, word: Word) -> list[str]:
         if len(word) == 1 and isinstance(word[0], Process):
             path = f"/dev/fd/{63 - len(self.session.written)}"
             before = len(self.calls)
-            self.session.written[path] = self._substituted(word[0].body)
+            self.session.written[path] = self._walk_substitution(word[0].body)
             self.behind[path] = tuple(c.program for c in self.calls[before:])
             return [path]
-        return self._expander.fields(word)
+        return self._expander.expand_to_fields(word)
 
-    def _assign(self, values: list[tuple[Assignment, str]]) -> None:
+    def _assign_variables(self, values: list[tuple[Assignment, str]]) -> None:
         for one, value in values:
             assign(self.session.variables, one, value)
 
-    def _connect(self, redirects: list[Redirect], given: Streams) -> Streams:
+    def _redirect_streams(self, redirects: list[Redirect], given: Streams) -> Streams:
         """The streams after the redirections."""
         streams = Streams(stdin=given.stdin, has_stdin=given.has_stdin, sources=given.sources)
         for redirect in redirects:
             operator = redirect.operator
             if operator in ("<<", "<<<"):
-                text = self._expander.value(redirect.target) + "\n" * (operator == "<<<")
-                self._fed(streams, redirect.fd, text)
+                text = self._expander.expand_to_value(redirect.target) + "\n" * (operator == "<<<")
+                self._note_input(streams, redirect.fd, text)
                 continue
-            targets = self._fields(redirect.target)
-            paths = [path for field in targets for path in self.session.paths(field, operator in ("<", "<>", "<&"))]
-            if operator == "<&" and targets and plain(targets[0]).rstrip("-") in self.open:
-                self._fed(streams, redirect.fd, self.open[plain(targets[0]).rstrip("-")])
-            if not targets or (operator in ("<&", ">&") and plain(targets[0]).rstrip("-").isdigit()):
+            targets = self._expand_fields(redirect.target)
+            paths = [
+                path
+                for field in targets
+                for path in self.session.resolve_argument(field, operator in ("<", "<>", "<&"))
+            ]
+            if operator == "<&" and targets and show_field(targets[0]).rstrip("-") in self.open:
+                self._note_input(streams, redirect.fd, self.open[show_field(targets[0]).rstrip("-")])
+            if not targets or (operator in ("<&", ">&") and show_field(targets[0]).rstrip("-").isdigit()):
                 continue
             if operator in ("<", "<>", "<&"):
                 streams.reads += paths
-                self._fed(streams, redirect.fd, self.session.script(paths[0]))
+                self._note_input(streams, redirect.fd, self.session.written_text(paths[0]))
             if operator not in ("<", "<&"):
-                self._opened(redirect, streams, [path for path in paths if path not in NOWHERE])
+                self._note_opened_files(redirect, streams, [path for path in paths if path not in NOWHERE])
         return streams
 
-    def _fed(self, streams: Streams, fd: str, text: str | None) -> None:
+    def _note_input(self, streams: Streams, fd: str, text: str | None) -> None:
         """Note a text, None if it is not known, on the standard input or on the descriptor of this number or name."""
         if not fd:
             streams.stdin, streams.has_stdin = text, True
@@ -261,7 +267,7 @@ class Walker:
         self.open[fd.strip("{}")] = text
         self.session.written[f"/dev/fd/{fd}"] = text
 
-    def _opened(self, redirect: Redirect, streams: Streams, paths: list[str]) -> None:
+    def _note_opened_files(self, redirect: Redirect, streams: Streams, paths: list[str]) -> None:
         """Note files that are opened for writing."""
         streams.writes += paths
         if redirect.operator in (">>", "&>>") and redirect.output:
@@ -269,25 +275,25 @@ class Walker:
         elif redirect.operator in (">", ">|", "&>", ">&") and redirect.output:
             streams.truncates += paths
         elif redirect.operator != "<>":  # errors, say
-            note = self.session.appends if redirect.operator == ">>" else self.session.wrote
+            note = self.session.record_append if redirect.operator == ">>" else self.session.record_write
             for path in paths:
                 note(path, None)
 
     def _bare_redirects(self, streams: Streams) -> None:
         """A call of its own for redirections without a program, or of a whole group."""
         if streams.reads or streams.writes:
-            self.add(facts(["cat"], self.session, streams))
+            self.add(read_call(["cat"], self.session, streams))
 
-    def _written(self, streams: Streams, printed: str | None) -> str | None:
+    def _note_output(self, streams: Streams, printed: str | None) -> str | None:
         """Note what was printed where it went; what is left for the standard output."""
         for state in (self.session, *self.session.others):
             for path in streams.truncates:
-                state.wrote(path, printed)
+                state.record_write(path, printed)
             for path in streams.appends:
-                state.appends(path, printed)
+                state.record_append(path, printed)
         return "" if streams.truncates or streams.appends else printed
 
-    def add(self, call: Call) -> None:
+    def add(self, call: ProgramCall) -> None:
         """Note a call. Raises: Unreadable if there are too many."""
         own = self.session.written
         reads = tuple(path for path in call.reads if path not in own)
@@ -297,61 +303,61 @@ class Walker:
             call = replace(call, reads=reads, tags=call.tags | self.tags)
         self._different.add(call)
         if len(self._different) > MAX_CALLS:
-            raise Unreadable("too many calls")
+            raise UnreadableCommand("too many calls")
         self.calls.append(call)
 
-    def tag(self, tag: str) -> None:
+    def tag_last_call(self, tag: str) -> None:
         """Add a tag to the call that was noted last."""
         self.calls[-1] = replace(self.calls[-1], tags=self.calls[-1].tags | {tag})
 
-    def run(self, run: Run) -> str | None:
+    def run(self, run: ProgramRun) -> str | None:
         """Note what one program call does; what it prints, if known. Raises: Unreadable."""
         name = run.argv[0]
         if name in self.session.functions and self._open.count(name) < MAX_RECURSION:
-            return self._function(name, run)
-        return self.program(run)
+            return self._walk_function(name, run)
+        return self.walk_program(run)
 
-    def program(self, run: Run) -> str | None:
+    def walk_program(self, run: ProgramRun) -> str | None:
         """The same for a program that cannot be a function of the shell."""
         if self._wrapped >= MAX_WRAPPED:
-            raise Unreadable("too deeply nested")
+            raise UnreadableCommand("too deeply nested")
         self._wrapped += 1
         try:
-            return self._program(run)
+            return self._walk_external_program(run)
         finally:
             self._wrapped -= 1
 
-    def _program(self, run: Run) -> str | None:
-        name = plain(run.argv[0]).rpartition("/")[2] if known(run.argv[0]) else ""
-        if run.streams.has_stdin and not STDIN.isdisjoint(map(plain, run.argv[1:])):
+    def _walk_external_program(self, run: ProgramRun) -> str | None:
+        name = show_field(run.argv[0]).rpartition("/")[2] if is_fully_known(run.argv[0]) else ""
+        if run.streams.has_stdin and not STDIN.isdisjoint(map(show_field, run.argv[1:])):
             self.session.written[STANDARD_INPUT] = run.streams.stdin
         special = self._special.get(name)
         if special is not None:
             own = name in BUILTINS and run.argv[0] == name
-            return special(self, run) if own else apart(self.session, partial(special, self, run))
-        if "/" in run.argv[0] and (text := self.session.script(self.session.absolute(run.argv[0]))):
-            self.note(run)
-            return apart(self.session, partial(self.file_code, text, run))
-        self.note(run)
-        return output(run.argv, run.streams.stdin, self.session)
+            return special(self, run) if own else act_in_subprocess(self.session, partial(special, self, run))
+        if "/" in run.argv[0] and (text := self.session.written_text(self.session.resolve_path(run.argv[0]))):
+            self.note_call(run)
+            return act_in_subprocess(self.session, partial(self.file_code, text, run))
+        self.note_call(run)
+        return predict_output(run.argv, run.streams.stdin, self.session)
 
-    def note(self, run: Run) -> None:
+    def note_call(self, run: ProgramRun) -> None:
         """Add the call as it stands. Raises: Unreadable if there is too much of it."""
         self._work.spend(sum(len(arg) + ARGUMENT + GLOB * has_glob(arg) for arg in run.argv))
-        call = facts(run.argv, self.session, run.streams, run.tags)
+        call = read_call(run.argv, self.session, run.streams, run.tags)
         written = run.streams.stdin if call.program == "tee" else None
         if run.streams.writes and written is None:
-            written = output(run.argv, run.streams.stdin, self.session)
+            written = predict_output(run.argv, run.streams.stdin, self.session)
         self.add(replace(call, text=written) if written else call)
 
-    def _function(self, name: str, run: Run) -> str | None:
+    def _walk_function(self, name: str, run: ProgramRun) -> str | None:
         if self._nested >= MAX_NESTED:
-            raise Unreadable("too deeply nested")
+            raise UnreadableCommand("too deeply nested")
         body: Node = self.session.functions[name]  # type: ignore[assignment]
         self._nested += 1
         self._open.append(name)
         try:
-            return self.with_arguments(run.argv[1:], partial(self._command, body, run.streams))
+            return self.with_arguments(run.argv[1:], partial(self._walk_command, body, run.streams))
         finally:
             self._nested -= 1
             self._open.pop()
@@ -366,24 +372,24 @@ class Walker:
             for state in (self.session, *self.session.others):
                 state.positional = kept
 
-    def file_code(self, text: str, run: Run) -> str | None:
+    def file_code(self, text: str, run: ProgramRun) -> str | None:
         """Go through a script file that the episode wrote, by its first line."""
         first = text.partition("\n")[0]
         for language in ("python", "perl", "ruby", "node", "php"):
             if language in first:
-                self.code(language, text, run)
+                self.walk_code(language, text, run)
                 return None
-        return self.with_arguments(run.argv[1:], partial(self.text, text, run.streams))
+        return self.with_arguments(run.argv[1:], partial(self.walk_text, text, run.streams))
 
-    def hidden(self, sources: tuple[str, ...]) -> frozenset[str]:
+    def decoding_tags(self, sources: tuple[str, ...]) -> frozenset[str]:
         """The tags of code that came out of these programs, if one of them decodes."""
         hidden = frozenset({"decoded"}) if set(sources) & DECODERS else frozenset[str]()
         return hidden | {"encoded"} if set(sources) & HIDERS else hidden
 
-    def code(self, language: str, text: str, run: Run) -> None:
+    def walk_code(self, language: str, text: str, run: ProgramRun) -> None:
         """Note what inline code would do, and go through the commands and the code that it would run. Raises: Unreadable."""
         if self._nested >= MAX_NESTED or len(text) > MAX_CHARACTERS:
-            raise Unreadable("too long or too deeply nested")
+            raise UnreadableCommand("too long or too deeply nested")
         self._work.spend(len(text) * PYTHON)
         found = read_python(text) if language == "python" else read_other(language, text)
         self._nested += 1
@@ -394,39 +400,39 @@ class Walker:
             self._nested -= 1
             self.tags = before
 
-    def _read_code(self, language: str, found: Code, run: Run) -> None:
+    def _read_code(self, language: str, found: Code, run: ProgramRun) -> None:
         self.add(code_facts(language, found, self.session, run.streams, run.tags))
         self.tags = self.tags | ({"decoded"} if "decodes" in found.tags else set())
         for path, text in found.files:
-            self.session.appends(self.session.absolute(path, copies=False), text)
+            self.session.record_append(self.session.resolve_path(path, copies=False), text)
         for nested in found.nested:
-            self.code(language, nested, run)
-        for path, text in filter(None, map(self._loads(language), found.loads)):
+            self.walk_code(language, nested, run)
+        for path, text in filter(None, map(self._module_finder(language), found.loads)):
             if path not in self._open:
                 self._open.append(path)
-                self.code(language, text, run)
+                self.walk_code(language, text, run)
                 self._open.remove(path)
         for started in found.shell:
-            apart(self.session, partial(self._started, language, started))
+            act_in_subprocess(self.session, partial(self._walk_started_command, language, started))
 
-    def _loads(self, language: str) -> Callable[[str], tuple[str, str] | None]:
-        """What finds a file of the episode's own by the name by which code of a language loads it."""
-        return self.session.module if language in PYTHONS else self.session.required
+    def _module_finder(self, language: str) -> Callable[[str], tuple[str, str] | None]:
+        """Return the function that finds a file of the episode's own by the name by which code of a language loads it."""
+        return self.session.written_module if language in PYTHONS else self.session.written_code_file
 
-    def _started(self, language: str, started: Started) -> None:
+    def _walk_started_command(self, language: str, started: Started) -> None:
         """Go through a command that code starts."""
-        self.session.cwd = self.session.absolute(started.cwd)
+        self.session.cwd = self.session.resolve_path(started.cwd)
         if isinstance(started.command, list):
-            self.program(Run(started.command, Streams(), self.tags))
+            self.walk_program(ProgramRun(started.command, Streams(), self.tags))
             return
         try:
-            self.text(started.command)
-        except Unreadable:
+            self.walk_text(started.command)
+        except UnreadableCommand:
             if language == "python":
                 raise  # elsewhere any string of the code is tried as a command, and most are none
 
 
-def _names(calls: list[Call]) -> list[str]:
+def _program_names(calls: list[ProgramCall]) -> list[str]:
     """The programs of calls, as sources of another one; a `find` that goes through the system is `find outward`, too."""
     named = [call for call in calls if call.program]
     return [*(c.program for c in named), *(f"{c.program} outward" for c in named if "outward" in c.tags)]

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from opd.guard.session import FILES, Session
+from opd.guard.session import FILES, GuardSession
 
 T = TypeVar("T")
 MAX_WAYS = 4
 """States that are kept. Of more than that, those come first that know most of what no other one does."""
 
 Output = str | None
-"""What commands print; None if it is not known."""
+"""Output of commands; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StateStep:
     """One pipeline of a list."""
 
     when: str
@@ -30,58 +30,58 @@ class Step:
     """Goes through it; whether it succeeds, and what it prints, None for either if that is not known."""
 
 
-def in_each(session: Session, ways: Sequence[Session], act: Callable[[], object]) -> list[Session]:
+def in_each(session: GuardSession, ways: Sequence[GuardSession], act: Callable[[], object]) -> list[GuardSession]:
     """Do this in each of these states; the states afterwards, one of which has to be settled in."""
-    after: list[Session] = []
+    after: list[GuardSession] = []
     for way in ways:
-        enter(session, way)
+        enter_state(session, way)
         act()
-        after += states(session)
-    return distinct(after)
+        after += list_states(session)
+    return distinct_states(after)
 
 
-def every(session: Session, act: Callable[[], object]) -> None:
+def act_in_every_state(session: GuardSession, act: Callable[[], object]) -> None:
     """Do this in every state that the session may be in. If it raises, the others stay as they are."""
     if not session.others:
         act()
         return
-    after, waiting = list[Session](), states(session)
+    after, waiting = list[GuardSession](), list_states(session)
     try:
         while waiting:
-            enter(session, waiting.pop(0))
+            enter_state(session, waiting.pop(0))
             try:
                 act()
             finally:
-                after += states(session)
+                after += list_states(session)
     finally:
-        settle(session, [*after, *waiting])
+        settle_states(session, [*after, *waiting])
 
 
-def enter(session: Session, way: Session) -> None:
+def enter_state(session: GuardSession, way: GuardSession) -> None:
     """Let the session be in this state alone."""
-    session.become(way.copy())
+    session.take_over(way.copy())
     session.others = []
 
 
-def states(session: Session) -> list[Session]:
+def list_states(session: GuardSession) -> list[GuardSession]:
     """All states that a session may be in, as sessions of their own."""
     here = session.copy()
     others, here.others = here.others, []
     return [here, *others]
 
 
-def settle(session: Session, ways: Iterable[Session]) -> None:
+def settle_states(session: GuardSession, ways: Iterable[GuardSession]) -> None:
     """Let the session be in one of these states."""
-    first, *others = distinct(ways)
-    session.become(first)
+    first, *others = distinct_states(ways)
+    session.take_over(first)
     session.others = others
 
 
-def distinct(ways: Iterable[Session]) -> list[Session]:
+def distinct_states(ways: Iterable[GuardSession]) -> list[GuardSession]:
     """One of all states that are alike, at most `MAX_WAYS`."""
-    kept: list[Session] = []
+    kept: list[GuardSession] = []
     for way in ways:
-        twin = next((one for one in kept if one.alike(way)), None)
+        twin = next((one for one in kept if one.is_similar(way)), None)
         if twin is None:
             kept.append(way)
         else:
@@ -91,80 +91,82 @@ def distinct(ways: Iterable[Session]) -> list[Session]:
     return kept if len(kept) <= MAX_WAYS else _most_telling(kept)
 
 
-def _most_telling(ways: Sequence[Session]) -> list[Session]:
+def _most_telling(ways: Sequence[GuardSession]) -> list[GuardSession]:
     """The first state, and then again and again the one with most that those before it do not have."""
-    known = [way.entries() for way in ways]
+    known = [way.state_entries() for way in ways]
     kept, seen = [0], set(known[0])
     while len(kept) < MAX_WAYS:
         left = [index for index in range(len(ways)) if index not in kept]
-        best = max(left, key=lambda index: sum(map(_weight, known[index] - seen)))
+        best = max(left, key=lambda index: sum(map(_entry_weight, known[index] - seen)))
         kept.append(best)
         seen |= known[best]
     return [ways[index] for index in kept]
 
 
-def _weight(entry: tuple[str, ...]) -> int:
+def _entry_weight(entry: tuple[str, ...]) -> int:
     """A path weighs more than a number: it is what the rules are about."""
     return 8 if any("/" in part for part in entry[1:]) else 1
 
 
-def apart(session: Session, act: Callable[[], T]) -> T:
+def act_in_subprocess(session: GuardSession, act: Callable[[], T]) -> T:
     """Do this in a process of its own: afterwards the shell is where it was, and only files have changed."""
     kept, used = session.copy(), session.read_variables
     try:
         return act()
     finally:
         used = [*used, *session.read_variables]
-        _back(session, kept)
+        _take_over_files(session, kept)
         session.read_variables = used
 
 
-def _back(session: Session, kept: Session) -> None:
+def _take_over_files(session: GuardSession, kept: GuardSession) -> None:
     """Take over the files of each state that the session may be in, and all else from `kept`."""
     kept.others = []
-    ways: list[Session] = []
-    for state in states(session) if session.others else [session]:
+    ways: list[GuardSession] = []
+    for state in list_states(session) if session.others else [session]:
         way = kept.copy() if ways else kept
         for name in FILES:
             setattr(way, name, getattr(state, name))
         ways.append(way)
-    settle(session, ways)
+    settle_states(session, ways)
 
 
-def in_turn(session: Session, steps: Sequence[Step]) -> Output:
+def in_turn(session: GuardSession, steps: Sequence[StateStep]) -> Output:
     """Go through a list such as `a && b || c`, each step in the states in which it may run; what it prints."""
     if len(steps) == 1 and not session.others:
         return steps[0].act()[1]
     printed: list[Output] = []
-    good = bad = states(session)
+    good = bad = list_states(session)
     for step in steps:
         runs = {"&&": good or bad, "||": bad or good}.get(step.when, good)
-        worked, failed, said = _step(session, runs, step)
+        worked, failed, said = _walk_step(session, runs, step)
         printed.append(said)
         if step.when == "||":
-            good, bad = distinct([*good, *worked]), failed
+            good, bad = distinct_states([*good, *worked]), failed
         else:
-            good, bad = worked, distinct([*bad, *failed]) if step.when else failed
-    settle(session, [*good, *bad])
-    return joined(printed)
+            good, bad = worked, distinct_states([*bad, *failed]) if step.when else failed
+    settle_states(session, [*good, *bad])
+    return join_outputs(printed)
 
 
-def _step(session: Session, runs: Sequence[Session], step: Step) -> tuple[list[Session], list[Session], Output]:
+def _walk_step(
+    session: GuardSession, runs: Sequence[GuardSession], step: StateStep
+) -> tuple[list[GuardSession], list[GuardSession], Output]:
     """The states in which a step may have succeeded, those in which it may have failed, and what it may have printed."""
-    worked: list[Session] = []
-    failed: list[Session] = []
+    worked: list[GuardSession] = []
+    failed: list[GuardSession] = []
     printed: list[Output] = []
     for way in runs:
-        enter(session, way)
+        enter_state(session, way)
         success, said = step.act()
-        after = states(session)
+        after = list_states(session)
         worked += [] if success is False else after
         failed += [] if success else after
         printed += [] if said in printed else [said]
-    return distinct(worked), distinct(failed), joined(printed, "\n")
+    return distinct_states(worked), distinct_states(failed), join_outputs(printed, "\n")
 
 
-def joined(printed: Sequence[Output], by: str = "") -> Output:
-    """What several commands print together, or, with a line end, what one of them prints."""
+def join_outputs(printed: Sequence[Output], by: str = "") -> Output:
+    """Join the outputs of several commands, or, with a line end, what one of them prints."""
     texts = [text for text in printed if text is not None]
     return by.join(texts) if len(texts) == len(printed) else None

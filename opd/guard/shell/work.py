@@ -1,8 +1,8 @@
-"""How much of a call is gone through: a command of one line can ask for hours of reading."""
+"""A budget for the reading of a call: a command of one line can ask for hours of reading."""
 
 from __future__ import annotations
 
-from opd.guard.shell.nodes import Unreadable
+from opd.guard.shell.nodes import UnreadableCommand
 
 MAX_WORK = 1 << 21
 """Work on one call. One unit is about a character that is parsed, a microsecond."""
@@ -20,8 +20,8 @@ TRIES = 64
 """Characters that a pattern is tried on for one unit."""
 
 
-class Work:
-    """What is left for one call."""
+class WorkBudget:
+    """The budget that is left for one call."""
 
     def __init__(self) -> None:
         self._left = MAX_WORK
@@ -30,4 +30,4 @@ class Work:
         """Raises: Unreadable once there was too much."""
         self._left -= amount
         if self._left < 0:
-            raise Unreadable("too much to go through")
+            raise UnreadableCommand("too much to go through")

@@ -16,9 +16,9 @@ from opd.rollouts.endpoint.messages import (
     Reply,
     Request,
     given_beside,
-    identity,
-    pieces,
-    refused,
+    make_request_error,
+    request_hash,
+    split_for_stream,
 )
 
 READ = (
@@ -40,38 +40,38 @@ WAITING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 def parse(body: Mapping[str, Any]) -> Request:
     """Read a request. Raises: ApiError."""
-    choice = reading.mapping(body.get("tool_choice") or {}, "tool_choice").get("type", "auto")
-    limit = reading.whole(body.get("max_tokens"), "max_tokens")
+    choice = reading.read_mapping(body.get("tool_choice") or {}, "tool_choice").get("type", "auto")
+    limit = reading.read_positive_integer(body.get("max_tokens"), "max_tokens")
     if limit is None:
-        raise refused("max_tokens: expected a whole number of at least 1, found nothing")
-    system = reading.parts(body.get("system"), "system")
+        raise make_request_error("max_tokens: expected a whole number of at least 1, found nothing")
+    system = reading.read_content(body.get("system"), "system")
     return Request(
-        model=reading.text(body.get("model", ""), "model"),
-        messages=(*([Message(role="system", text=system)] if system else []), *_messages(body)),
-        tools=() if choice == "none" else tuple(_tools(body)),
+        model=reading.read_text(body.get("model", ""), "model"),
+        messages=(*([Message(role="system", text=system)] if system else []), *_parse_messages(body)),
+        tools=() if choice == "none" else tuple(_parse_tools(body)),
         max_tokens=limit,
         stop=tuple(
-            reading.text(one, "stop_sequences")
-            for one in reading.listed(body.get("stop_sequences"), "stop_sequences")
+            reading.read_text(one, "stop_sequences")
+            for one in reading.read_list(body.get("stop_sequences"), "stop_sequences")
             if one != ""
         ),
         stream=bool(body.get("stream")),
         overridden=given_beside(body, READ) + (() if choice in ("auto", "none") else ("tool_choice",)),
-        identity=identity(body),
+        identity=request_hash(body),
     )
 
 
-def _messages(body: Mapping[str, Any]) -> Iterator[Message]:
-    for number, data in enumerate(reading.listed(body.get("messages"), "messages")):
+def _parse_messages(body: Mapping[str, Any]) -> Iterator[Message]:
+    for number, data in enumerate(reading.read_list(body.get("messages"), "messages")):
         where = f"messages[{number}]"
-        message = reading.mapping(data, where)
+        message = reading.read_mapping(data, where)
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant"):
-            raise refused(f"{where}.role: expected user or assistant, found {role!r:.40}")
+            raise make_request_error(f"{where}.role: expected user or assistant, found {role!r:.40}")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         checked = [
-            reading.mapping(block, f"{where}.content[{place}]")
-            for place, block in enumerate(reading.listed(blocks, f"{where}.content"))
+            reading.read_mapping(block, f"{where}.content[{place}]")
+            for place, block in enumerate(reading.read_list(blocks, f"{where}.content"))
         ]
         yield from _of_user(checked, where) if role == "user" else _of_assistant(checked, where)
 
@@ -80,34 +80,36 @@ def _of_user(blocks: list[Mapping[str, Any]], where: str) -> Iterator[Message]:
     """Results of tools are messages of their own, before what the user says."""
     results = [block for block in blocks if block.get("type") == "tool_result"]
     for block in results:
-        called = reading.text(block.get("tool_use_id"), f"{where}.content: tool_use_id")
-        yield Message(role="tool", text=reading.parts(block.get("content"), f"{where}.content"), answers=called)
+        called = reading.read_text(block.get("tool_use_id"), f"{where}.content: tool_use_id")
+        yield Message(role="tool", text=reading.read_content(block.get("content"), f"{where}.content"), answers=called)
     said = [block for block in blocks if block.get("type") != "tool_result"]
     if said or not results:
-        yield Message(role="user", text=reading.parts(said, f"{where}.content"))
+        yield Message(role="user", text=reading.read_content(said, f"{where}.content"))
 
 
 def _of_assistant(blocks: list[Mapping[str, Any]], where: str) -> Iterator[Message]:
     said = [block for block in blocks if block.get("type") != "tool_use"]
     calls = tuple(
         Call(
-            id=reading.text(block.get("id"), f"{where}.content: id"),
-            name=reading.text(block.get("name"), f"{where}.content: name"),
-            arguments=reading.mapping(block.get("input"), f"{where}.content: input"),
+            id=reading.read_text(block.get("id"), f"{where}.content: id"),
+            name=reading.read_text(block.get("name"), f"{where}.content: name"),
+            arguments=reading.read_mapping(block.get("input"), f"{where}.content: input"),
         )
         for block in blocks
         if block.get("type") == "tool_use"
     )
-    yield Message(role="assistant", text=reading.parts(said, f"{where}.content"), calls=calls)
+    yield Message(role="assistant", text=reading.read_content(said, f"{where}.content"), calls=calls)
 
 
-def _tools(body: Mapping[str, Any]) -> Iterator[Tool]:
-    for number, data in enumerate(reading.listed(body.get("tools"), "tools")):
+def _parse_tools(body: Mapping[str, Any]) -> Iterator[Tool]:
+    for number, data in enumerate(reading.read_list(body.get("tools"), "tools")):
         where = f"tools[{number}]"
-        tool = reading.mapping(data, where)
+        tool = reading.read_mapping(data, where)
         if tool.get("type", "custom") != "custom":
-            raise refused(f"{where}.type: expected a tool of the client's own, found {tool.get('type')!r:.40}")
-        yield reading.tool(tool, "input_schema", where)
+            raise make_request_error(
+                f"{where}.type: expected a tool of the client's own, found {tool.get('type')!r:.40}"
+            )
+        yield reading.read_tool(tool, "input_schema", where)
 
 
 def body(reply: Reply, model: str) -> dict[str, Any]:
@@ -115,13 +117,13 @@ def body(reply: Reply, model: str) -> dict[str, Any]:
     text = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
     calls = [{"type": "tool_use", "id": c.id, "name": c.name, "input": dict(c.arguments)} for c in reply.calls]
     usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
-    return _head(reply.id, model) | {"content": [*text, *calls], "usage": usage} | _end(reply)
+    return _message_head(reply.id, model) | {"content": [*text, *calls], "usage": usage} | _end_events(reply)
 
 
 def opening(reply_id: str, model: str, created: int) -> bytes:
     """The first event of a stream, which is sent before the policy has written anything."""
-    message = _head(reply_id, model) | {"content": [], "usage": {"input_tokens": 0, "output_tokens": 0}}
-    return _event("message_start", message=message | {"stop_reason": None, "stop_sequence": None})
+    message = _message_head(reply_id, model) | {"content": [], "usage": {"input_tokens": 0, "output_tokens": 0}}
+    return _format_event("message_start", message=message | {"stop_reason": None, "stop_sequence": None})
 
 
 def rest(reply: Reply, request: Request) -> Iterator[bytes]:
@@ -129,18 +131,21 @@ def rest(reply: Reply, request: Request) -> Iterator[bytes]:
     blocks: list[dict[str, Any]] = body(reply, request.model)["content"]
     for index, block in enumerate(blocks):
         if block["type"] == "text":
-            empty, deltas = block | {"text": ""}, [{"type": "text_delta", "text": p} for p in pieces(block["text"])]
+            empty, deltas = (
+                block | {"text": ""},
+                [{"type": "text_delta", "text": p} for p in split_for_stream(block["text"])],
+            )
         else:
             written = json.dumps(block["input"], ensure_ascii=False)
             empty = block | {"input": {}}
-            deltas = [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(written)]
-        yield _event("content_block_start", index=index, content_block=empty)
+            deltas = [{"type": "input_json_delta", "partial_json": piece} for piece in split_for_stream(written)]
+        yield _format_event("content_block_start", index=index, content_block=empty)
         for delta in deltas:
-            yield _event("content_block_delta", index=index, delta=delta)
-        yield _event("content_block_stop", index=index)
+            yield _format_event("content_block_delta", index=index, delta=delta)
+        yield _format_event("content_block_stop", index=index)
     usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
-    yield _event("message_delta", delta=_end(reply), usage=usage)
-    yield _event("message_stop")
+    yield _format_event("message_delta", delta=_end_events(reply), usage=usage)
+    yield _format_event("message_stop")
 
 
 def error(problem: ApiError) -> dict[str, Any]:
@@ -150,18 +155,18 @@ def error(problem: ApiError) -> dict[str, Any]:
 
 def error_event(problem: ApiError) -> bytes:
     """The last event of a stream that breaks off."""
-    return _event("error", error=error(problem)["error"])
+    return _format_event("error", error=error(problem)["error"])
 
 
-def _head(reply_id: str, model: str) -> dict[str, Any]:
+def _message_head(reply_id: str, model: str) -> dict[str, Any]:
     return {"id": reply_id, "type": "message", "role": "assistant", "model": model}
 
 
-def _end(reply: Reply) -> dict[str, Any]:
+def _end_events(reply: Reply) -> dict[str, Any]:
     words = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     reason = words[reply.finish] if reply.stopped_by is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": reply.stopped_by}
 
 
-def _event(kind: str, **data: Any) -> bytes:
+def _format_event(kind: str, **data: Any) -> bytes:
     return f"event: {kind}\ndata: ".encode() + json.dumps({"type": kind, **data}).encode() + b"\n\n"

@@ -23,7 +23,7 @@ class Budget:
         """Whether nothing is left, even if all running turns sample nothing more."""
         return self._most is not None and self._sampled() >= self._most
 
-    async def take(self, wanted: int) -> int:
+    async def reserve_tokens(self, wanted: int) -> int:
         """Set tokens aside for a turn: as many as wanted, or all that are left once no other turn can give any back.
 
         0 if nothing is left. Call `give_back` once the tokens that were sampled are among those that have been taken.

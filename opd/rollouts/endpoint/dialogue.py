@@ -20,11 +20,11 @@ from opd.rollouts.episodes.tools import plain_calls
 from opd.rollouts.episodes.turns import History
 
 
-class Unreadable(Exception):
+class UnreadableMessages(Exception):
     """Messages that the student's chat template refuses."""
 
 
-class Dialogue(Protocol):
+class ClientDialogue(Protocol):
     """What a session needs to know of the student's language."""
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
@@ -58,18 +58,18 @@ class ChatMessages:
         from jinja2 import TemplateError
 
         try:
-            return self._appender.first(self._in_template(messages), tools)
+            return self._appender.encode_opening(self._in_template(messages), tools)
         except (TemplateError, ValueError, TypeError) as error:
-            raise Unreadable(str(error)) from None
+            raise UnreadableMessages(str(error)) from None
 
     def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         from jinja2 import TemplateError
 
         ended = bool(turn) and turn[-1] in self._stops
         try:
-            return self._appender.after([m.for_template() for m in messages], ended=ended, tools=tools)
+            return self._appender.encode_following([m.for_template() for m in messages], ended=ended, tools=tools)
         except (TemplateError, ValueError, TypeError) as error:  # an error of ours about the template is a ValueError
-            raise Unreadable(str(error)) from None
+            raise UnreadableMessages(str(error)) from None
 
     def before(self, history: History, messages: Sequence[Message]) -> list[int]:
         from jinja2 import TemplateError
@@ -78,22 +78,22 @@ class ChatMessages:
         if not any(self._appender.drops(turn, roles) for turn, _ in history.turns):
             return history.ids
         if self._appender.drops(history.head, roles):
-            raise Unreadable("thoughts that the chat template leaves out, in turns that were rendered")
+            raise UnreadableMessages("thoughts that the chat template leaves out, in turns that were rendered")
         try:
             return history.without_thoughts(self._appender).ids
         except (TemplateError, ValueError, TypeError) as error:
-            raise Unreadable(str(error)) from None
+            raise UnreadableMessages(str(error)) from None
 
     def text(self, turn: Sequence[int]) -> str:
-        return self._appender.text(turn)
+        return self._appender.turn_text(turn)
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
         found = self._appender.read(text, tools)
-        return found.text, _named(found.calls)
+        return found.text, _assign_call_ids(found.calls)
 
     def _in_template(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """A whole conversation as the template takes it: some know no tools, some one call in a turn."""
-        told = [self._appender.safe(message.for_template()) for message in with_own_ids(messages)]
+        told = [self._appender.make_message_safe(message.for_template()) for message in with_own_ids(messages)]
         if self._appender.tools_in_template:
             return told if self._appender.parallel else _one_by_one(told)
         runs = groupby(map(self._with_calls_in_text, told), key=lambda message: message["role"] == "tool")
@@ -127,25 +127,25 @@ class PlainMessages:
             if theirs:
                 for message in run:
                     ids += [
-                        *self._ids(escape_specials(_side_by_side([message]), self._special), first=not ids),
+                        *self._encode_text(escape_specials(_side_by_side([message]), self._special), first=not ids),
                         *self._end,
                     ]
                 continue
             text = _side_by_side(list(run))
             kept = self._prompt if not ids and text.startswith(self._prompt) else ""
-            ids += self._ids(kept + escape_specials(text.removeprefix(kept), self._special), first=not ids)
+            ids += self._encode_text(kept + escape_specials(text.removeprefix(kept), self._special), first=not ids)
         return ids
 
     def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        return self._ids(escape_specials(_side_by_side(messages), self._special), first=False)
+        return self._encode_text(escape_specials(_side_by_side(messages), self._special), first=False)
 
-    def _ids(self, text: str, *, first: bool) -> list[int]:
+    def _encode_text(self, text: str, *, first: bool) -> list[int]:
         """Return the ids of a text; the `first` one has in front what the tokenizer puts there."""
         encode = encode_prompt if first else encode_text
         try:
             return list(encode(self._tokenizer, text)) if text else []
         except (ValueError, TypeError) as error:  # a lone surrogate is no text
-            raise Unreadable(str(error)) from None
+            raise UnreadableMessages(str(error)) from None
 
     def before(self, history: History, messages: Sequence[Message]) -> list[int]:
         return history.ids
@@ -155,7 +155,7 @@ class PlainMessages:
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
         found = plain_calls(text, tools)
-        return ("" if found else text), _named(found)
+        return ("" if found else text), _assign_call_ids(found)
 
 
 def _side_by_side(messages: Sequence[Message]) -> str:
@@ -164,7 +164,7 @@ def _side_by_side(messages: Sequence[Message]) -> str:
     return "".join(m.text + "".join(made) for m, made in zip(messages, calls, strict=True))
 
 
-def _named(calls: Sequence[ToolCall]) -> tuple[Call, ...]:
+def _assign_call_ids(calls: Sequence[ToolCall]) -> tuple[Call, ...]:
     """Calls with ids of nine letters and digits, which is what the strictest chat templates take."""
     return tuple(Call(id=secrets.token_hex(5)[:9], name=call.name, arguments=call.arguments) for call in calls)
 

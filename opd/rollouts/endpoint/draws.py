@@ -18,7 +18,7 @@ class Draws:
         self._lost: dict[tuple[int, str], list[int]] = {}
         """Number of a turn and identity of its request -> draws that nobody waited for."""
 
-    def take(self, number: int, identity: str) -> int:
+    def draw_for_turn(self, number: int, identity: str) -> int:
         """The draw of a turn, from 1 on."""
         lost = self._lost.get((number, identity))
         if lost:
@@ -26,6 +26,6 @@ class Draws:
         self._drawn[number] += 1
         return self._drawn[number]
 
-    def lose(self, number: int, identity: str, draw: int) -> None:
+    def give_up_draw(self, number: int, identity: str, draw: int) -> None:
         """Nobody waits for the turn any more."""
         self._lost.setdefault((number, identity), []).append(draw)

@@ -18,11 +18,11 @@ from typing import Any
 from opd.interfaces import TokenEngine
 from opd.machine import leftovers
 from opd.records.episodes import BROKEN, EpisodeResult
-from opd.rollouts.endpoint.dialogue import ChatMessages, Dialogue, PlainMessages
+from opd.rollouts.endpoint.dialogue import ChatMessages, ClientDialogue, PlainMessages
 from opd.rollouts.endpoint.options import AgentOptions
-from opd.rollouts.endpoint.program import Ran, environment, run_program
-from opd.rollouts.endpoint.server import Endpoint
-from opd.rollouts.endpoint.session import Session, Terms
+from opd.rollouts.endpoint.program import ProgramResult, program_environment, run_program
+from opd.rollouts.endpoint.server import EndpointServer
+from opd.rollouts.endpoint.session import EndpointSession, Terms
 from opd.rollouts.episodes.runner import Dialogues, run_episodes, watch_of
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeRequest, is_reward
 from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
@@ -34,7 +34,7 @@ SHOWN = 200
 """Characters of what a program said that are shown."""
 
 
-async def play(
+async def play_episodes(
     requests: Sequence[EpisodeRequest],
     engine: TokenEngine,
     dialogues: Dialogues,
@@ -51,10 +51,10 @@ async def play(
         return await run_episodes(requests, engine, dialogues, context, version, expert)
     ours = [request for request in requests if not isinstance(request.options, AgentOptions)]
     handover = asyncio.Lock()
-    agents = [_Agent(request, engine, dialogues, context, version, handover) for request in theirs]
+    agents = [_ProgramEpisode(request, engine, dialogues, context, version, handover) for request in theirs]
     slots = {agent.domain: asyncio.Semaphore(agent.parallel) for agent in agents}
     try:
-        async with Endpoint() as endpoint, asyncio.TaskGroup() as group:
+        async with EndpointServer() as endpoint, asyncio.TaskGroup() as group:
             white = group.create_task(run_episodes(ours, engine, dialogues, context, version, expert))
             black = [group.create_task(agent.run(endpoint, slots[agent.domain])) for agent in agents]
     except ExceptionGroup as errors:
@@ -64,7 +64,7 @@ async def play(
     return [found[request.sample.sample_id] for request in requests]
 
 
-class _Agent:
+class _ProgramEpisode:
     """One episode while its program runs."""
 
     def __init__(
@@ -88,43 +88,47 @@ class _Agent:
             seed=f"{request.seed}/{request.sample.sample_id}",
         )
         self._watch = watch_of(request)
-        self._session = Session(self._trace, engine, _dialogue(dialogues, request), terms, self._watch, handover)
+        self._session = EndpointSession(
+            self._trace, engine, _open_dialogue(dialogues, request), terms, self._watch, handover
+        )
 
-    async def run(self, endpoint: Endpoint, slots: asyncio.Semaphore) -> EpisodeResult:
+    async def run(self, endpoint: EndpointServer, slots: asyncio.Semaphore) -> EpisodeResult:
         """Run the program to its end. Raises: RunError if the engine fails."""
         reward: float | None = None
         try:
             async with slots:
-                ran = await self._program(endpoint)
-            end = self._end(ran)
+                ran = await self._run_program(endpoint)
+            end = self._stop_reason(ran)
             if end.reason not in BROKEN:
-                reward = await self._reward(ran)
+                reward = await self._program_reward(ran)
         except EpisodeEnd as wrong:
             end = wrong
         session = self._session
         found = EpisodeResult(
-            rollouts=tuple(self._trace.rollouts(self._request.sample, end.reason, reward)),
+            rollouts=tuple(self._trace.to_rollouts(self._request.sample, end.reason, reward)),
             stop_reason=end.reason,
             reward=reward,
             audit=session.audit,
             invalid_calls=session.invalid_calls,
             error=f"{self._request.sample.sample_id}: {end.error}" if end.error else "",
-            text="\n".join([*session.said, *_told(session)]),
+            text="\n".join([*session.said, *_describe_requests(session)]),
             guard=None if self._watch is None else self._watch.stats,
         )
         if self._request.told is not None:
             self._request.told(found)
         return found
 
-    async def _program(self, endpoint: Endpoint) -> Ran:
+    async def _run_program(self, endpoint: EndpointServer) -> ProgramResult:
         """Raises: EpisodeEnd if the program cannot be started, RunError if the engine fails meanwhile."""
         options, session = self._options, self._session
-        found = endpoint.open(session)
+        found = endpoint.open_session(session)
         try:
-            with tempfile.TemporaryDirectory(prefix=f"{leftovers.prefix()}agent-", ignore_cleanup_errors=True) as name:
+            with tempfile.TemporaryDirectory(
+                prefix=f"{leftovers.directory_prefix()}agent-", ignore_cleanup_errors=True
+            ) as name:
                 folder = Path(name)
-                (folder / "task.json").write_text(json.dumps(self._task()), "utf-8")
-                environ = environment(folder, {**options.env, **found}, options.inherit)
+                (folder / "task.json").write_text(json.dumps(self._task_for_program()), "utf-8")
+                environ = program_environment(folder, {**options.env, **found}, options.inherit)
                 ran = await run_program(options.command, folder, environ, session.ended, options.timeout_s)
         except OSError as error:
             raise EpisodeEnd("agent", f"the program cannot be started: {error}") from None
@@ -134,7 +138,7 @@ class _Agent:
             raise session.failure
         return ran
 
-    def _task(self) -> dict[str, Any]:
+    def _task_for_program(self) -> dict[str, Any]:
         """What the program is told. The answer is not in it."""
         prompt = self._request.prompt
         return {
@@ -143,7 +147,7 @@ class _Agent:
             "metadata": {key: prompt.metadata[key] for key in self._options.metadata if key in prompt.metadata},
         }
 
-    def _end(self, ran: Ran) -> EpisodeEnd:
+    def _stop_reason(self, ran: ProgramResult) -> EpisodeEnd:
         """Why the episode ended."""
         session, last = self._session, ran.err.strip().splitlines()[-1:]
         if session.why == "foreign":
@@ -161,17 +165,17 @@ class _Agent:
             return EpisodeEnd("silent", "the program ended without one reply of the policy")
         return EpisodeEnd("done")
 
-    async def _reward(self, ran: Ran) -> float | None:
+    async def _program_reward(self, ran: ProgramResult) -> float | None:
         """What the verifier gives, or the program's result. Raises: EpisodeEnd for a result that cannot be read."""
         result = ran.result if isinstance(ran.result, Mapping) else {}
         if self._options.verifier is not None:
-            return await self._judged(result.get("answer", self._session.last_text))
+            return await self._verify_answer(result.get("answer", self._session.last_text))
         reward = result.get("reward")
         if reward is None or (is_reward(reward) and not isinstance(reward, bool)):
             return None if reward is None else float(reward)
         raise EpisodeEnd("agent", f"the program's result has the reward {reward!r:.40}, wanted a finite number or null")
 
-    async def _judged(self, answer: Any) -> float:
+    async def _verify_answer(self, answer: Any) -> float:
         """Raises: EpisodeEnd if the verifier raises, or takes longer than a program may."""
         verifier, prompt = self._options.verifier, self._request.prompt
         assert verifier is not None
@@ -188,19 +192,19 @@ class _Agent:
         except Overdue as error:
             raise EpisodeEnd("timeout", str(error)) from None
         finally:
-            thread.end()
+            thread.end_after()
 
 
-def _dialogue(dialogues: Dialogues, request: EpisodeRequest) -> Dialogue:
+def _open_dialogue(dialogues: Dialogues, request: EpisodeRequest) -> ClientDialogue:
     """How the student reads messages. Raises: ModelError if its chat template cannot append."""
     options, prompt = request.options, request.prompt.text
     assert isinstance(options, AgentOptions)
     if not options.through_template(dialogues.tokenizer):
         return PlainMessages(dialogues.tokenizer, dialogues.stops, prompt if isinstance(prompt, str) else "")
-    return ChatMessages(dialogues.appender(options), dialogues.stops)
+    return ChatMessages(dialogues.make_appender(options), dialogues.stops)
 
 
-def _told(session: Session) -> list[str]:
+def _describe_requests(session: EndpointSession) -> list[str]:
     """What a reader of the episode should know about its requests."""
     given = ", ".join(f"{name} ({count} requests)" for name, count in session.overridden.items())
     return [f"settings that the agent gave and the training decides: {given}"] if given else []

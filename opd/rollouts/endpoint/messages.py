@@ -26,7 +26,7 @@ class ApiError(Exception):
         self.status, self.kind, self.message = status, kind, message
 
 
-def refused(message: str) -> ApiError:
+def make_request_error(message: str) -> ApiError:
     """The error for a request that is wrong in itself, so that sending it again would not help."""
     return ApiError(400, "invalid", message)
 
@@ -60,7 +60,7 @@ class Message:
         call may have their keys in another order, and some clients give calls ids of their own.
         """
         calls = [[call.name, call.arguments] for call in self.calls]
-        return canonical([self.role, self.text.strip(), calls])
+        return canonical_json([self.role, self.text.strip(), calls])
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it."""
@@ -97,7 +97,7 @@ class Request:
     @property
     def context(self) -> str:
         """What has to be equal, beside the messages, for a request to continue another one's conversation."""
-        return canonical([tool.schema() for tool in self.tools])
+        return canonical_json([tool.schema() for tool in self.tools])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,18 +123,18 @@ class Reply:
         return Message(role="assistant", text=self.text, calls=self.calls)
 
 
-def canonical(value: Any) -> str:
+def canonical_json(value: Any) -> str:
     """JSON with sorted keys: equal for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=dict)
 
 
-def identity(body: Mapping[str, Any]) -> str:
+def request_hash(body: Mapping[str, Any]) -> str:
     """Hash of a request's body without the settings that decide how the reply is sent alone."""
     asked = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
-    return sha256(canonical(asked).encode("utf-8", "surrogatepass")).hexdigest()
+    return sha256(canonical_json(asked).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def digests(context: str, messages: Iterable[Message]) -> Iterator[str]:
+def conversation_digests(context: str, messages: Iterable[Message]) -> Iterator[str]:
     """A digest of the conversation up to each message."""
     digest = sha256(context.encode("utf-8", "surrogatepass")).hexdigest()
     for message in messages:
@@ -147,7 +147,7 @@ def given_beside(body: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ..
     return tuple(sorted(key[:40] for key, value in body.items() if key not in names and value is not None)[:40])
 
 
-def pieces(text: str) -> Iterable[str]:
+def split_for_stream(text: str) -> Iterable[str]:
     """The text in the parts in which a stream sends it, not too many: the loop waits for none of them."""
     size = max(64, len(text) // 64)
     return (text[start : start + size] for start in range(0, len(text), size))

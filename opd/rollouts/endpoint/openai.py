@@ -17,9 +17,9 @@ from opd.rollouts.endpoint.messages import (
     Request,
     Role,
     given_beside,
-    identity,
-    pieces,
-    refused,
+    make_request_error,
+    request_hash,
+    split_for_stream,
 )
 
 READ = (
@@ -51,66 +51,68 @@ def parse(body: Mapping[str, Any]) -> Request:
     """Read a request. Raises: ApiError."""
     old = next((key for key in OLD if body.get(key) is not None), None)
     if old is not None:
-        raise refused(
+        raise make_request_error(
             f"{old}: a setting of OpenAI's first form of tools, which nobody would read here: give {OLD[old]}"
         )
     choice = body.get("tool_choice")
     stop = body.get("stop")
-    stops = [stop] if isinstance(stop, str) else reading.listed(stop, "stop")
-    limits = [reading.whole(body.get(key), key) for key in ("max_completion_tokens", "max_tokens")]
-    options = reading.mapping(body.get("stream_options") or {}, "stream_options")
+    stops = [stop] if isinstance(stop, str) else reading.read_list(stop, "stop")
+    limits = [reading.read_positive_integer(body.get(key), key) for key in ("max_completion_tokens", "max_tokens")]
+    options = reading.read_mapping(body.get("stream_options") or {}, "stream_options")
     forced = () if choice in (None, "auto", "none") else ("tool_choice",)
     return Request(
-        model=reading.text(body.get("model", ""), "model"),
+        model=reading.read_text(body.get("model", ""), "model"),
         messages=tuple(_messages(body)),
         tools=() if choice == "none" else tuple(_tools(body)),
         max_tokens=min((limit for limit in limits if limit is not None), default=None),
-        stop=tuple(reading.text(one, "stop") for one in stops if one != ""),
+        stop=tuple(reading.read_text(one, "stop") for one in stops if one != ""),
         stream=bool(body.get("stream")),
         stream_usage=bool(options.get("include_usage")),
         overridden=given_beside(body, READ) + forced,
-        identity=identity(body),
+        identity=request_hash(body),
     )
 
 
 def _messages(body: Mapping[str, Any]) -> Iterator[Message]:
-    for number, data in enumerate(reading.listed(body.get("messages"), "messages")):
+    for number, data in enumerate(reading.read_list(body.get("messages"), "messages")):
         where = f"messages[{number}]"
-        message = reading.mapping(data, where)
+        message = reading.read_mapping(data, where)
         role = ROLES.get(str(message.get("role")))
         if role is None:
-            raise refused(f"{where}.role: expected one of {', '.join(ROLES)}, found {message.get('role')!r:.40}")
+            raise make_request_error(
+                f"{where}.role: expected one of {', '.join(ROLES)}, found {message.get('role')!r:.40}"
+            )
         unread = next((key for key in ("function_call", "refusal", "audio") if message.get(key) is not None), None)
         if unread is not None:
-            raise refused(f"{where}.{unread}: this model reads content and tool_calls")
-        calls = reading.listed(message.get("tool_calls"), f"{where}.tool_calls") if role == "assistant" else []
-        answers = reading.text(message.get("tool_call_id"), f"{where}.tool_call_id") if role == "tool" else ""
+            raise make_request_error(f"{where}.{unread}: this model reads content and tool_calls")
+        calls = reading.read_list(message.get("tool_calls"), f"{where}.tool_calls") if role == "assistant" else []
+        answers = reading.read_text(message.get("tool_call_id"), f"{where}.tool_call_id") if role == "tool" else ""
         yield Message(
             role=role,
-            text=reading.parts(message.get("content"), f"{where}.content"),
-            calls=tuple(_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)),
+            text=reading.read_content(message.get("content"), f"{where}.content"),
+            calls=tuple(_parse_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)),
             answers=answers,
         )
 
 
-def _call(data: Any, where: str) -> Call:
-    call = reading.mapping(data, where)
-    function = reading.mapping(call.get("function"), f"{where}.function")
+def _parse_call(data: Any, where: str) -> Call:
+    call = reading.read_mapping(data, where)
+    function = reading.read_mapping(call.get("function"), f"{where}.function")
     return Call(
-        id=reading.text(call.get("id"), f"{where}.id"),
-        name=reading.text(function.get("name"), f"{where}.function.name"),
-        arguments=reading.arguments(function.get("arguments"), f"{where}.function.arguments"),
+        id=reading.read_text(call.get("id"), f"{where}.id"),
+        name=reading.read_text(function.get("name"), f"{where}.function.name"),
+        arguments=reading.read_arguments(function.get("arguments"), f"{where}.function.arguments"),
     )
 
 
 def _tools(body: Mapping[str, Any]) -> Iterator[Tool]:
-    for number, data in enumerate(reading.listed(body.get("tools"), "tools")):
+    for number, data in enumerate(reading.read_list(body.get("tools"), "tools")):
         where = f"tools[{number}]"
-        tool = reading.mapping(data, where)
+        tool = reading.read_mapping(data, where)
         if tool.get("type") != "function":
-            raise refused(f"{where}.type: expected function, found {tool.get('type')!r:.40}")
-        function = reading.mapping(tool.get("function"), f"{where}.function")
-        yield reading.tool(function, "parameters", f"{where}.function")
+            raise make_request_error(f"{where}.type: expected function, found {tool.get('type')!r:.40}")
+        function = reading.read_mapping(tool.get("function"), f"{where}.function")
+        yield reading.read_tool(function, "parameters", f"{where}.function")
 
 
 def body(reply: Reply, model: str) -> dict[str, Any]:
@@ -119,29 +121,31 @@ def body(reply: Reply, model: str) -> dict[str, Any]:
     if reply.calls:
         message["tool_calls"] = [_call_body(call) for call in reply.calls]
     choice = {"index": 0, "message": message, "finish_reason": reply.finish, "logprobs": None}
-    return _head(reply, model, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
+    return _completion_head(reply, model, "chat.completion") | {"choices": [choice], "usage": _count_usage(reply)}
 
 
 def opening(reply_id: str, model: str, created: int) -> bytes:
     """The first event of a stream, which is sent before the policy has written anything."""
-    return _event(_chunk(reply_id, model, created, {"role": "assistant", "content": ""}, None))
+    return _event(_format_chunk(reply_id, model, created, {"role": "assistant", "content": ""}, None))
 
 
 def rest(reply: Reply, request: Request) -> Iterator[bytes]:
     """The further events of a stream."""
     about = (reply.id, request.model, reply.created)
-    for piece in pieces(reply.text):
-        yield _event(_chunk(*about, {"content": piece}, None))
+    for piece in split_for_stream(reply.text):
+        yield _event(_format_chunk(*about, {"content": piece}, None))
     for index, call in enumerate(reply.calls):
         whole = {"index": index, **_call_body(call)}
         named = whole | {"function": {"name": call.name, "arguments": ""}}
-        yield _event(_chunk(*about, {"tool_calls": [named]}, None))
-        for piece in pieces(whole["function"]["arguments"]):
-            yield _event(_chunk(*about, {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}, None))
-    yield _event(_chunk(*about, {}, reply.finish))
+        yield _event(_format_chunk(*about, {"tool_calls": [named]}, None))
+        for piece in split_for_stream(whole["function"]["arguments"]):
+            yield _event(
+                _format_chunk(*about, {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}, None)
+            )
+    yield _event(_format_chunk(*about, {}, reply.finish))
     if request.stream_usage:
-        head = _head(reply, request.model, "chat.completion.chunk")
-        yield _event(head | {"choices": [], "usage": _usage(reply)})
+        head = _completion_head(reply, request.model, "chat.completion.chunk")
+        yield _event(head | {"choices": [], "usage": _count_usage(reply)})
     yield b"data: [DONE]\n\n"
 
 
@@ -156,11 +160,13 @@ def error_event(problem: ApiError) -> bytes:
     return _event(error(problem))
 
 
-def _head(reply: Reply, model: str, kind: str) -> dict[str, Any]:
+def _completion_head(reply: Reply, model: str, kind: str) -> dict[str, Any]:
     return {"id": reply.id, "object": kind, "created": reply.created, "model": model}
 
 
-def _chunk(reply_id: str, model: str, created: int, delta: Mapping[str, Any], finish: str | None) -> dict[str, Any]:
+def _format_chunk(
+    reply_id: str, model: str, created: int, delta: Mapping[str, Any], finish: str | None
+) -> dict[str, Any]:
     choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
     return {"id": reply_id, "object": "chat.completion.chunk", "created": created, "model": model, "choices": [choice]}
 
@@ -170,7 +176,7 @@ def _call_body(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": written}}
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def _count_usage(reply: Reply) -> dict[str, int]:
     asked, written = reply.prompt_tokens, reply.completion_tokens
     return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
 

@@ -28,7 +28,7 @@ GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class ProgramResult:
     """How a program ended."""
 
     code: int | None
@@ -41,15 +41,15 @@ class Ran:
 
 async def run_program(
     command: Sequence[str], folder: Path, environ: Mapping[str, str], ended: asyncio.Event, timeout_s: float
-) -> Ran:
+) -> ProgramResult:
     """Run a command in a folder that has its task until it exits, `ended` is set, or the time is over.
 
     Whatever it started in its process group is gone afterwards. Raises: OSError if it cannot be started.
     """
     async with (
-        _pipe() as (out, printed),
-        _pipe() as (err, said),
-        _started(command, folder, environ, out, err) as process,
+        _open_pipe() as (out, printed),
+        _open_pipe() as (err, said),
+        _start_process(command, folder, environ, out, err) as process,
     ):
         tails = [_Tail(stream) for stream in (printed, said)]
         readers = [asyncio.ensure_future(tail.read()) for tail in tails]
@@ -57,15 +57,15 @@ async def run_program(
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             code = process.returncode
-            await _end(process)
+            await _end_process_group(process)
             await asyncio.wait(readers, timeout=GRACE_S)  # a process outside of the group may hold the pipes open
         finally:
             for task in (*waits, *readers):
                 task.cancel()
-    return Ran(code=code, err=tails[1].text, result=_result(folder / "result.json", tails[0].text))
+    return ProgramResult(code=code, err=tails[1].text, result=_read_result(folder / "result.json", tails[0].text))
 
 
-def environment(folder: Path, given: Mapping[str, str], inherit: Sequence[str]) -> dict[str, str]:
+def program_environment(folder: Path, given: Mapping[str, str], inherit: Sequence[str]) -> dict[str, str]:
     """All variables of a program: few of ours, those that the pipeline names, the paths of its files."""
     ours = {name: os.environ[name] for name in (*INHERITED, *inherit) if name in os.environ}
     base = {"HOME": str(folder), "TMPDIR": str(folder), "PATH": search_path()}
@@ -74,7 +74,7 @@ def environment(folder: Path, given: Mapping[str, str], inherit: Sequence[str]) 
         | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         | ours
         | dict(given)
-        | {leftovers.OWNER: leftovers.mark()}
+        | {leftovers.OWNER: leftovers.driver_mark()}
         | {TASK: str(folder / "task.json"), RESULT: str(folder / "result.json")}
     )
 
@@ -85,7 +85,7 @@ def search_path() -> str:
 
 
 @asynccontextmanager
-async def _pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
+async def _open_pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
     """The end of a pipe that a program writes to, for the program to have, and a reader of the other end.
 
     With a pipe of asyncio's own, a wait for the program would be one for all that hold the pipe.
@@ -101,7 +101,7 @@ async def _pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
 
 
 @asynccontextmanager
-async def _started(
+async def _start_process(
     command: Sequence[str], folder: Path, environ: Mapping[str, str], out: int, err: int
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """A process whose standard input is the task; killed at the end, also if we are cancelled. Takes `out` and `err`."""
@@ -116,20 +116,20 @@ async def _started(
     try:
         yield process
     finally:
-        _signal(process, signal.SIGKILL)
+        _signal_group(process, signal.SIGKILL)
         await process.wait()
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end_process_group(process: asyncio.subprocess.Process) -> None:
     """Ask the group to end, then kill it."""
     if process.returncode is None:
-        _signal(process, signal.SIGTERM)
+        _signal_group(process, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), GRACE_S)
-    _signal(process, signal.SIGKILL)
+    _signal_group(process, signal.SIGKILL)
 
 
-def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
@@ -150,7 +150,7 @@ class _Tail:
         return self._kept.decode("utf-8", "replace")
 
 
-def _result(file: Path, out: str) -> Any:
+def _read_result(file: Path, out: str) -> Any:
     """JSON of the result file; without one, of the last printed line."""
     if file.is_file() and file.stat().st_size <= MAX_RESULT_BYTES:
         return _json(file.read_text("utf-8", "replace"))

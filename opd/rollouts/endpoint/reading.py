@@ -7,76 +7,78 @@ from typing import Any
 
 from opd.records.environments import Tool
 from opd.records.json_fields import strict_json
-from opd.rollouts.endpoint.messages import refused
+from opd.rollouts.endpoint.messages import make_request_error
 
 
-def mapping(value: Any, where: str) -> Mapping[str, Any]:
+def read_mapping(value: Any, where: str) -> Mapping[str, Any]:
     """An object of JSON."""
     if not isinstance(value, dict):
-        raise refused(f"{where}: expected an object, found {_kind(value)}")
+        raise make_request_error(f"{where}: expected an object, found {_type_name(value)}")
     return value
 
 
-def listed(value: Any, where: str) -> list[Any]:
+def read_list(value: Any, where: str) -> list[Any]:
     """A list; nothing at all counts as an empty one."""
     if value is None:
         return []
     if not isinstance(value, list):
-        raise refused(f"{where}: expected a list, found {_kind(value)}")
+        raise make_request_error(f"{where}: expected a list, found {_type_name(value)}")
     return value
 
 
-def text(value: Any, where: str) -> str:
+def read_text(value: Any, where: str) -> str:
     """A text."""
     if not isinstance(value, str):
-        raise refused(f"{where}: expected text, found {_kind(value)}")
+        raise make_request_error(f"{where}: expected text, found {_type_name(value)}")
     return value
 
 
-def whole(value: Any, where: str) -> int | None:
+def read_positive_integer(value: Any, where: str) -> int | None:
     """A whole number of at least 1, or nothing."""
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise refused(f"{where}: expected a whole number of at least 1, found {_kind(value)}")
+        raise make_request_error(f"{where}: expected a whole number of at least 1, found {_type_name(value)}")
     return value
 
 
-def parts(value: Any, where: str) -> str:
+def read_content(value: Any, where: str) -> str:
     """The text of a message's content: a text, nothing, or a list of parts that are all text."""
     if value is None or isinstance(value, str):
         return value or ""
     found = []
-    for number, part in enumerate(listed(value, where)):
+    for number, part in enumerate(read_list(value, where)):
         place = f"{where}[{number}]"
-        kind = mapping(part, place).get("type")
+        kind = read_mapping(part, place).get("type")
         if kind != "text":
-            raise refused(f"{place}: expected a part of type text, found {kind!r:.40}: this model reads text only")
-        found.append(text(part.get("text"), f"{place}.text"))
+            raise make_request_error(
+                f"{place}: expected a part of type text, found {kind!r:.40}: this model reads text only"
+            )
+        found.append(read_text(part.get("text"), f"{place}.text"))
     return "".join(found)
 
 
-def arguments(value: Any, where: str) -> Mapping[str, Any]:
+def read_arguments(value: Any, where: str) -> Mapping[str, Any]:
     """The arguments of a call, which OpenAI's form writes as JSON in a text."""
-    written = text(value, where)
+    written = read_text(value, where)
     try:
         found = strict_json(written or "{}")
     except (ValueError, RecursionError) as error:
-        raise refused(f"{where}: expected the JSON of an object ({error!s:.80})") from None
-    return mapping(found, where)
+        raise make_request_error(f"{where}: expected the JSON of an object ({error!s:.80})") from None
+    return read_mapping(found, where)
 
 
-def tool(data: Mapping[str, Any], schema: str, where: str) -> Tool:
+def read_tool(data: Mapping[str, Any], schema: str, where: str) -> Tool:
     """A tool whose arguments' JSON schema stands under the key `schema`."""
     given = data.get(schema)
     return Tool(
-        name=text(data.get("name"), f"{where}.name"),
-        description=text(data.get("description") or "", f"{where}.description"),
-        **({} if given is None else {"parameters": mapping(given, f"{where}.{schema}")}),
+        name=read_text(data.get("name"), f"{where}.name"),
+        description=read_text(data.get("description") or "", f"{where}.description"),
+        **({} if given is None else {"parameters": read_mapping(given, f"{where}.{schema}")}),
     )
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)[:40]
     return {dict: "an object", list: "a list", str: "a text", type(None): "nothing"}.get(type(value), str(value)[:40])

@@ -17,8 +17,8 @@ from aiohttp import web
 
 from opd.records.json_fields import strict_json
 from opd.rollouts.endpoint import anthropic, openai
-from opd.rollouts.endpoint.messages import ApiError, Reply, Request, refused
-from opd.rollouts.endpoint.session import Session, Turn
+from opd.rollouts.endpoint.messages import ApiError, Reply, Request, make_request_error
+from opd.rollouts.endpoint.session import EndpointSession, Turn
 from opd.rollouts.episodes.threads import read_aside
 from opd.text import one_line
 
@@ -48,17 +48,17 @@ CODECS: dict[str, Codec] = {"chat/completions": openai, "messages": anthropic}
 """Last part of the URL -> wire format."""
 
 
-class Endpoint:
+class EndpointServer:
     """Serves open sessions within `async with`, on a free port of this machine's loopback address."""
 
     def __init__(self, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         app = web.Application(client_max_size=max_body_bytes, middlewares=[_in_the_apis_form])
         for path in CODECS:
-            app.router.add_post(f"/s/{{session}}/v1/{path}", self._chat)
-        app.router.add_get("/s/{session}/v1/models", self._models)
+            app.router.add_post(f"/s/{{session}}/v1/{path}", self._answer_chat)
+        app.router.add_get("/s/{session}/v1/models", self._answer_models)
         # A handler whose client has gone is cancelled, and with it the request to the engine.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, EndpointSession] = {}
         self._port = 0
 
     async def __aenter__(self) -> Self:
@@ -72,7 +72,7 @@ class Endpoint:
     ) -> None:
         await self._runner.cleanup()
 
-    def open(self, session: Session) -> Mapping[str, str]:
+    def open_session(self, session: EndpointSession) -> Mapping[str, str]:
         """Serve a session. Returns the environment variables by which the stock clients of both APIs find it."""
         name = secrets.token_urlsafe(16)
         self._sessions[name] = session
@@ -84,63 +84,63 @@ class Endpoint:
             "ANTHROPIC_API_KEY": session.secret,
         }
 
-    def close(self, session: Session) -> None:
+    def close(self, session: EndpointSession) -> None:
         """Serve a session no more; what it is waiting for is cancelled."""
         self._sessions = {name: one for name, one in self._sessions.items() if one is not session}
         session.close()
 
-    def _session(self, http: web.Request) -> Session:
+    def _find_session(self, http: web.Request) -> EndpointSession:
         """The session that the URL names. Raises: ApiError if there is none, or the secret is not its own."""
         session = self._sessions.get(http.match_info["session"])
         if session is None:
             raise ApiError(404, "not_found", "there is no such session, or its episode has ended")
         kind, _, token = http.headers.get("Authorization", "").partition(" ")
         shown = token if kind.lower() == "bearer" else http.headers.get("x-api-key", "")
-        if not _equal(shown, session.secret):
+        if not _equal_in_constant_time(shown, session.secret):
             for other in self._sessions.values():
-                if _equal(shown, other.secret):
-                    other.end("foreign")
+                if _equal_in_constant_time(shown, other.secret):
+                    other.end_session("foreign")
             raise ApiError(401, "authentication", "the key is not that of this session")
         return session
 
-    async def _models(self, http: web.Request) -> web.StreamResponse:
-        self._session(http)
+    async def _answer_models(self, http: web.Request) -> web.StreamResponse:
+        self._find_session(http)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "opd"}
         model |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
         page = {"has_more": False, "first_id": MODEL, "last_id": MODEL}
         return web.json_response({"object": "list", "data": [model]} | page)
 
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
-        codec, session = _codec(http), self._session(http)
-        session.count()
+    async def _answer_chat(self, http: web.Request) -> web.StreamResponse:
+        codec, session = _codec_of_url(http), self._find_session(http)
+        session.count_request()
         try:
-            request = await read_aside(_request, codec, await http.read())
-            turn = await session.accept(request)
+            request = await read_aside(_parse_request, codec, await http.read())
+            turn = await session.accept_request(request)
         except RecursionError:
-            raise refused("the body is nested too deeply") from None
+            raise make_request_error("the body is nested too deeply") from None
         if request.stream:
-            return await _stream(http, codec, request, turn)
-        return web.json_response(codec.body(await turn.reply(), request.model))
+            return await _stream_reply(http, codec, request, turn)
+        return web.json_response(codec.body(await turn.wait_for_reply(), request.model))
 
 
-def _equal(one: str, other: str) -> bool:
+def _equal_in_constant_time(one: str, other: str) -> bool:
     """Compares in a time that does not tell how much is right."""
     return hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode())
 
 
-def _codec(http: web.BaseRequest) -> Codec:
+def _codec_of_url(http: web.BaseRequest) -> Codec:
     """The wire format of a URL; OpenAI's for one that has none."""
     return next((codec for path, codec in CODECS.items() if http.path.endswith(f"/v1/{path}")), openai)
 
 
-def _request(codec: Codec, data: bytes) -> Request:
+def _parse_request(codec: Codec, data: bytes) -> Request:
     """Read a request's body. Raises: ApiError, RecursionError."""
     try:
         found = strict_json(data.decode())
     except (ValueError, RecursionError) as error:
-        raise refused(f"the body is not JSON: {error!s:.100}") from None
+        raise make_request_error(f"the body is not JSON: {error!s:.100}") from None
     if not isinstance(found, dict):
-        raise refused("the body is not a JSON object")
+        raise make_request_error("the body is not a JSON object")
     return codec.parse(found)
 
 
@@ -154,23 +154,23 @@ async def _in_the_apis_form(
     except ApiError as error:
         problem = error
     except web.RequestPayloadError as error:
-        problem = refused(f"the body cannot be read: {one_line(str(error.__cause__ or error), 100)}")
+        problem = make_request_error(f"the body cannot be read: {one_line(str(error.__cause__ or error), 100)}")
     except web.HTTPRequestEntityTooLarge:
         problem = ApiError(413, "too_large", f"the body has more than {request.client_max_size >> 20} MiB")
     except web.HTTPException as error:  # no such URL, or another method
         problem = ApiError(error.status, "not_found", f"{request.method} {request.path:.100}: {error.reason}")
-    answer = web.json_response(_codec(request).error(problem), status=problem.status)
+    answer = web.json_response(_codec_of_url(request).error(problem), status=problem.status)
     if request.content.exception() is not None:  # where the next request on this connection would begin nobody knows
         answer.force_close()
     return answer
 
 
-async def _stream(http: web.Request, codec: Codec, request: Request, turn: Turn) -> web.StreamResponse:
+async def _stream_reply(http: web.Request, codec: Codec, request: Request, turn: Turn) -> web.StreamResponse:
     """Send a reply as events. The first one goes out at once, so that the client sees that the policy is at work."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(http)
     await response.write(codec.opening(turn.reply_id, request.model, turn.created))
-    writing = asyncio.ensure_future(turn.reply())
+    writing = asyncio.ensure_future(turn.wait_for_reply())
     try:
         while not (await asyncio.wait({writing}, timeout=KEEP_ALIVE_S))[0]:
             await response.write(codec.WAITING)

@@ -27,19 +27,27 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from opd.errors import RunError
-from opd.guard.watch import Looked, Watch
+from opd.guard.watch import CheckedTurn, GuardWatch
 from opd.interfaces import TokenEngine
 from opd.records.environments import ToolCall
 from opd.records.episodes import Audit
 from opd.records.types import Sampled
 from opd.rollouts.endpoint.budget import Budget
-from opd.rollouts.endpoint.dialogue import Dialogue, Unreadable
+from opd.rollouts.endpoint.dialogue import ClientDialogue, UnreadableMessages
 from opd.rollouts.endpoint.draws import Draws
-from opd.rollouts.endpoint.messages import ApiError, Call, Message, Reply, Request, digests, refused
+from opd.rollouts.endpoint.messages import (
+    ApiError,
+    Call,
+    Message,
+    Reply,
+    Request,
+    conversation_digests,
+    make_request_error,
+)
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
 from opd.rollouts.episodes.runner import UNREADABLE, seed_of
 from opd.rollouts.episodes.threads import hand_over, read_aside
-from opd.rollouts.episodes.trace import Segment, Trace
+from opd.rollouts.episodes.trace import Trace, TraceSegment
 from opd.rollouts.episodes.turns import History
 from opd.tool_formats.records import BadCall
 from opd.tool_formats.thoughts import without_thoughts
@@ -72,7 +80,7 @@ class Terms:
 class _Place:
     """The end of a reply in the trace."""
 
-    segment: Segment
+    segment: TraceSegment
     begin: int
     """Where the reply's tokens begin in the segment."""
     end: int
@@ -90,7 +98,7 @@ class _Place:
 class Turn:
     """One request that was accepted, and the reply that it gets."""
 
-    session: Session
+    session: EndpointSession
     request: Request
     ids: Sequence[int]
     """Everything that comes before the reply."""
@@ -103,9 +111,9 @@ class Turn:
     recorded: Reply | None = None
     """The reply of the same request, if that was sent before."""
 
-    async def reply(self) -> Reply:
+    async def wait_for_reply(self) -> Reply:
         """The policy's answer. Raises: ApiError if the engine fails or the session ends meanwhile."""
-        return self.recorded or await self.session.sample(self)
+        return self.recorded or await self.session.sample_turn(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +129,20 @@ class _Written:
     calls: tuple[Call, ...] = ()
     unread: str = ""
     """Why a call in it cannot be read."""
-    looked: Looked = field(default_factory=lambda: Looked(calls=()))
+    looked: CheckedTurn = field(default_factory=lambda: CheckedTurn(calls=()))
     """What the guard says of it."""
 
 
-class Session:
+class EndpointSession:
     """The requests of one episode's agent."""
 
     def __init__(
         self,
         trace: Trace,
         engine: TokenEngine,
-        dialogue: Dialogue,
+        dialogue: ClientDialogue,
         terms: Terms,
-        watch: Watch | None = None,
+        watch: GuardWatch | None = None,
         handover: asyncio.Lock | None = None,
     ) -> None:
         """`handover` is that of all sessions of a loop: see `opd.rollouts.episodes.threads.hand_over`."""
@@ -174,58 +182,58 @@ class Session:
         """What became of the tokens that were sampled for this session, once it is closed."""
         return self._trace.audit + Audit(lost_turns=self._begun - self._kept)
 
-    def end(self, why: End) -> None:
+    def end_session(self, why: End) -> None:
         """Take no more requests. The first reason stays."""
         self.why = self.why or why
         self.ended.set()
 
     def close(self) -> None:
         """End the session and whatever it is still waiting for."""
-        self.end("closed")
+        self.end_session("closed")
         for task in self._running:
             task.cancel()
 
-    async def accept(self, request: Request) -> Turn:
+    async def accept_request(self, request: Request) -> Turn:
         """Take a request that was counted: everything that can be wrong with it is found here. Raises: ApiError."""
         self.overridden.update(request.overridden)
         recorded = self._answered.get(request.identity)
         if recorded is not None:
             return Turn(self, request, (), 0, reply_id=recorded.id, created=recorded.created, recorded=recorded)
-        ids, number = self._unseen.get(request.identity) or await self._tokens(request)
-        return Turn(self, request, ids, self._limit(ids, request), number)
+        ids, number = self._unseen.get(request.identity) or await self._encode_request(request)
+        return Turn(self, request, ids, self._token_limit(ids, request), number)
 
-    async def sample(self, turn: Turn) -> Reply:
+    async def sample_turn(self, turn: Turn) -> Reply:
         """Have the engine write turns until one may go to the agent. Only turns that are complete get into the trace.
 
         Raises: ApiError.
         """
         while True:
-            share = await self._budget.take(turn.max_tokens)
+            share = await self._budget.reserve_tokens(turn.max_tokens)
             try:
                 if not share:
-                    self.end("tokens")
+                    self.end_session("tokens")
                 self._refuse_if_ended()
                 written, segment = await self._one_turn(replace(turn, max_tokens=share))
             finally:
                 self._budget.give_back(share)
             if not written.looked.stops:
-                return self._reply(turn, written, segment)
+                return self._make_reply(turn, written, segment)
             turn = await self._go_on(turn, written)
 
-    async def _one_turn(self, turn: Turn) -> tuple[_Written, Segment]:
+    async def _one_turn(self, turn: Turn) -> tuple[_Written, TraceSegment]:
         """A turn of the policy, and where it is in the trace. Raises: ApiError."""
         self._begun += 1
-        draw = self._draws.take(turn.number, turn.request.identity)
+        draw = self._draws.draw_for_turn(turn.number, turn.request.identity)
         try:
-            written = await self._write(turn, self._seed(turn.number, draw))
+            written = await self._write(turn, self._turn_seed(turn.number, draw))
             self._refuse_if_ended()
-            return written, self._commit(turn, written)
+            return written, self._commit_turn(turn, written)
         except asyncio.CancelledError:  # the client has gone, or the episode is over
-            self._draws.lose(turn.number, turn.request.identity, draw)
+            self._draws.give_up_draw(turn.number, turn.request.identity, draw)
             raise
         except RunError as error:
             self.failure = error
-            self.end("engine")
+            self.end_session("engine")
             raise ApiError(500, "engine", "the engine failed, and with it this episode") from None
 
     async def _write(self, turn: Turn, seed: int) -> _Written:
@@ -240,7 +248,7 @@ class Session:
         read = await read_aside(self._read, written, request)
         if self._watch is not None:
             made = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in read.calls)
-            read = replace(read, looked=await self._watch.look(turn.number, read.text, made))
+            read = replace(read, looked=await self._watch.check_turn(turn.number, read.text, made))
         await hand_over(self._handover)
         return read
 
@@ -250,25 +258,25 @@ class Session:
         if written.unread:
             new = [Message(role="tool", text=f"{UNREADABLE}{written.unread}")]
         elif written.calls:
-            new = _results(written.calls, looked.instead)
+            new = _own_call_results(written.calls, looked.instead)
         else:
             new = [Message(role="user", text=str(looked.instead))]
         self.said += [f"{message.role}: {message.text}" for message in new]
         try:
             following = await read_aside(self._dialogue.after, written.sampled.token_ids, new, request.tools)
-        except Unreadable as error:
-            raise refused(f"messages: the model's chat template refuses them: {error!s:.200}") from None
+        except UnreadableMessages as error:
+            raise make_request_error(f"messages: the model's chat template refuses them: {error!s:.200}") from None
         ids = [*turn.ids, *written.sampled.token_ids, *following]
         self._unseen[request.identity] = ids, turn.number + 1
-        self.count()
-        return replace(turn, ids=ids, max_tokens=self._limit(ids, request), number=turn.number + 1)
+        self.count_request()
+        return replace(turn, ids=ids, max_tokens=self._token_limit(ids, request), number=turn.number + 1)
 
-    def count(self) -> None:
+    def count_request(self) -> None:
         """Count a request, also one that cannot be read, or a turn that is answered here. Raises: ApiError if the session takes no
         more of them."""
         self._refuse_if_ended()
         if self.calls == self._terms.max_calls:
-            self.end("turns")
+            self.end_session("turns")
             self._refuse_if_ended()
         self.calls += 1
 
@@ -276,28 +284,28 @@ class Session:
         if self.why is not None:
             raise ApiError(403, "permission", f"this episode takes no more requests ({self.why})")
 
-    async def _tokens(self, request: Request) -> tuple[Sequence[int], int]:
+    async def _encode_request(self, request: Request) -> tuple[Sequence[int], int]:
         """Everything that comes before the reply, and the turns of the policy in it. Raises: ApiError."""
         messages = request.messages
         if not messages or messages[-1].role not in ("user", "tool"):
-            raise refused("messages: expected the last one to be of the user or of a tool")
+            raise make_request_error("messages: expected the last one to be of the user or of a tool")
         self._refuse_more_than_the_context(messages)
         number = max((place for place, m in enumerate(messages, start=1) if m.role == "assistant"), default=0)
-        known = await read_aside(_digest, request.context, messages[:number])
+        known = await read_aside(_digest_conversation, request.context, messages[:number])
         if number and (places := self._places.get(known)):
             place = next((one for one in places if one.last), places[-1])
-            history, turn = _history(place.segment, place.end), place.segment.ids[place.begin : place.end]
-            told = _woven(_in_order(messages[number:], messages[number - 1].calls), place.dummies)
-            with suppress(Unreadable):  # then all of it is rendered anew, which the trace counts as a fork
+            history, turn = _turns_before(place.segment, place.end), place.segment.ids[place.begin : place.end]
+            told = _merge_dummies(_in_order(messages[number:], messages[number - 1].calls), place.dummies)
+            with suppress(UnreadableMessages):  # then all of it is rendered anew, which the trace counts as a fork
                 before = await read_aside(self._dialogue.before, history, told)
                 after = await read_aside(self._dialogue.after, turn, told, request.tools)
                 return [*before, *after], place.turns
         try:
             ids = await read_aside(self._dialogue.whole, messages, request.tools)
-        except Unreadable as error:
-            raise refused(f"messages: the model's chat template refuses them: {error!s:.200}") from None
+        except UnreadableMessages as error:
+            raise make_request_error(f"messages: the model's chat template refuses them: {error!s:.200}") from None
         if not ids:
-            raise refused("messages: expected some text, found none")
+            raise make_request_error("messages: expected some text, found none")
         return ids, sum(message.role == "assistant" for message in messages)
 
     def _refuse_more_than_the_context(self, messages: Sequence[Message]) -> None:
@@ -312,11 +320,11 @@ class Session:
             self.too_long = True
             raise ApiError(400, "context", f"prompt is too long: {found}")
 
-    def _limit(self, ids: Sequence[int], request: Request) -> int:
+    def _token_limit(self, ids: Sequence[int], request: Request) -> int:
         """Tokens of the next turn at most, for this request. Raises: ApiError if there are none."""
-        return min(self._room(ids), request.max_tokens or self._terms.max_new_tokens)
+        return min(self._tokens_left(ids), request.max_tokens or self._terms.max_new_tokens)
 
-    def _room(self, ids: Sequence[int]) -> int:
+    def _tokens_left(self, ids: Sequence[int]) -> int:
         """Tokens of the next turn at most. Raises: ApiError if there are none."""
         room = self._terms.max_model_len - len(ids)
         if room < 1:
@@ -324,35 +332,35 @@ class Session:
             limit = self._terms.max_model_len - 1
             raise ApiError(400, "context", f"prompt is too long: {len(ids)} tokens > {limit} maximum")
         if self._budget.spent:
-            self.end("tokens")
+            self.end_session("tokens")
             self._refuse_if_ended()
         return min(room, self._terms.max_new_tokens)
 
-    def _seed(self, number: int, draw: int) -> int:
+    def _turn_seed(self, number: int, draw: int) -> int:
         """That of the white box for the first turn with this number; others like it are those of parallel conversations."""
         return seed_of(self._terms.seed, "turn", number, *((draw,) if draw > 1 else ()))
 
-    def _commit(self, turn: Turn, written: _Written) -> Segment:
+    def _commit_turn(self, turn: Turn, written: _Written) -> TraceSegment:
         """Put a turn into the trace. Nothing is awaited from here to its reply, so no other turn comes between."""
-        segment = self._trace.continue_or_fork(turn.ids, begins=self._begins(turn))
-        segment.sampled(written.sampled)
+        segment = self._trace.continue_or_fork(turn.ids, begins=self._begins_dialogue(turn))
+        segment.append_policy_turn(written.sampled)
         self._kept += 1
         asked = [] if turn.request.identity in self._unseen else [turn.request.messages[-1]]
         self.said += [*(f"{message.role}: {message.text}" for message in asked), f"policy: {written.whole}"]
         if self._watch is not None:
-            self._watch.keep(written.looked)
+            self._watch.record_turn(written.looked)
             self.said += [event.line for event in written.looked.seen.events]
             if written.looked.blocked:
-                segment.mark(written.sampled, self._watch.mark)
+                segment.mark_last_turn(written.sampled, self._watch.mark)
         return segment
 
-    def _begins(self, turn: Turn) -> bool:
+    def _begins_dialogue(self, turn: Turn) -> bool:
         """Whether a request begins a dialogue of its own: it has no turn of the policy, and quotes none as a summary."""
         said = without_thoughts(self.last_text).strip()
         quoted = len(said) >= QUOTED and any(said in message.text for message in turn.request.messages)
         return turn.number == 0 and not quoted
 
-    def _reply(self, turn: Turn, written: _Written, segment: Segment) -> Reply:
+    def _make_reply(self, turn: Turn, written: _Written, segment: TraceSegment) -> Reply:
         """The reply to the agent, on record: with those calls that it may make."""
         request, sampled, looked = turn.request, written.sampled, written.looked
         dummies = looked.dummies or (None,) * len(written.calls)
@@ -367,7 +375,7 @@ class Session:
             completion_tokens=len(sampled.token_ids),
             created=turn.created,
         )
-        digest = _digest(request.context, (*request.messages, reply.message))
+        digest = _digest_conversation(request.context, (*request.messages, reply.message))
         end = len(segment.ids)
         place = _Place(segment, end - len(sampled.token_ids), end, turn.number + 1, dummies)
         self._places.setdefault(digest, []).append(place)
@@ -378,7 +386,7 @@ class Session:
 
     def _read(self, written: Sampled, request: Request) -> _Written:
         """Read a turn up to the client's stop string; all of it is text if a call cannot be read."""
-        sampled, stopped_by = self._cut(written, request)
+        sampled, stopped_by = self._cut_at_stop(written, request)
         whole = self._dialogue.text(sampled.token_ids)
         shown = whole if stopped_by is None else whole.partition(stopped_by)[0]
         try:
@@ -388,7 +396,7 @@ class Session:
             return _Written(sampled, stopped_by, whole, shown, unread=str(error))
         return _Written(sampled, stopped_by, whole, text, calls)
 
-    def _cut(self, sampled: Sampled, request: Request) -> tuple[Sampled, str | None]:
+    def _cut_at_stop(self, sampled: Sampled, request: Request) -> tuple[Sampled, str | None]:
         """Cut a turn after the token with which the first of the client's stop strings is there.
 
         What was sampled after it is in no sequence. Where it is cut depends on the tokens before the cut alone, so those that
@@ -407,12 +415,12 @@ class Session:
         return cut, stops(count)[0]
 
 
-def _digest(context: str, messages: Sequence[Message]) -> str:
+def _digest_conversation(context: str, messages: Sequence[Message]) -> str:
     """Return the digest of a whole conversation."""
-    return deque(digests(context, messages), maxlen=1).pop() if messages else ""
+    return deque(conversation_digests(context, messages), maxlen=1).pop() if messages else ""
 
 
-def _history(segment: Segment, end: int) -> History:
+def _turns_before(segment: TraceSegment, end: int) -> History:
     """Return what stands in a segment up to a place of it, turn by turn."""
     history, at, answered = History(segment.ids[: segment.prompt_len]), segment.prompt_len, True
     for span in segment.spans:
@@ -430,7 +438,7 @@ def _history(segment: Segment, end: int) -> History:
     return history
 
 
-def _results(calls: Sequence[Call], texts: Sequence[str]) -> list[Message]:
+def _own_call_results(calls: Sequence[Call], texts: Sequence[str]) -> list[Message]:
     """Return what the session itself answers to the calls of a turn of which nothing happens."""
     return [Message(role="tool", text=text, answers=call.id) for call, text in zip(calls, texts, strict=True)]
 
@@ -443,7 +451,7 @@ def _in_order(new: Sequence[Message], calls: Sequence[Call]) -> Sequence[Message
     return [next(ordered) if message.role == "tool" else message for message in new]
 
 
-def _woven(new: Sequence[Message], dummies: Sequence[str | None]) -> Sequence[Message]:
+def _merge_dummies(new: Sequence[Message], dummies: Sequence[str | None]) -> Sequence[Message]:
     """The messages after a reply, with the answers to the calls that the agent did not see at the places of these calls."""
     if all(text is None for text in dummies):
         return new

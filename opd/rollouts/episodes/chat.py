@@ -23,7 +23,7 @@ from opd.records.environments import Tool, ToolCall
 from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.tool_formats import AUTO, FALLBACK, TOOL_FORMATS, tool_format
-from opd.tool_formats.records import BadCall, ToolFormat, Written
+from opd.tool_formats.records import BadCall, ToolFormat, WrittenCalls
 from opd.tool_formats.thoughts import TAGS, has_thoughts, split_thoughts
 
 Message = Mapping[str, Any]
@@ -79,11 +79,13 @@ class ChatAppender:
         self._special = special_texts(tokenizer)
         self._closer = ""
         """The end token that the template writes after a turn of the assistant."""
-        self._histories = [history for history in _HISTORIES if self._takes(history)]
-        self._prove()
-        self.parallel = self._works(lambda: self._render([*_HISTORIES[0], _calling(*_ASKED)], [_PROBE]))
+        self._histories = [history for history in _HISTORIES if self._accepts_history(history)]
+        self._prove_template()
+        self.parallel = self._renders_text(
+            lambda: self._render([*_HISTORIES[0], _turn_with_probe_calls(*_ASKED)], [_PROBE])
+        )
         """Whether the template takes more than one call in a turn."""
-        self._tools_stay = self._works(lambda: self._following(_HISTORIES[0], [_GO_ON], [_PROBE]))
+        self._tools_stay = self._renders_text(lambda: self._render_following(_HISTORIES[0], [_GO_ON], [_PROBE]))
         """Whether the template leaves the tools where they are when a message follows; some move them to the last one."""
         self._note_apart = True
         """Whether the template takes a message of the user after the results of tools; some want every user's turn answered."""
@@ -92,27 +94,29 @@ class ChatAppender:
         self._format, self.tools_in_template = self._find_format(parser)
         """Whether the template tells of tools as the format has it; else they stand in the system message, and results in a
         user's."""
-        self._dropped = {role: [tag for tag in TAGS if self._drops(tag, role)] for role in ("user", "tool")}
+        self._dropped = {
+            role: [tag for tag in TAGS if self._probe_dropped_thoughts(tag, role)] for role in ("user", "tool")
+        }
         """Role of a message -> the tags of the thoughts of earlier turns that the template leaves out once one follows."""
-        self._note_apart = self._works(self._noted)
+        self._note_apart = self._renders_text(self._render_note_after_result)
 
     @property
     def end_id(self) -> int:
         """The end token that the template writes after a turn of the assistant."""
         return self._stop_ids[self._stops.index(self._closer)]
 
-    def first(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Token ids of the messages that come before the first turn, which `safe` has made harmless. Raises: what the template
+    def encode_opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Token ids of the messages that come before the first turn, which `make_message_safe` has made harmless. Raises: what the template
         raises."""
         given = [dict(message) for message in messages]
         if tools and not self.tools_in_template:
-            listed = "\n".join(map(json.dumps, self._schemas(tools)))
+            listed = "\n".join(map(json.dumps, self._tool_schemas(tools)))
             told = CALLING.format(tools=listed, told=self.format.told)
-            given = _with_system(given, told) if self._takes(_HISTORIES[1]) else _with_preface(given, told)
+            given = _with_system(given, told) if self._accepts_history(_HISTORIES[1]) else _with_preface(given, told)
             tools = ()
         return encode_text(self._tokenizer, self._render(given, tools=tools))
 
-    def after(
+    def encode_following(
         self, messages: Sequence[Message], *, ended: bool, tools: Sequence[Tool] = (), note: str = ""
     ) -> list[int]:
         """Token ids that follow a turn and bring these messages, up to where the policy writes again.
@@ -121,14 +125,17 @@ class ChatAppender:
         Messages of the role `tool` come first among them, one for each call of the turn. `note` is a text of the user's, last.
         Special tokens in their texts are broken up: what an environment says is text. Raises: what the template raises.
         """
-        safe = [self.safe(dict(message) | {"content": str(message["content"])}) for message in numbered(messages)]
+        safe = [
+            self.make_message_safe(dict(message) | {"content": str(message["content"])})
+            for message in number_call_results(messages)
+        ]
         if not self.tools_in_template:
             safe = without_tool_role(safe)
         if note:
-            safe = self._with_note(safe, self.harmless(note))
+            safe = self._with_note(safe, self.break_special_tokens(note))
         if not self.tools_in_template or not self._tools_stay:
             tools = ()
-        text = self._following(_HISTORIES[0], safe, tools)
+        text = self._render_following(_HISTORIES[0], safe, tools)
         return encode_text(self._tokenizer, text[len(self._closer) :] if ended else text)
 
     @property
@@ -144,14 +151,14 @@ class ChatAppender:
             )
         return self._format
 
-    def read(self, text: str, tools: Sequence[Tool]) -> Written:
+    def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
         """The calls of a turn, whatever they ask for, but for those in thoughts; without tools all of it is text. Raises: BadCall,
         ModelError."""
         if not tools or not has_thoughts(text):
-            return self.format.read(text, tools) if tools else Written((), text)
+            return self.format.read(text, tools) if tools else WrittenCalls((), text)
         parts = split_thoughts(text, self.format.begins, self.format.ends)
-        found = [Written((), part) if thought else self.format.read(part, tools) for part, thought in parts]
-        return Written(tuple(call for one in found for call in one.calls), "".join(one.text for one in found))
+        found = [WrittenCalls((), part) if thought else self.format.read(part, tools) for part, thought in parts]
+        return WrittenCalls(tuple(call for one in found for call in one.calls), "".join(one.text for one in found))
 
     def drops_thoughts(self, *, calls: int, noted: bool) -> bool:
         """Whether the template leaves out the thoughts of earlier turns once a turn with so many calls is answered; `noted`: with a
@@ -162,7 +169,7 @@ class ChatAppender:
     def drops(self, written: Sequence[int], roles: Iterable[str]) -> bool:
         """Whether the template leaves out thoughts that stand in these tokens once messages of these roles follow."""
         dropped = [end for role in {*roles} for _, end in self._dropped.get(role, ())]
-        return bool(dropped) and any(end in self.text(written) for end in dropped)
+        return bool(dropped) and any(end in self.turn_text(written) for end in dropped)
 
     def without_thoughts(self, turn: Sequence[int]) -> list[int]:
         """Token ids of a turn as the template writes it once a message of the user follows: without its thoughts, if it has some.
@@ -171,23 +178,23 @@ class ChatAppender:
         """
         if not self.drops(turn, self._dropped):
             return list(turn)
-        written = {"role": "assistant", "content": escape_specials(self.text(turn), self._unkept)}
+        written = {"role": "assistant", "content": escape_specials(self.turn_text(turn), self._unkept)}
         start, rest = self._turn_and_rest(_HISTORIES[0], written, [_GO_ON], ())
-        after = self._following(_HISTORIES[0], [_GO_ON])
+        after = self._render_following(_HISTORIES[0], [_GO_ON])
         if not rest.endswith(after):
-            raise self._cannot("writes another text after a turn with thoughts", start, rest)
+            raise self._make_template_error("writes another text after a turn with thoughts", start, rest)
         ended = [turn[-1]] if turn[-1] in self._stop_ids else []
         return [*encode_text(self._tokenizer, rest.removesuffix(after)), *ended]
 
-    def text(self, token_ids: Sequence[int]) -> str:
+    def turn_text(self, token_ids: Sequence[int]) -> str:
         """What the policy wrote, without what ends it."""
         return written_text(self._tokenizer, token_ids, self._ends)
 
-    def harmless(self, text: str) -> str:
+    def break_special_tokens(self, text: str) -> str:
         """The text with a blank inside of whatever would be read as a special token."""
         return escape_specials(text, self._special)
 
-    def safe(self, message: Message) -> dict[str, Any]:
+    def make_message_safe(self, message: Message) -> dict[str, Any]:
         """The message with all of its texts harmless, those of its calls too. The template knows the policy's thoughts by their tags."""
         thinks = message.get("role") == "assistant"
         specials = [special for special in self._special if not (thinks and has_thoughts(special))]
@@ -195,17 +202,17 @@ class ChatAppender:
         return found
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        variables = {**self._variables, **({"tools": self._schemas(tools)} if tools else {})}
+        variables = {**self._variables, **({"tools": self._tool_schemas(tools)} if tools else {})}
         return render_messages(self._tokenizer, [dict(m) for m in messages], self._day, **variables)
 
-    def _schemas(self, tools: Sequence[Tool]) -> list[Any]:
+    def _tool_schemas(self, tools: Sequence[Tool]) -> list[Any]:
         """What the policy reads of tools: what they say of themselves is text, too."""
         return [escape_specials_inside(tool.schema(), self._special) for tool in tools]
 
-    def _takes(self, history: Sequence[Message]) -> bool:
-        return self._works(lambda: self._render(history))
+    def _accepts_history(self, history: Sequence[Message]) -> bool:
+        return self._renders_text(lambda: self._render(history))
 
-    def _works(self, rendered: Callable[[], str]) -> bool:
+    def _renders_text(self, rendered: Callable[[], str]) -> bool:
         """Whether the template gives a text."""
         from jinja2 import TemplateError
 
@@ -214,17 +221,19 @@ class ChatAppender:
         except (TemplateError, ValueError, TypeError, KeyError):  # an error of ours about the template is a ValueError
             return False
 
-    def _following(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+    def _render_following(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """What the template writes after a turn that follows `history`, from its end token on.
 
         Raises: ModelError if what came before the turn is not what the engine saw.
         """
         called = sum(message["role"] == "tool" for message in new)
-        turn = _calling(*_ASKED[:1] * (called if self.parallel else 1)) if called else _REPLIED
+        turn = _turn_with_probe_calls(*_ASKED[:1] * (called if self.parallel else 1)) if called else _REPLIED
         start, rest = self._turn_and_rest(history, turn, new, tools)
         if not called:
             if not rest.startswith(REPLY):
-                raise self._cannot("writes something between the assistant's header and its turn", start, rest)
+                raise self._make_template_error(
+                    "writes something between the assistant's header and its turn", start, rest
+                )
             return rest.removeprefix(REPLY)
         _, closer, after = rest.partition(self._closer)
         return closer + after
@@ -232,67 +241,74 @@ class ChatAppender:
     def _turn_and_rest(
         self, history: Sequence[Message], turn: Message, new: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[str, str]:
-        """The text before a turn, and the text of the turn with what follows it. Raises: as `_following`."""
+        """The text before a turn, and the text of the turn with what follows it. Raises: as `_render_following`."""
         start, whole = self._render(history, tools), self._render([*history, turn, *new], tools)
         if not whole.startswith(start):
-            raise self._cannot("changes what stands before a turn when a message follows it", start, whole)
+            raise self._make_template_error("changes what stands before a turn when a message follows it", start, whole)
         return start, whole[len(start) :]
 
-    def _prove(self) -> None:
+    def _prove_template(self) -> None:
         """Try the template with several histories and further messages. Raises: ModelError."""
         if _HISTORIES[0] not in self._histories:
-            raise self._cannot("refuses a message of a user", "", "")
+            raise self._make_template_error("refuses a message of a user", "", "")
         new = [_GO_ON]
-        rest = self._following(_HISTORIES[0], new)
+        rest = self._render_following(_HISTORIES[0], new)
         self._closer = next((stop for stop in self._stops if stop and rest.startswith(stop)), "")
         if not self._closer:
-            raise self._cannot(f"does not end a turn with an end token ({', '.join(self._stops)})", REPLY, rest)
+            raise self._make_template_error(
+                f"does not end a turn with an end token ({', '.join(self._stops)})", REPLY, rest
+            )
         for history in self._histories:
             self._prove_one(history, new, rest)
 
     def _prove_one(self, history: Sequence[Message], new: Sequence[Message], wanted: str) -> None:
-        found = self._following(history, new)
+        found = self._render_following(history, new)
         if found != wanted:
-            raise self._cannot("writes another text for the same message after another history", wanted, found)
+            raise self._make_template_error(
+                "writes another text for the same message after another history", wanted, found
+            )
         pieces = [self._render(history) + REPLY + self._closer, found.removeprefix(self._closer)]
         whole = encode_text(self._tokenizer, "".join(pieces))
         if [token for piece in pieces for token in encode_text(self._tokenizer, piece)] != whole:
-            raise self._cannot("gives other tokens if a message is tokenised alone", pieces[0], pieces[1])
+            raise self._make_template_error("gives other tokens if a message is tokenised alone", pieces[0], pieces[1])
 
     def _find_format(self, parser: str) -> tuple[ToolFormat | None, bool]:
         """The format of calls, and whether the template tells of tools and results in it. None: nobody reads its calls."""
-        turns = self._called() if self._works(self._listed) else []
+        turns = self._render_probe_calls() if self._renders_text(self._prove_tools_listed) else []
         if parser != AUTO:
             form = tool_format(parser)
-            return form, _fits(form, turns) and self._works(self._results)
-        found = next((form for form in TOOL_FORMATS.values() if _fits(form, turns, alone=True)), None)
+            return form, _format_reads_turns(form, turns) and self._renders_text(self._render_two_results)
+        found = next((form for form in TOOL_FORMATS.values() if _format_reads_turns(form, turns, alone=True)), None)
         if found is not None:
-            return found, self._works(self._results)
+            return found, self._renders_text(self._render_two_results)
         self._odd_call = next((turn for turn in turns if _PROBE.name in turn), "")
         return (None if self._odd_call else tool_format(FALLBACK)), False
 
-    def _listed(self) -> str:
+    def _prove_tools_listed(self) -> str:
         """Raises: ValueError if the template leaves out the tools."""
         texts = [self._render(history, [_PROBE]) for history in self._histories]
         if not all(_PROBE.name in text for text in texts):
             raise ValueError("a template without tools")
         return texts[0]
 
-    def _called(self) -> list[str]:
+    def _render_probe_calls(self) -> list[str]:
         """A turn with each of the probe's calls, as the template writes it before a result; none if it takes no results."""
         from jinja2 import TemplateError
 
-        result = numbered([{"role": "tool", "name": _PROBE.name, "content": "result"}])
+        result = number_call_results([{"role": "tool", "name": _PROBE.name, "content": "result"}])
         try:
-            rests = [self._turn_and_rest(_HISTORIES[0], _calling(asked), result, [_PROBE])[1] for asked in _ASKED]
+            rests = [
+                self._turn_and_rest(_HISTORIES[0], _turn_with_probe_calls(asked), result, [_PROBE])[1]
+                for asked in _ASKED
+            ]
         except (TemplateError, ValueError, TypeError, KeyError):
             return []
         return [rest.partition(self._closer)[0] for rest in rests]
 
     def prove_note(self) -> None:
         """Raises: ModelError if no text of the user's can follow the results of tools, so that nobody could ask for a summary."""
-        if not self._works(self._noted):
-            raise self._cannot("refuses a text of the user's after the results of tools", "", "")
+        if not self._renders_text(self._render_note_after_result):
+            raise self._make_template_error("refuses a text of the user's after the results of tools", "", "")
 
     @property
     def _unkept(self) -> list[str]:
@@ -300,17 +316,21 @@ class ChatAppender:
         calls = () if self._format is None else self._format.marks
         return [special for special in self._special if special not in (*calls, *chain.from_iterable(TAGS))]
 
-    def _drops(self, tag: tuple[str, str], role: str) -> bool:
+    def _probe_dropped_thoughts(self, tag: tuple[str, str], role: str) -> bool:
         """Whether a thought between these tags is gone once a message of the role follows its turn."""
         from jinja2 import TemplateError
 
-        turn = _thinking(tag)
+        turn = _turn_with_thought(tag)
         try:
             if role == "user":
                 _, rest = self._turn_and_rest(_HISTORIES[0], turn, [_GO_ON], ())
             else:
-                result = numbered([{"role": "tool", "name": _PROBE.name, "content": "result"}])
-                turn = turn if not self.tools_in_template else {**_calling(_ASKED[0]), "content": turn["content"]}
+                result = number_call_results([{"role": "tool", "name": _PROBE.name, "content": "result"}])
+                turn = (
+                    turn
+                    if not self.tools_in_template
+                    else {**_turn_with_probe_calls(_ASKED[0]), "content": turn["content"]}
+                )
                 new = result if self.tools_in_template else without_tool_role([dict(m) for m in result])
                 tools = [_PROBE] if self.tools_in_template and self._tools_stay else []
                 _, rest = self._turn_and_rest(_HISTORIES[0], turn, new, tools)
@@ -324,24 +344,24 @@ class ChatAppender:
             return [*messages[:-1], messages[-1] | {"content": f"{messages[-1]['content']}\n\n{note}"}]
         return [*messages, {"role": "user", "content": note}]
 
-    def _noted(self) -> str:
+    def _render_note_after_result(self) -> str:
         """What the template writes where a text of the user's follows a result. Raises: what the template raises."""
         result = [{"role": "tool", "name": _PROBE.name, "content": "result 42"}]
-        self.after(result, ended=True, tools=[_PROBE], note="Sum up.")
+        self.encode_following(result, ended=True, tools=[_PROBE], note="Sum up.")
         return "Sum up."
 
-    def _results(self) -> str:
+    def _render_two_results(self) -> str:
         """What the template writes after a turn with two calls. Raises: ValueError if that is another text after another
         history, or lacks the results."""
         told = ("result 42", "result 43")
-        new = numbered([{"role": "tool", "name": _PROBE.name, "content": text} for text in told])
+        new = number_call_results([{"role": "tool", "name": _PROBE.name, "content": text} for text in told])
         tools = [_PROBE] if self._tools_stay else []
-        found = {self._following(history, new, tools) for history in self._histories}
+        found = {self._render_following(history, new, tools) for history in self._histories}
         if len(found) > 1 or not all(text in next(iter(found)) for text in told):
             raise ValueError("a template that does not show results")
         return found.pop()
 
-    def _cannot(self, what: str, before: str, after: str) -> ModelError:
+    def _make_template_error(self, what: str, before: str, after: str) -> ModelError:
         return ModelError.at(
             "the student's chat template",
             found=f"it {what}: {before[-80:]!r}, then {after[-160:]!r}",
@@ -351,12 +371,12 @@ class ChatAppender:
         )
 
 
-def _thinking(tag: tuple[str, str]) -> Message:
+def _turn_with_thought(tag: tuple[str, str]) -> Message:
     """A turn of the assistant with a thought."""
     return {"role": "assistant", "content": f"{tag[0]}\n{THOUGHT}\n{tag[1]}\n\n{REPLY}"}
 
 
-def numbered(messages: Sequence[Message]) -> list[Message]:
+def number_call_results(messages: Sequence[Message]) -> list[Message]:
     """The messages, with the results of a turn's calls numbered as `call_id` numbers the calls: templates may ask for ids, and a
     client's own would give other tokens than an environment's."""
     places = count()
@@ -371,7 +391,7 @@ def call_id(place: int) -> str:
     return f"call{place:05d}"
 
 
-def _fits(form: ToolFormat, turns: Sequence[str], *, alone: bool = False) -> bool:
+def _format_reads_turns(form: ToolFormat, turns: Sequence[str], *, alone: bool = False) -> bool:
     """Whether a format reads one of the probe's turns; `alone`: with nothing around the call but a block for thoughts."""
     for turn, asked in zip(turns, _ASKED, strict=False):
         try:
@@ -384,7 +404,7 @@ def _fits(form: ToolFormat, turns: Sequence[str], *, alone: bool = False) -> boo
     return False
 
 
-def _calling(*asked: Mapping[str, Any]) -> Message:
+def _turn_with_probe_calls(*asked: Mapping[str, Any]) -> Message:
     """A turn of the assistant that calls the probe's tool, once for each of the arguments."""
     calls = [
         {"id": call_id(i), "type": "function", "function": {"name": _PROBE.name, "arguments": dict(one)}}

@@ -35,14 +35,14 @@ class Compactor:
     done: int = 0
     """Summaries so far."""
 
-    def due(self, tokens: int) -> CompactionOptions | None:
+    def options_if_due(self, tokens: int) -> CompactionOptions | None:
         """The options if a segment of so many tokens is to be summarised; else None."""
         options = self.options
         if options is None or tokens <= options.compact_at or self.done >= options.max_compactions:
             return None
         return options
 
-    def cut(self, history: History, keep_last: int, head: list[int]) -> History:
+    def cut_history(self, history: History, keep_last: int, head: list[int]) -> History:
         """What follows a summary: another beginning, and the last turns."""
         self.done += 1
         return History(head, history.turns[-keep_last:] if keep_last else [])

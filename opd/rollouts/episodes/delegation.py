@@ -50,15 +50,15 @@ class Delegation:
         """The tools that start them."""
         return self._options.sub_agents.tools if self._options.sub_agents else ()
 
-    def starts(self, call: ToolCall) -> bool:
+    def starts_sub_agent(self, call: ToolCall) -> bool:
         """True if the call is for a sub-agent, and not for the environment. Raises: BadCall if it gives no task."""
         if self._options.sub_agents is None or call.name not in self._options.sub_agents.kinds:
             return False
-        if not self._task(call).strip():
+        if not self._task_of_call(call).strip():
             raise BadCall(f"{call.name}: arguments.task is empty")
         return True
 
-    def requests(self, calls: Sequence[ToolCall], tokens: int | None) -> list[EpisodeRequest | None]:
+    def make_requests(self, calls: Sequence[ToolCall], tokens: int | None) -> list[EpisodeRequest | None]:
         """What each of the calls of a turn starts; None for one too many. `tokens`: what is left of the agent's budget."""
         assert self._options.sub_agents is not None
         left = self._options.sub_agents.at_most - sum(self.ends.values()) + self.ends[REFUSED]
@@ -71,36 +71,36 @@ class Delegation:
         found = [self._request_of(call, share, inner) for call in started]
         return [*found, *[None] * (len(calls) - len(started))]
 
-    def refuse(self) -> str:
+    def refusal_text(self) -> str:
         """What the agent reads of a call that started nothing."""
         self.ends[REFUSED] += 1
         return NO_MORE
 
-    def answer(self, call: ToolCall, end: EpisodeEnd, said: str, inner: Delegation) -> str:
+    def render_answer(self, call: ToolCall, end: EpisodeEnd, said: str, inner: Delegation) -> str:
         """What the agent reads of a sub-agent that ended so, with `said` as its last turn and `inner` its own sub-agents."""
         self.ends += inner.ends
         self.ends[end.reason] += 1
         self.error = self.error or inner.error or (end.error if end.reason in BROKEN else "")
         if end.reason != "done":
             return NO_ANSWER.format(name=call.name)
-        return self._kind(call).result.replace(ANSWER, self._clean(said))
+        return self._sub_agent_kind(call).result.replace(ANSWER, self._clean(said))
 
-    def shares(self, call: ToolCall) -> bool:
+    def shares_environment(self, call: ToolCall) -> bool:
         """Whether the call's sub-agent acts on the environment of this agent."""
-        return self._kind(call).shares
+        return self._sub_agent_kind(call).shares
 
-    def _kind(self, call: ToolCall) -> SubAgentOptions:
+    def _sub_agent_kind(self, call: ToolCall) -> SubAgentOptions:
         assert self._options.sub_agents is not None
         return self._options.sub_agents.kinds[call.name]
 
-    def _task(self, call: ToolCall) -> str:
+    def _task_of_call(self, call: ToolCall) -> str:
         return self._clean(str(call.arguments["task"]))
 
     def _request_of(self, call: ToolCall, tokens: int | None, inner: int) -> EpisodeRequest:
         """The episode that a call starts. Its ids, and so its seeds, follow from the order of calls alone."""
         assert self._options.sub_agents is not None
         self._number += 1
-        caller, kind, task = self._request, self._kind(call), self._task(call)
+        caller, kind, task = self._request, self._sub_agent_kind(call), self._task_of_call(call)
         place = f"/{call.name}-{self._number}"
         limits = [limit for limit in (kind.max_tokens, tokens) if limit is not None]
         domain, prompt = kind.domain or caller.sample.domain, caller.prompt
@@ -110,7 +110,7 @@ class Delegation:
                 prompt,
                 id=prompt.id + place,
                 token_ids=(),
-                text=_first(kind, task, plain=isinstance(prompt.text, str)),
+                text=_first_message(kind, task, plain=isinstance(prompt.text, str)),
                 metadata={**prompt.metadata, "task": task},
             ),
             sample=replace(caller.sample, sample_id=caller.sample.sample_id + place, domain=domain),
@@ -121,7 +121,7 @@ class Delegation:
                 step_timeout_s=kind.step_timeout_s,
                 max_turns=kind.max_turns,
                 max_tokens=min(limits, default=None),
-                sub_agents=self._options.sub_agents.inner(inner),
+                sub_agents=self._options.sub_agents.nested_options(inner),
             ),
             masked=caller.masked_by_domain.get(domain, frozenset()) if kind.domain else caller.masked,
             cut_after=None,
@@ -129,7 +129,7 @@ class Delegation:
         )
 
 
-def _first(kind: SubAgentOptions, task: str, *, plain: bool) -> str | Messages:
+def _first_message(kind: SubAgentOptions, task: str, *, plain: bool) -> str | Messages:
     """What the sub-agent reads before the first observation."""
     asked = kind.prompt.replace(TASK, task)
     if plain:

@@ -72,7 +72,7 @@ class PlainDialogue:
         assert isinstance(prompt, str)
         if not isinstance(observation, str):
             raise BadObservation("messages after a prompt that is text")
-        return list(encode_prompt(self._tokenizer, prompt + self._safe(observation, note)))
+        return list(encode_prompt(self._tokenizer, prompt + self._join_safely(observation, note)))
 
     def text(self, token_ids: Sequence[int]) -> str:
         return written_text(self._tokenizer, token_ids, self._ends)
@@ -82,7 +82,7 @@ class PlainDialogue:
 
     def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
         texts = (*((observation,) if isinstance(observation, str) else observation), note)
-        return encode_text(self._tokenizer, self._safe(*texts)) if any(texts) else []
+        return encode_text(self._tokenizer, self._join_safely(*texts)) if any(texts) else []
 
     def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
         return False
@@ -90,9 +90,9 @@ class PlainDialogue:
     def without_thoughts(self, turn: Sequence[int]) -> list[int]:
         return list(turn)
 
-    def _safe(self, *texts: str) -> str:
+    def _join_safely(self, *texts: str) -> str:
         """The texts side by side: halves of a special token would make a whole one."""
-        return escape_specials("".join(map(checked, texts)), self._special)
+        return escape_specials("".join(map(check_observation, texts)), self._special)
 
 
 class ChatDialogue:
@@ -104,27 +104,29 @@ class ChatDialogue:
 
     def first(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
         assert not isinstance(prompt, str)
-        given = [self._appender.safe(message) for message in prompt]
+        given = [self._appender.make_message_safe(message) for message in prompt]
         if not isinstance(observation, str):
-            given += [self._appender.safe(m | {"content": checked(m["content"])}) for m in observation]
+            given += [
+                self._appender.make_message_safe(m | {"content": check_observation(m["content"])}) for m in observation
+            ]
         else:
-            self._say(given, observation)
-        self._say(given, note)
+            self._add_user_text(given, observation)
+        self._add_user_text(given, note)
         try:
-            return self._appender.first(given, self._tools)
+            return self._appender.encode_opening(given, self._tools)
         except (TypeError, ValueError) as error:
             # Messages of `reset` may have any keys, which a template reads as it likes.
             raise BadObservation(f"the chat template cannot read the messages: {error}") from None
 
-    def _say(self, messages: list[dict[str, Any]], text: str) -> None:
+    def _add_user_text(self, messages: list[dict[str, Any]], text: str) -> None:
         """Add a text of the user's. Some templates refuse two messages of a user in a row."""
         if text and messages[-1]["role"] == "user":
-            messages[-1]["content"] += f"\n\n{self._safe(text)}"
+            messages[-1]["content"] += f"\n\n{self._make_safe(text)}"
         elif text:
-            messages.append({"role": "user", "content": self._safe(text)})
+            messages.append({"role": "user", "content": self._make_safe(text)})
 
     def text(self, token_ids: Sequence[int]) -> str:
-        return self._appender.text(token_ids)
+        return self._appender.turn_text(token_ids)
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return checked_calls(self._appender.read(text, self._tools).calls, self._tools)
@@ -132,11 +134,11 @@ class ChatDialogue:
     def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
         texts = (observation,) if isinstance(observation, str) else observation
         role = "tool" if calls else "user"
-        messages: list[dict[str, Any]] = [{"role": role, "content": checked(text)} for text in texts]
+        messages: list[dict[str, Any]] = [{"role": role, "content": check_observation(text)} for text in texts]
         if note and messages and role == "user":
             messages[-1]["content"] += f"\n\n{note}"
             note = ""
-        return self._appender.after(messages, ended=ended, tools=self._tools, note=note)
+        return self._appender.encode_following(messages, ended=ended, tools=self._tools, note=note)
 
     def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
         return self._appender.drops_thoughts(calls=calls, noted=noted)
@@ -144,11 +146,11 @@ class ChatDialogue:
     def without_thoughts(self, turn: Sequence[int]) -> list[int]:
         return self._appender.without_thoughts(turn)
 
-    def _safe(self, text: str) -> str:
-        return self._appender.harmless(checked(text))
+    def _make_safe(self, text: str) -> str:
+        return self._appender.break_special_tokens(check_observation(text))
 
 
-def checked(text: str) -> str:
+def check_observation(text: str) -> str:
     """An environment's text as it is. Raises: BadObservation if it is too long, or has characters that are no text."""
     if len(text) > MAX_OBSERVATION:
         raise BadObservation(f"{len(text):,} characters, at most {MAX_OBSERVATION:,} can be read")

@@ -18,7 +18,7 @@ class Curriculum:
     first: int
     over_steps: int
 
-    def turns(self, step: int, max_turns: int) -> int:
+    def turns_at_step(self, step: int, max_turns: int) -> int:
         """min(max_turns, first + floor((max_turns - first) (step - 1) / over_steps)), for steps from 1."""
         return min(max_turns, self.first + (max_turns - self.first) * (step - 1) // self.over_steps)
 
@@ -34,7 +34,7 @@ class TeacherTurns:
     train: bool
     """Whether the student is trained on the expert's turns."""
 
-    def probability(self, step: int) -> float:
+    def probability_at_step(self, step: int) -> float:
         """share max(0, 1 - (step - 1) / over_steps), for steps from 1."""
         return self.share * max(0.0, 1 - (step - 1) / self.over_steps)
 
@@ -57,14 +57,14 @@ class DriftOptions:
     replay: bool = False
     """The domain's prompts are prefixes of episodes, after which the student writes one turn."""
 
-    def limit(self, step: int, max_turns: int) -> int:
+    def turn_limit(self, step: int, max_turns: int) -> int:
         """Turns that an episode of this step may have."""
-        return max_turns if self.curriculum is None else self.curriculum.turns(step, max_turns)
+        return max_turns if self.curriculum is None else self.curriculum.turns_at_step(step, max_turns)
 
-    def guide(self, step: int) -> Guide | None:
+    def guide_at_step(self, step: int) -> Guide | None:
         """Who writes some of the turns beside the student; None from the step on where nobody does."""
         turns = self.teacher_turns
-        probability = 0.0 if turns is None else turns.probability(step)
+        probability = 0.0 if turns is None else turns.probability_at_step(step)
         if turns is None or not probability:
             return None
         return Guide(model_dir=turns.model_dir, probability=probability, train=turns.train)

@@ -96,15 +96,15 @@ class BatchEngine:
         """Turns that ended lately, each of which may bring another; at the beginning nobody knows how many."""
         self._failed = ""
 
-    def beside(self, engine: Any) -> TokenEngine:
+    def add_engine(self, engine: Any) -> TokenEngine:
         """Another engine, such as an expert's, that is stepped by the same thread and samples alike."""
         self._engines.append(engine)
         return _Beside(self, len(self._engines) - 1)
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
-        return await self.turn(token_ids, max_tokens, seed, engine=0)
+        return await self.sample_turn(token_ids, max_tokens, seed, engine=0)
 
-    async def turn(self, token_ids: Sequence[int], max_tokens: int, seed: int, *, engine: int) -> Sampled:
+    async def sample_turn(self, token_ids: Sequence[int], max_tokens: int, seed: int, *, engine: int) -> Sampled:
         """A turn by one of the engines: see `generate`."""
         room = min(max_tokens, self._sampling.context - len(token_ids))
         if self._failed or room < 1 or not token_ids:
@@ -122,8 +122,8 @@ class BatchEngine:
             self._inbox.put(_Leave(ask))
             raise
 
-    def tell(self, what: Any) -> None:
-        """Have `steps` give this. From any thread."""
+    def publish(self, what: Any) -> None:
+        """Have `iterate_steps` give this. From any thread."""
         self._inbox.put(_Told(what))
 
     def drive(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -131,7 +131,7 @@ class BatchEngine:
 
         Raises: what `work` raises, or the engine; a turn that is left then leaves the engine.
         """
-        steps = self.steps(work)
+        steps = self.iterate_steps(work)
         while True:
             try:
                 next(steps)
@@ -139,8 +139,8 @@ class BatchEngine:
                 result: T = end.value
                 return result
 
-    def steps(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Generator[list[Any], None, T]:
-        """The same; gives meanwhile what `tell` was told, and does not step the engine until it is asked to go on."""
+    def iterate_steps(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Generator[list[Any], None, T]:
+        """The same; gives meanwhile what `publish` was told, and does not step the engine until it is asked to go on."""
         done: Future[T] = Future()
 
         def talk() -> None:
@@ -154,7 +154,7 @@ class BatchEngine:
         thread = threading.Thread(target=talk, name="episodes", daemon=True)
         thread.start()
         try:
-            while self._take():
+            while self._admit_requests():
                 self._step()
                 if self._told:
                     told, self._told = self._told, []
@@ -163,7 +163,7 @@ class BatchEngine:
                 yield self._told
             return done.result()
         except BaseException as error:
-            self._fail(error)
+            self._fail_requests(error)
             thread.join(END_S)
             raise
         finally:
@@ -171,7 +171,7 @@ class BatchEngine:
                 engine.abort_request([name for name, ask in self._waiting.items() if ask.engine == place])
             self._waiting.clear()
 
-    def _take(self) -> bool:
+    def _admit_requests(self) -> bool:
         """Bring the inbox into the batch; wait for it while the batch is empty, and a moment while most are about to come. False
         at the end."""
         patient = self._coming > len(self._waiting)
@@ -187,7 +187,7 @@ class BatchEngine:
             if item is None:
                 return False
             if isinstance(item, _Leave):
-                self._leave(item.ask)
+                self._remove_request(item.ask)
                 continue
             if isinstance(item, _Told):
                 self._told.append(item.what)
@@ -205,7 +205,7 @@ class BatchEngine:
         self._waiting[name] = ask
         self._engines[ask.engine].add_request(name, {"type": "token", "prompt_token_ids": ask.token_ids}, ask.params)
 
-    def _leave(self, ask: _Ask) -> None:
+    def _remove_request(self, ask: _Ask) -> None:
         for name in [name for name, waiting in self._waiting.items() if waiting is ask]:
             self._engines[ask.engine].abort_request([name])
             del self._waiting[name]
@@ -217,13 +217,15 @@ class BatchEngine:
         try:
             for output in chain.from_iterable(self._engines[place].step() for place in sorted(at_work)):
                 if output.finished and output.request_id in self._waiting:
-                    turn = self._turn(output.outputs[0])  # may raise, and then the ask still waits for `_fail`
+                    turn = self._finish_turn(
+                        output.outputs[0]
+                    )  # may raise, and then the ask still waits for `_fail_requests`
                     ended.append((self._waiting.pop(output.request_id), methodcaller("set_result", turn)))
         finally:
             self._coming += len(ended)
-            _tell(ended)
+            _settle_turns(ended)
 
-    def _turn(self, output: Any) -> Sampled:
+    def _finish_turn(self, output: Any) -> Sampled:
         found = self._sampling.read(output)
         return Sampled(
             token_ids=found.token_ids,
@@ -232,7 +234,7 @@ class BatchEngine:
             policy_version=self._sampling.policy_version,
         )
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail_requests(self, error: BaseException) -> None:
         """Nobody waits for ever for a turn that does not come."""
         self._failed = f"the engine failed: {error}"
         asks = list(self._waiting.values())
@@ -240,7 +242,7 @@ class BatchEngine:
             while True:
                 item = self._inbox.get_nowait()
                 asks += [item] if isinstance(item, _Ask) else []
-        _tell([(ask, lambda future: future.set_exception(RunError(self._failed))) for ask in asks])
+        _settle_turns([(ask, lambda future: future.set_exception(RunError(self._failed))) for ask in asks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +253,10 @@ class _Beside:
     engine: int
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
-        return await self.batch.turn(token_ids, max_tokens, seed, engine=self.engine)
+        return await self.batch.sample_turn(token_ids, max_tokens, seed, engine=self.engine)
 
 
-def _tell(ended: Sequence[tuple[_Ask, Settle]]) -> None:
+def _settle_turns(ended: Sequence[tuple[_Ask, Settle]]) -> None:
     """Settle turns in the one loop that waits for them: in one call, because each call wakes its thread."""
 
     def settled() -> None:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from opd.config.context import PLACE
 from opd.guard.build import shared_guard
-from opd.guard.watch import Looked, Watch
+from opd.guard.watch import CheckedTurn, GuardWatch
 from opd.interfaces import TokenEngine
 from opd.prompts.harmless import escape_specials, special_texts
 from opd.records.environments import Action, Outcome, Tool, ToolCall
@@ -32,12 +32,12 @@ from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import Compactor
 from opd.rollouts.episodes.delegation import Delegation, in_order
-from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, checked
+from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, check_observation
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.threads import hand_over, read_aside
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
-from opd.rollouts.episodes.trace import Segment, Trace
-from opd.rollouts.episodes.turns import Answer, History, Opening
+from opd.rollouts.episodes.trace import Trace, TraceSegment
+from opd.rollouts.episodes.turns import EncodedAnswer, History, Opening
 from opd.rollouts.episodes.worlds import CallersEnvironment, NoEnvironment, OwnEnvironment, World
 from opd.text import one_line, readable
 from opd.tool_formats.records import BadCall
@@ -58,13 +58,13 @@ class Dialogues:
         self.stops = frozenset(stop_token_ids)
         self._appenders: dict[tuple[date | None, str, str], ChatAppender] = {}
 
-    def make(self, request: EpisodeRequest, tools: Sequence[Tool]) -> Dialogue:
+    def make_dialogue(self, request: EpisodeRequest, tools: Sequence[Tool]) -> Dialogue:
         """The dialogue that fits the request's prompt. Raises: ModelError if the template cannot append."""
         if isinstance(request.prompt.text, str):
             return PlainDialogue(self.tokenizer, tools, self.stops)
-        return ChatDialogue(self.appender(request.options), tools)
+        return ChatDialogue(self.make_appender(request.options), tools)
 
-    def appender(self, options: EpisodeOptions | AgentOptions) -> ChatAppender:
+    def make_appender(self, options: EpisodeOptions | AgentOptions) -> ChatAppender:
         """The student's chat template, as these options want it. Raises: ModelError if it cannot append."""
         day, parser, variables = options.template_date, options.tool_call_parser, options.chat_template_kwargs
         wanted = day, parser, json.dumps(variables, sort_keys=True)
@@ -72,7 +72,7 @@ class Dialogues:
             self._appenders[wanted] = ChatAppender(self.tokenizer, sorted(self.stops), day, parser, variables)
         return self._appenders[wanted]
 
-    def clean(self, text: str) -> str:
+    def clean_text(self, text: str) -> str:
         """What the policy wrote, as text that another dialogue can begin with."""
         return escape_specials(readable(text), self._special)
 
@@ -94,7 +94,7 @@ async def run_episodes(
     Raises: RunError, ModelError.
     """
     site = _Site(engine, dialogues, context, version, expert)
-    return await _at_once(_Agent(request, site).run() for request in requests)
+    return await _at_once(_EpisodeRun(request, site).run() for request in requests)
 
 
 async def _at_once(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -128,11 +128,11 @@ class _Site:
     """See `opd.rollouts.episodes.threads.hand_over`."""
 
 
-class _Agent:
+class _EpisodeRun:
     """The agent of one episode while it runs, or a sub-agent."""
 
     def __init__(
-        self, request: EpisodeRequest, site: _Site, caller: _Agent | None = None, shares: bool = False
+        self, request: EpisodeRequest, site: _Site, caller: _EpisodeRun | None = None, shares: bool = False
     ) -> None:
         """`caller` started it with a tool call, and `shares` its environment or not."""
         assert isinstance(request.options, EpisodeOptions)
@@ -142,14 +142,14 @@ class _Agent:
         self._shares = shares
         self._origin: SegmentOrigin = "main" if caller is None else "sub_agent"
         self._trace = Trace(site.version, request.masked, "" if caller is None else request.sample.domain)
-        self._world: World = _world(request, request.options, caller._world if caller and shares else None)
-        self._delegation = Delegation(request, request.options, site.dialogues.clean)
+        self._world: World = _open_world(request, request.options, caller._world if caller and shares else None)
+        self._delegation = Delegation(request, request.options, site.dialogues.clean_text)
         self._lent = asyncio.Lock()
         """Held by the sub-agent that acts on this agent's environment."""
         self._compactor = Compactor(request.options.compaction)
         self._history = History([])
         """The segment that grows."""
-        self._watch: Watch | None = caller._watch if caller and shares else watch_of(request)
+        self._watch: GuardWatch | None = caller._watch if caller and shares else watch_of(request)
         self._turns = 0
         self._invalid = 0
         self._text = ""
@@ -159,17 +159,17 @@ class _Agent:
 
     async def run(self) -> EpisodeResult:
         """Play the episode to its end. Raises: RunError, ModelError, for what is no fault of the environment."""
-        end = await self.play()
+        end = await self.play_episode()
         rewards = self._world.rewards
         reward = math.fsum(rewards) if rewards else None
         found = EpisodeResult(
-            rollouts=tuple(self._trace.rollouts(self._request.sample, end.reason, reward)),
+            rollouts=tuple(self._trace.to_rollouts(self._request.sample, end.reason, reward)),
             stop_reason=end.reason,
             reward=reward,
             audit=self._trace.audit,
             invalid_calls=self._invalid,
-            error=self._told(end.error),
-            close_error=self._told(self._close_error),
+            error=self._describe_error(end.error),
+            close_error=self._describe_error(self._close_error),
             text="\n".join(self._said),
             guard=None if self._watch is None else self._watch.stats,
             sub_agents=dict(self._delegation.ends),
@@ -179,17 +179,17 @@ class _Agent:
             self._request.told(found)
         return found
 
-    async def play(self) -> EpisodeEnd:
+    async def play_episode(self) -> EpisodeEnd:
         """Why it ended. Raises: as `run`."""
         try:
-            end = await self._ending(self._play)
+            end = await self._end_of_part(self._play_turns)
             if end.reason != "timeout":
                 await self._close()
         finally:
             self._world.leave()
         return end
 
-    async def _ending(self, part: Callable[[], Any]) -> EpisodeEnd:
+    async def _end_of_part(self, part: Callable[[], Any]) -> EpisodeEnd:
         """How a part of the episode ends it."""
         from jinja2 import TemplateError
 
@@ -210,190 +210,204 @@ class _Agent:
         except EpisodeEnd as error:
             self._close_error = self._close_error or error.error
 
-    def _told(self, error: str) -> str:
+    def _describe_error(self, error: str) -> str:
         """What broke it, with its name; nothing if nothing did."""
         return one_line(f"{self._request.sample.sample_id}: {error}", MAX_ERROR) if error else ""
 
-    async def _play(self) -> None:
+    async def _play_turns(self) -> None:
         """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
         opening = await self._begin()
-        segment = self._trace.begin(await read_aside(opening.ids), self._origin)
+        segment = self._trace.begin_segment(await read_aside(opening.ids), self._origin)
         self._history = History(list(segment.ids))
         self._said += [f"environment: {text}" for text in opening.texts if text]
         limit = self._request.cut_after or self._options.max_turns
         for turn in range(limit):
-            who, sampled = await self._turn(segment, turn)
-            answer = await self._answer(segment, sampled, opening.dialogue, who)
+            who, sampled = await self._sample_turn(segment, turn)
+            answer = await self._answer_turn(segment, sampled, opening.dialogue, who)
             if turn + 1 < limit:
                 segment = await self._go_on(segment, sampled, answer, opening)
             else:  # the policy does not read what follows the last turn, so it needs no summary and no room
                 with suppress(BadObservation):
-                    self._note(answer)
+                    self._note_observation(answer)
         raise EpisodeEnd("curriculum" if limit < self._options.max_turns else "turns")
 
-    async def _turn(self, segment: Segment, turn: int) -> tuple[str, Sampled]:
+    async def _sample_turn(self, segment: TraceSegment, turn: int) -> tuple[str, Sampled]:
         """Who writes the next turn, and what: each turn of each episode has a coin of its own. Raises: EpisodeEnd."""
         guide, most = self._request.guide, self._options.max_turn_tokens
-        if guide is None or self._seed("guide", turn) >= guide.probability * 2**32:
-            return "policy", await self._sample(segment, most, "turn", turn)
+        if guide is None or self._turn_seed("guide", turn) >= guide.probability * 2**32:
+            return "policy", await self._sample_policy(segment, most, "turn", turn)
         assert self._site.expert is not None
-        self._room(segment)  # an episode whose budget is spent is over, whoever would write next
+        self._tokens_left_in_context(segment)  # an episode whose budget is spent is over, whoever would write next
         written = await self._write(self._site.expert, segment, min(self._in_context(segment), most), "turn", turn)
-        segment.guided(written, train=guide.train)
+        segment.append_teacher_turn(written, train=guide.train)
         return "expert", written
 
-    async def _sample(self, segment: Segment, max_tokens: int, *what: object) -> Sampled:
+    async def _sample_policy(self, segment: TraceSegment, max_tokens: int, *what: object) -> Sampled:
         """Let the policy write after the segment. Raises: EpisodeEnd."""
-        most = min(self._room(segment), max_tokens)
+        most = min(self._tokens_left_in_context(segment), max_tokens)
         sampled = await self._write(self._site.engine, segment, most, *what)
-        segment.sampled(sampled)
+        segment.append_policy_turn(sampled)
         return sampled
 
-    async def _write(self, engine: TokenEngine, segment: Segment, max_tokens: int, *what: object) -> Sampled:
+    async def _write(self, engine: TokenEngine, segment: TraceSegment, max_tokens: int, *what: object) -> Sampled:
         """What an engine writes after the segment; `what` decides the seed."""
-        sampled = await engine.generate(segment.ids, max_tokens=max_tokens, seed=self._seed(*what))
+        sampled = await engine.generate(segment.ids, max_tokens=max_tokens, seed=self._turn_seed(*what))
         await hand_over(self._site.handover)
         return sampled
 
-    def _seed(self, *what: object) -> int:
+    def _turn_seed(self, *what: object) -> int:
         return seed_of(self._request.seed, self._request.sample.sample_id, *what)
 
-    async def _go_on(self, segment: Segment, sampled: Sampled, answer: Answer, opening: Opening) -> Segment:
+    async def _go_on(
+        self, segment: TraceSegment, sampled: Sampled, answer: EncodedAnswer, opening: Opening
+    ) -> TraceSegment:
         """The segment that the next turn follows: this one with what the environment answered, one without earlier thoughts, or a
         compacted one."""
         dialogue = opening.dialogue
         ids = await read_aside(answer.ids, dialogue)
-        self._note(answer)
+        self._note_observation(answer)
         self._history.turns.append((list(sampled.token_ids), ids))
         if dialogue.drops_thoughts(calls=answer.calls):
             self._history = await read_aside(self._history.without_thoughts, dialogue)
-        compaction = self._compactor.due(len(self._history.ids))
+        compaction = self._compactor.options_if_due(len(self._history.ids))
         if compaction is None:
-            return self._trace.go_on(segment, self._history.ids)
+            return self._trace.continue_segment(segment, self._history.ids)
         asked = self._history.with_last(await read_aside(answer.ids, dialogue, compaction.prompt))
         if dialogue.drops_thoughts(calls=answer.calls, noted=True):
             asked = await read_aside(asked.without_thoughts, dialogue)
-        segment = self._trace.go_on(segment, asked.ids)
-        said = await self._sample(segment, compaction.max_tokens, "summary", self._compactor.done)
+        segment = self._trace.continue_segment(segment, asked.ids)
+        said = await self._sample_policy(segment, compaction.max_tokens, "summary", self._compactor.done)
         summary = readable(without_thoughts(await read_aside(dialogue.text, said.token_ids)))
         self._said.append(f"summary: {summary}")
         head = await read_aside(opening.ids, compaction.resume.replace(PLACE, summary))
-        self._history = self._compactor.cut(self._history, compaction.keep_last, head)
-        return self._trace.begin(self._history.ids, "summary", segment)
+        self._history = self._compactor.cut_history(self._history, compaction.keep_last, head)
+        return self._trace.begin_segment(self._history.ids, "summary", segment)
 
-    def _note(self, answer: Answer) -> None:
+    def _note_observation(self, answer: EncodedAnswer) -> None:
         """Keep for people what the environment said. Raises: BadObservation for what nobody can read."""
-        self._said += [f"environment: {checked(text)}" for text in answer.texts]
+        self._said += [f"environment: {check_observation(text)}" for text in answer.texts]
 
     async def _begin(self) -> Opening:
         request = self._request
         first = await self._world.begin()
-        dialogue = await read_aside(self._site.dialogues.make, request, (*self._world.tools, *self._delegation.tools))
+        dialogue = await read_aside(
+            self._site.dialogues.make_dialogue, request, (*self._world.tools, *self._delegation.tools)
+        )
         return Opening(dialogue, request.prompt.text, first)
 
-    def _room(self, segment: Segment) -> int:
+    def _tokens_left_in_context(self, segment: TraceSegment) -> int:
         """Tokens that the policy may write next. Raises: EpisodeEnd if there are none."""
         in_context = self._in_context(segment)
         if in_context < 1:
             raise EpisodeEnd("context")
-        left = self._left()
+        left = self._own_tokens_left()
         if left is not None and left < 1:
             raise EpisodeEnd("tokens")
         return in_context if left is None else min(in_context, left)
 
-    def _in_context(self, segment: Segment) -> int:
+    def _in_context(self, segment: TraceSegment) -> int:
         """Tokens that the context has left."""
         return self._site.context - len(segment.ids)
 
-    def _left(self) -> int | None:
+    def _own_tokens_left(self) -> int | None:
         """What is left of the agent's own tokens, those of its sub-agents taken off; None: it has no limit."""
         budget = self._options.max_tokens
         return None if budget is None else budget - self._trace.audit.sampled
 
-    async def _answer(self, segment: Segment, sampled: Sampled, dialogue: Dialogue, who: str) -> Answer:
+    async def _answer_turn(
+        self, segment: TraceSegment, sampled: Sampled, dialogue: Dialogue, who: str
+    ) -> EncodedAnswer:
         """What environment and sub-agents say to the turn. Raises: EpisodeEnd."""
         ended = sampled.stop_reason == "stop"
         if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
-            self._room(segment)  # cut by the episode's budget or by the context: the turn is not whole
+            self._tokens_left_in_context(
+                segment
+            )  # cut by the episode's budget or by the context: the turn is not whole
         self._turns += 1
         self._text = text = await read_aside(dialogue.text, sampled.token_ids)
         self._said.append(f"{who}: {text}")
         try:
             calls = await read_aside(dialogue.calls, text)
-            delegated = [self._delegation.starts(call) for call in calls]
+            delegated = [self._delegation.starts_sub_agent(call) for call in calls]
         except BadCall as error:
             self._invalid += 1
-            return Answer(f"{UNREADABLE}{error}", calls=1, ended=ended)
+            return EncodedAnswer(f"{UNREADABLE}{error}", calls=1, ended=ended)
         theirs = tuple(call for call, ours in zip(calls, delegated, strict=True) if not ours)
         outcome = (
-            await self._acted(segment, sampled, Action(text=text, calls=theirs)) if theirs or not calls else Outcome()
+            await self._act_in_environment(segment, sampled, Action(text=text, calls=theirs))
+            if theirs or not calls
+            else Outcome()
         )
         if outcome.done:
             raise EpisodeEnd("done")
         if len(theirs) == len(calls):
-            return Answer(outcome.observation, calls=len(calls), ended=ended)
-        answers = await self._delegated([c for c, ours in zip(calls, delegated, strict=True) if ours], segment)
-        return Answer(in_order(delegated, answers, outcome), calls=len(calls), ended=ended)
+            return EncodedAnswer(outcome.observation, calls=len(calls), ended=ended)
+        answers = await self._run_sub_agents([c for c, ours in zip(calls, delegated, strict=True) if ours], segment)
+        return EncodedAnswer(in_order(delegated, answers, outcome), calls=len(calls), ended=ended)
 
-    async def _acted(self, segment: Segment, sampled: Sampled, action: Action) -> Outcome:
+    async def _act_in_environment(self, segment: TraceSegment, sampled: Sampled, action: Action) -> Outcome:
         """What the environment says to a turn, and what the guard says in its place. Raises: EpisodeEnd."""
-        looked = Looked(calls=action.calls)
+        looked = CheckedTurn(calls=action.calls)
         if self._watch is not None:
-            looked = await self._watch.look(self._turns - 1, "" if action.calls else action.text, action.calls)
-            self._watch.keep(looked)
+            looked = await self._watch.check_turn(self._turns - 1, "" if action.calls else action.text, action.calls)
+            self._watch.record_turn(looked)
             self._said += [event.line for event in looked.seen.events]
             if looked.blocked:
-                segment.mark(sampled, self._watch.mark)
+                segment.mark_last_turn(sampled, self._watch.mark)
             if looked.stops:
                 return Outcome(observation=looked.instead)
         outcome = await self._world.step(replace(action, calls=looked.allowed))
-        return replace(outcome, observation=looked.woven(outcome.observation))
+        return replace(outcome, observation=looked.merge_observations(outcome.observation))
 
-    async def _delegated(self, calls: Sequence[ToolCall], segment: Segment) -> list[str]:
+    async def _run_sub_agents(self, calls: Sequence[ToolCall], segment: TraceSegment) -> list[str]:
         """What sub-agents answer to these calls of a turn. Raises: EpisodeEnd if the environment is over then."""
         agents = [
-            None if request is None else _Agent(request, self._site, self, self._delegation.shares(call))
-            for call, request in zip(calls, self._delegation.requests(calls, self._left()), strict=True)
+            None
+            if request is None
+            else _EpisodeRun(request, self._site, self, self._delegation.shares_environment(call))
+            for call, request in zip(calls, self._delegation.make_requests(calls, self._own_tokens_left()), strict=True)
         ]
         ends = await _at_once(self._end_of(agent) for agent in agents)
         answers = [
-            self._delegation.refuse() if agent is None or end is None else self._taken_over(call, agent, end, segment)
+            self._delegation.refusal_text()
+            if agent is None or end is None
+            else self._taken_over(call, agent, end, segment)
             for call, agent, end in zip(calls, agents, ends, strict=True)
         ]
         if self._world.over is not None:
             raise self._world.over
         return answers
 
-    async def _end_of(self, agent: _Agent | None) -> EpisodeEnd | None:
+    async def _end_of(self, agent: _EpisodeRun | None) -> EpisodeEnd | None:
         """Why a sub-agent ended; None if it did not begin. Those that share the environment take turns, in the calls' order."""
         if agent is None:
             return None
         if not agent._shares:
-            return await agent.play()
+            return await agent.play_episode()
         async with self._lent:
-            return None if self._world.over else await agent.play()
+            return None if self._world.over else await agent.play_episode()
 
-    def _taken_over(self, call: ToolCall, agent: _Agent, end: EpisodeEnd, segment: Segment) -> str:
+    def _taken_over(self, call: ToolCall, agent: _EpisodeRun, end: EpisodeEnd, segment: TraceSegment) -> str:
         """What the policy reads of a sub-agent that has ended; its tokens are this episode's."""
-        self._trace.adopt(agent._trace, segment)
+        self._trace.adopt_segments(agent._trace, segment)
         if self._watch is not None and agent._watch is not None and agent._watch is not self._watch:
             self._watch.stats += agent._watch.stats
         self._invalid += agent._invalid
-        self._close_error = self._close_error or agent._told(agent._close_error)
+        self._close_error = self._close_error or agent._describe_error(agent._close_error)
         self._said += [f"{call.name}: {line}" for line in agent._said]
         inner = agent._delegation
-        return self._delegation.answer(
-            call, EpisodeEnd(end.reason, agent._told(end.error)), without_thoughts(agent._text), inner
+        return self._delegation.render_answer(
+            call, EpisodeEnd(end.reason, agent._describe_error(end.error)), without_thoughts(agent._text), inner
         )
 
 
-def watch_of(request: EpisodeRequest) -> Watch | None:
+def watch_of(request: EpisodeRequest) -> GuardWatch | None:
     """The guard of one episode, if its domain has one. Raises: ConfigError for rules or a judge that cannot be used."""
     spec = request.options.guard
-    return None if spec is None else Watch(shared_guard(spec), request.sample.sample_id, spec.config.on_hit)
+    return None if spec is None else GuardWatch(shared_guard(spec), request.sample.sample_id, spec.config.on_hit)
 
 
-def _world(request: EpisodeRequest, options: EpisodeOptions, lent: World | None) -> World:
+def _open_world(request: EpisodeRequest, options: EpisodeOptions, lent: World | None) -> World:
     """What the agent of a request acts on; `lent` is its caller's environment."""
     if lent is not None:
         return CallersEnvironment(lent)

@@ -14,7 +14,7 @@ from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.drift import Guide
 from opd.rollouts.episodes.sub_agents import REFUSED, SubAgentsOptions
-from opd.rollouts.episodes.trace import Sample
+from opd.rollouts.episodes.trace import EpisodeKey
 from opd.tool_formats import AUTO
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class EpisodeRequest:
     """One episode to run."""
 
     prompt: Prompt
-    sample: Sample
+    sample: EpisodeKey
     options: EpisodeOptions | AgentOptions
     seed: int
     """The run's seed: with the sample and the number of a turn it decides what is sampled, with the prompt what the

@@ -61,6 +61,6 @@ class SubAgentsOptions:
         """Domains whose experts score sub-agents, where they are named."""
         return frozenset(kind.domain for kind in self.kinds.values() if kind.domain)
 
-    def inner(self, at_most: int) -> SubAgentsOptions | None:
+    def nested_options(self, at_most: int) -> SubAgentsOptions | None:
         """What one of the sub-agents may start in turn."""
         return replace(self, at_most=at_most, depth=self.depth - 1) if self.depth > 1 and at_most else None

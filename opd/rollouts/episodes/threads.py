@@ -55,7 +55,7 @@ class Overdue(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Job:
+class _ThreadJob:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     future: asyncio.Future[tuple[Any, str]]
@@ -70,14 +70,14 @@ class OwnThread:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_ThreadJob | None] = queue.SimpleQueue()
         self._last: Callable[[], object] = lambda: None
-        threading.Thread(target=self._work, name="environment", daemon=True).start()
+        threading.Thread(target=self._run_calls, name="environment", daemon=True).start()
 
     async def call(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
         """`function(*arguments)`; `what` names it in errors. Raises: Failed, Overdue."""
         loop = asyncio.get_running_loop()
-        job = _Job(function, arguments, loop.create_future(), loop)
+        job = _ThreadJob(function, arguments, loop.create_future(), loop)
         self._jobs.put(job)
         done, _ = await asyncio.wait({job.future}, timeout=self._timeout_s)
         if not done:
@@ -88,12 +88,12 @@ class OwnThread:
         result: T = value
         return result
 
-    def end(self, last: Callable[[], object] = lambda: None) -> None:
+    def end_after(self, last: Callable[[], object] = lambda: None) -> None:
         """Let the thread end once it has done what it was given, and `last` after it, for which nobody waits."""
         self._last = last
         self._jobs.put(None)
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         while (job := self._jobs.get()) is not None:
             value, error = None, ""
             try:
@@ -101,11 +101,11 @@ class OwnThread:
             except BaseException as problem:  # noqa: BLE001 anybody's code, and signals go to another thread
                 error = traceback.format_exception_only(problem)[-1].strip()
             with suppress(RuntimeError):  # the loop has ended, so nobody waits
-                job.loop.call_soon_threadsafe(_settle, job.future, (value, error))
+                job.loop.call_soon_threadsafe(_settle_future, job.future, (value, error))
         with suppress(BaseException):  # the episode broke and was counted before this
             self._last()
 
 
-def _settle(future: asyncio.Future[tuple[Any, str]], result: tuple[Any, str]) -> None:
+def _settle_future(future: asyncio.Future[tuple[Any, str]], result: tuple[Any, str]) -> None:
     if not future.done():
         future.set_result(result)

@@ -9,12 +9,12 @@ from typing import Any
 from opd.records.environments import Tool, ToolCall
 from opd.records.json_fields import strict_json
 from opd.tool_formats.records import BadCall
-from opd.tool_formats.schema import problem_with, properties
+from opd.tool_formats.schema import problem_with, schema_properties
 
 
 def checked_calls(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
     """The calls as they are. Raises: BadCall for one that names no tool or does not fit the tool's schema."""
-    return tuple(_checked(call.name, call.arguments, tools) for call in calls)
+    return tuple(_check_call(call.name, call.arguments, tools) for call in calls)
 
 
 def problem_with_tools(tools: Any) -> str:
@@ -39,7 +39,7 @@ def plain_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
     tool = next((tool for tool in tools if tool.name == name), None)
     if tool is None:
         return ()
-    parameters = properties(tool.parameters)
+    parameters = schema_properties(tool.parameters)
     arguments: Any
     try:
         arguments = strict_json(rest)
@@ -50,10 +50,10 @@ def plain_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
             raise BadCall(f"{name} takes JSON with {', '.join(parameters) or 'nothing in it'}")
         ((parameter, schema),) = parameters.items()
         arguments = {parameter: rest.strip() if schema.get("type") == "string" else arguments}
-    return (_checked(name, arguments, tools),)
+    return (_check_call(name, arguments, tools),)
 
 
-def _checked(name: str, arguments: Any, tools: Sequence[Tool]) -> ToolCall:
+def _check_call(name: str, arguments: Any, tools: Sequence[Tool]) -> ToolCall:
     tool = next((tool for tool in tools if tool.name == name), None)
     if tool is None:
         raise BadCall(f"no tool {name!r:.60}; there are {', '.join(tool.name for tool in tools)}")

@@ -23,7 +23,7 @@ from opd.records.types import Origin, Rollout, Sampled, SegmentOrigin, Span, Sto
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class EpisodeKey:
     """What all rollouts of an episode have in common."""
 
     sample_id: str
@@ -34,7 +34,7 @@ class Sample:
 
 
 @dataclass(slots=True, kw_only=True)
-class Segment:
+class TraceSegment:
     """One token sequence of an episode, which grows while the episode runs."""
 
     number: int
@@ -70,14 +70,14 @@ class Segment:
     def __post_init__(self) -> None:
         self.packed = array("q", self.ids)
 
-    def append(self, ids: Sequence[int]) -> None:
+    def append_observation(self, ids: Sequence[int]) -> None:
         """Add tokens that the policy did not sample; none at all still end the turn before."""
-        self._extend(ids)
+        self._extend_ids(ids)
         self.logprobs += [0.0] * len(ids)
         if ids or self.spans:
             self.spans.append(Span(length=len(ids), origin="environment", policy_version=self.policy_version))
 
-    def sampled(self, turn: Sampled) -> None:
+    def append_policy_turn(self, turn: Sampled) -> None:
         """Add a turn of the policy. Raises: RunError if a log-prob is missing or is not a finite number."""
         if len(turn.logprobs) != len(turn.token_ids):
             raise RunError(f"a turn of {len(turn.token_ids)} tokens came with {len(turn.logprobs)} log-probs")
@@ -85,30 +85,30 @@ class Segment:
             odd = next(value for value in turn.logprobs if not math.isfinite(value))
             raise RunError(f"a sampled token came with log-prob {odd}")
         self.logprobs += turn.logprobs
-        self._took(turn)
+        self._append_turn(turn)
         if self.masked.isdisjoint(turn.token_ids):
-            return self._span(len(turn.token_ids), "policy")
+            return self._append_span(len(turn.token_ids), "policy")
         for masked, run in groupby(turn.token_ids, self.masked.__contains__):
-            self._span(len(list(run)), "masked" if masked else "policy")
+            self._append_span(len(list(run)), "masked" if masked else "policy")
 
-    def guided(self, turn: Sampled, *, train: bool) -> None:
+    def append_teacher_turn(self, turn: Sampled, *, train: bool) -> None:
         """Add a turn that the domain's expert wrote in the policy's place; with `train` the policy is trained on it."""
         self.logprobs += [0.0] * len(turn.token_ids)
         self.teacher_turns += 1
-        self._took(turn)
-        self._span(len(turn.token_ids), "taught" if train else "teacher")
+        self._append_turn(turn)
+        self._append_span(len(turn.token_ids), "taught" if train else "teacher")
 
-    def _extend(self, ids: Sequence[int]) -> None:
+    def _extend_ids(self, ids: Sequence[int]) -> None:
         self.ids += ids
         self.packed.extend(ids)
 
-    def _took(self, turn: Sampled) -> None:
-        self._extend(turn.token_ids)
+    def _append_turn(self, turn: Sampled) -> None:
+        self._extend_ids(turn.token_ids)
         self.policy_version = turn.policy_version
         self.turns += 1
         self.busy = False
 
-    def mark(self, turn: Sampled, origin: Origin) -> None:
+    def mark_last_turn(self, turn: Sampled, origin: Origin) -> None:
         """Give what the policy wrote of the turn that was added last another origin; `masked` takes the loss from an expert's too."""
         left, place = len(turn.token_ids), len(self.spans)
         while left > 0:
@@ -117,7 +117,7 @@ class Segment:
         others: dict[Origin, Origin] = {"policy": origin, "taught": "teacher" if origin == "masked" else "taught"}
         self.spans[place:] = [replace(s, origin=others.get(s.origin, s.origin)) for s in self.spans[place:]]
 
-    def _span(self, length: int, origin: Origin) -> None:
+    def _append_span(self, length: int, origin: Origin) -> None:
         if length:
             self.spans.append(Span(length=length, origin=origin, policy_version=self.policy_version))
 
@@ -138,18 +138,18 @@ class Trace:
     def __init__(self, policy_version: int = 0, masked: frozenset[int] = frozenset(), domain: str = "") -> None:
         """`policy_version` is the engine's as the episode begins; tokens in `masked` carry no loss; `domain` has the experts
         that score the segments, empty: the episode's."""
-        self.segments: list[Segment] = []
+        self.segments: list[TraceSegment] = []
         self._version = policy_version
         self._masked = masked
         self._domain = domain
         self._forks = 0
         self._lost_turns = 0
 
-    def begin(
-        self, prompt_ids: Sequence[int], origin: SegmentOrigin = "main", parent: Segment | None = None
-    ) -> Segment:
+    def begin_segment(
+        self, prompt_ids: Sequence[int], origin: SegmentOrigin = "main", parent: TraceSegment | None = None
+    ) -> TraceSegment:
         """Begin a segment with these tokens, none of which carries loss in it; with a `summary` its parent is at its end."""
-        made = Segment(
+        made = TraceSegment(
             number=len(self.segments),
             ids=list(prompt_ids),
             prompt_len=len(prompt_ids),
@@ -164,18 +164,18 @@ class Trace:
             parent.next = made.number
         return made
 
-    def go_on(self, segment: Segment, ids: Sequence[int]) -> Segment:
+    def continue_segment(self, segment: TraceSegment, ids: Sequence[int]) -> TraceSegment:
         """The segment that has these tokens: the given one if they continue it, else another in its place, which begins with them
         because the chat template leaves out what stood in earlier turns."""
         given = list(ids)
         if given[: len(segment.ids)] == segment.ids:
-            segment.append(given[len(segment.ids) :])
+            segment.append_observation(given[len(segment.ids) :])
             return segment
-        made = self.begin(given, "main", segment)
+        made = self.begin_segment(given, "main", segment)
         segment.next = made.number
         return made
 
-    def adopt(self, other: Trace, caller: Segment) -> None:
+    def adopt_segments(self, other: Trace, caller: TraceSegment) -> None:
         """Take over the segments of a sub-agent that a turn of `caller` started."""
         before = len(self.segments)
         for segment in other.segments:
@@ -184,35 +184,35 @@ class Trace:
             segment.next = None if segment.next is None else segment.next + before
         self.segments += other.segments
 
-    def continue_or_fork(self, ids: Sequence[int], *, begins: bool = False) -> Segment:
+    def continue_or_fork(self, ids: Sequence[int], *, begins: bool = False) -> TraceSegment:
         """The segment after which the turn for this whole history is sampled, busy until the turn is there.
 
         That is the longest segment whose tokens the history begins with, and that is not busy: the rest is appended to it.
         Else a new segment begins; `begins`: beside all others, because nothing that the policy wrote stands in the history. Call
-        `release` on a segment whose turn does not come.
+        `release_segment` on a segment whose turn does not come.
         """
         given = list(ids)
         packed = array("q", given).tobytes()
         fitting = [s for s in self.segments if not s.busy and packed.startswith(s.packed)]
         if fitting:
             segment = max(fitting, key=lambda s: len(s.ids))
-            segment.append(given[len(segment.ids) :])
+            segment.append_observation(given[len(segment.ids) :])
             self._leave_beside(segment)
         else:
-            nearest = max(self.segments, key=lambda s: _shared(s.packed, packed), default=None)
+            nearest = max(self.segments, key=lambda s: _common_prefix(s.packed, packed), default=None)
             self._forks += nearest is not None
             beside = nearest is not None and (begins or nearest.busy)
-            segment = self.begin(given, "aside" if beside else "main", parent=nearest)
+            segment = self.begin_segment(given, "aside" if beside else "main", parent=nearest)
         segment.busy = True
         return segment
 
-    def _leave_beside(self, segment: Segment) -> None:
+    def _leave_beside(self, segment: TraceSegment) -> None:
         """Note that a segment goes on: what was forked from it before does not take its place in the episode."""
         for fork in self.segments:
             if fork.parent == segment.number and fork.origin == "main":
                 fork.origin = "aside"
 
-    def release(self, segment: Segment, *, lost: bool) -> None:
+    def release_segment(self, segment: TraceSegment, *, lost: bool) -> None:
         """Free a segment whose turn does not come; `lost` if tokens of it had been sampled, or may have been."""
         segment.busy = False
         self._lost_turns += lost
@@ -231,29 +231,29 @@ class Trace:
             teacher_turns=sum(s.teacher_turns for s in kept),
         )
 
-    def rollouts(self, sample: Sample, stop_reason: StopReason, reward: float | None) -> list[Rollout]:
+    def to_rollouts(self, sample: EpisodeKey, stop_reason: StopReason, reward: float | None) -> list[Rollout]:
         """The segments in which a turn was taken. Each ends with its last turn: what followed it predicts nothing."""
         kept = [segment for segment in self.segments if segment.turns]
         names = {segment.number: sample.sample_id + (f"+{i}" if i else "") for i, segment in enumerate(kept)}
         return [
             replace(
-                _rollout(segment, sample, stop_reason, reward),
+                _to_rollout(segment, sample, stop_reason, reward),
                 sample_id=names[segment.number],
                 origin=segment.origin,
-                parent=self._nearest(segment.parent, names),
+                parent=self._nearest_sample_id(segment.parent, names),
                 next=None if segment.next is None else names.get(segment.next),
             )
             for segment in kept
         ]
 
-    def _nearest(self, number: int | None, names: Mapping[int, str]) -> str | None:
+    def _nearest_sample_id(self, number: int | None, names: Mapping[int, str]) -> str | None:
         """Sample id of the segment with that number, or of the nearest one above it that has one."""
         while number is not None and number not in names:
             number = self.segments[number].parent
         return None if number is None else names[number]
 
 
-def _shared(one: array[int], other: bytes) -> int:
+def _common_prefix(one: array[int], other: bytes) -> int:
     """Return how many tokens both begin with."""
     a_N, b_N = np.frombuffer(one, np.int64), np.frombuffer(other, np.int64)
     both = min(len(a_N), len(b_N))
@@ -261,7 +261,7 @@ def _shared(one: array[int], other: bytes) -> int:
     return int(differ_N.argmax()) if differ_N.any() else both
 
 
-def _rollout(segment: Segment, sample: Sample, stop_reason: StopReason, reward: float | None) -> Rollout:
+def _to_rollout(segment: TraceSegment, sample: EpisodeKey, stop_reason: StopReason, reward: float | None) -> Rollout:
     spans = list(segment.spans)
     while spans and spans[-1].origin == "environment":
         spans.pop()

@@ -55,7 +55,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EncodedAnswer:
     """What follows a turn."""
 
     observation: str | tuple[str, ...]

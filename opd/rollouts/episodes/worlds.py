@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from opd.environments import find
+from opd.environments import find_environment
 from opd.interfaces import Environment
 from opd.records.environments import Action, Outcome, Tool
 from opd.records.types import StopReason
@@ -66,46 +66,48 @@ class OwnEnvironment:
         self.rewards: list[float] = []
 
     async def begin(self) -> str | Messages:
-        find(self._options.environment, "environment")  # a class that is not there is no fault of one episode
-        await self._call("the environment", self._make)
+        find_environment(
+            self._options.environment, "environment"
+        )  # a class that is not there is no fault of one episode
+        await self._call("the environment", self._make_environment)
         first, self.tools, wrong = await self._call("reset", self._reset)
         if wrong:
-            raise self._ended("raised", wrong)
+            raise self._make_episode_end("raised", wrong)
         return first
 
     async def step(self, action: Action) -> Outcome:
         outcome, wrong = await self._call("step", self._step, action)
         if wrong:
-            raise self._ended("raised", f"step returned {wrong}")
+            raise self._make_episode_end("raised", f"step returned {wrong}")
         if outcome.reward is not None:
             self.rewards.append(float(outcome.reward))
         if outcome.done:
-            self._ended("done")
+            self._make_episode_end("done")
         return outcome
 
     async def close(self) -> None:
         await self._call("close", self._close)
 
     def leave(self) -> None:
-        self._thread.end(self._close)
+        self._thread.end_after(self._close)
 
     async def _call(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
         try:
             return await self._thread.call(what, function, *arguments)
         except Overdue as error:
-            raise self._ended("timeout", str(error)) from None
+            raise self._make_episode_end("timeout", str(error)) from None
         except Failed as error:
-            raise self._ended("raised", str(error)) from None
+            raise self._make_episode_end("raised", str(error)) from None
 
-    def _ended(self, reason: StopReason, error: str = "") -> EpisodeEnd:
+    def _make_episode_end(self, reason: StopReason, error: str = "") -> EpisodeEnd:
         self.over = EpisodeEnd(reason, error)
         return self.over
 
     # What follows runs in the environment's thread: whatever its class and its objects do ends its own episode at most, and an
     # environment that comes late is closed all the same.
 
-    def _make(self) -> None:
-        self._environment = find(self._options.environment, "environment")(**self._options.options)
+    def _make_environment(self) -> None:
+        self._environment = find_environment(self._options.environment, "environment")(**self._options.options)
         if hasattr(self._environment, "set_step_timeout"):
             self._environment.set_step_timeout(self._options.step_timeout_s)
 
@@ -121,7 +123,7 @@ class OwnEnvironment:
         """What came of an action, and what is wrong with it; empty if nothing."""
         assert self._environment is not None
         outcome = self._environment.step(action)
-        return outcome, _problem(outcome, len(action.calls))
+        return outcome, _explain_bad_outcome(outcome, len(action.calls))
 
     def _close(self) -> None:
         environment, self._environment = self._environment, None
@@ -183,7 +185,7 @@ def _is_first_observation(found: Any) -> bool:
     )
 
 
-def _problem(outcome: Any, calls: int) -> str:
+def _explain_bad_outcome(outcome: Any, calls: int) -> str:
     """What is wrong with what `step` returned; empty if nothing."""
     if not isinstance(outcome, Outcome):
         return f"{outcome!r:.60}, wanted an Outcome"

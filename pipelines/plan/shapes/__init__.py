@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from experts.json_files import read_json, validated
+from experts.json_files import read_json, validate_json
 from experts.weight_files import weight_tensors
 from opd.errors import ModelError
 from pipelines.catalog import PLANS
 from pipelines.plan.shapes import attention, feed_forward
-from pipelines.plan.shapes.attention import grouped, latent
+from pipelines.plan.shapes.attention import grouped_attention, latent_attention
 from pipelines.plan.shapes.config import ShapeConfig
-from pipelines.plan.shapes.feed_forward import dense, mixture
-from pipelines.plan.shapes.shape import Attention, Part, Shape
+from pipelines.plan.shapes.feed_forward import dense_layers, mixture_layers
+from pipelines.plan.shapes.shape import Attention, Shape, ShapePart
 
-KINDS: dict[str, tuple[Callable[[ShapeConfig], Attention], Callable[[ShapeConfig], tuple[Part, ...]]]] = {
-    "llama": (grouped, dense),
-    "mistral": (grouped, dense),
-    "qwen2": (grouped, dense),
-    "qwen3": (grouped, dense),
-    "smollm3": (grouped, dense),
-    "phi3": (attention.fused, feed_forward.fused),
-    "mixtral": (grouped, mixture),
-    "qwen3_moe": (grouped, mixture),
-    "deepseek_v3": (latent, mixture),
-    "deepseek_v32": (latent, mixture),
-    "glm_moe_dsa": (latent, mixture),
+KINDS: dict[str, tuple[Callable[[ShapeConfig], Attention], Callable[[ShapeConfig], tuple[ShapePart, ...]]]] = {
+    "llama": (grouped_attention, dense_layers),
+    "mistral": (grouped_attention, dense_layers),
+    "qwen2": (grouped_attention, dense_layers),
+    "qwen3": (grouped_attention, dense_layers),
+    "smollm3": (grouped_attention, dense_layers),
+    "phi3": (attention.fused_attention, feed_forward.fused_layers),
+    "mixtral": (grouped_attention, mixture_layers),
+    "qwen3_moe": (grouped_attention, mixture_layers),
+    "deepseek_v3": (latent_attention, mixture_layers),
+    "deepseek_v32": (latent_attention, mixture_layers),
+    "glm_moe_dsa": (latent_attention, mixture_layers),
 }
 """`model_type` -> attention and feed-forward."""
 TOLERANCE = 0.01
@@ -55,7 +55,7 @@ def shape_of(config: ShapeConfig, where: object) -> Shape:
     )
 
 
-def located(model_dir: Path, name: str = "config.json") -> Path:
+def locate_file(model_dir: Path, name: str = "config.json") -> Path:
     """A file of a model directory; where the directory is not there, that of the shipped shape of the same relative path."""
     shipped = PLANS / model_dir / name
     return shipped if not model_dir.exists() and not model_dir.is_absolute() and shipped.is_file() else model_dir / name
@@ -63,7 +63,7 @@ def located(model_dir: Path, name: str = "config.json") -> Path:
 
 def read_config(model_dir: Path) -> ShapeConfig:
     """The config of a model directory, or of the shipped shape. Raises: ModelError without a config.json, or for a bad one."""
-    file = located(model_dir)
+    file = locate_file(model_dir)
     if not file.is_file():
         raise ModelError.at(
             file,
@@ -73,7 +73,7 @@ def read_config(model_dir: Path) -> ShapeConfig:
         )
     data = read_json(file)
     text = data.get("text_config")
-    return validated(ShapeConfig, {**text, **data} if isinstance(text, dict) else data, file)
+    return validate_json(ShapeConfig, {**text, **data} if isinstance(text, dict) else data, file)
 
 
 def read_shape(model_dir: Path) -> Shape:
@@ -81,7 +81,7 @@ def read_shape(model_dir: Path) -> Shape:
 
     Raises: as `read_config`; ModelError for a kind without formulas, or if the formulas miss what the files hold.
     """
-    file = located(model_dir)
+    file = locate_file(model_dir)
     shape = shape_of(read_config(model_dir), file)
     if any(model_dir.glob("*.safetensors")):
         stored = sum(tensor.numel for tensor in weight_tensors(model_dir).values())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipelines.plan.shapes.config import ShapeConfig
-from pipelines.plan.shapes.shape import Attention, Part
+from pipelines.plan.shapes.shape import Attention, ShapePart
 
 ALWAYS_WINDOWED = ("mistral", "mixtral", "phi3")
 """Kinds whose window holds wherever the config has one; others ask `use_sliding_window` first."""
 
 
-def grouped(config: ShapeConfig) -> Attention:
+def grouped_attention(config: ShapeConfig) -> Attention:
     """Query heads that share keys and values in groups."""
     layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
     head = config.head_dim or width // heads
@@ -20,7 +20,7 @@ def grouped(config: ShapeConfig) -> Attention:
     biases = queries + 2 * keys if config.attention_bias or config.model_type in ("qwen2", "qwen2_moe") else 0
     norms = 2 * head if config.model_type in ("qwen3", "qwen3_moe") else 0
     return Attention(
-        parts=tuple(Part(name=name, inputs=i, outputs=o, layers=layers) for name, i, o in ends),
+        parts=tuple(ShapePart(name=name, inputs=i, outputs=o, layers=layers) for name, i, o in ends),
         vectors=layers * (biases + norms),
         pair=layers * 2 * queries,
         kv_values=layers * 2 * keys,
@@ -29,15 +29,15 @@ def grouped(config: ShapeConfig) -> Attention:
     )
 
 
-def fused(config: ShapeConfig) -> Attention:
+def fused_attention(config: ShapeConfig) -> Attention:
     """The same with queries, keys and values in one matrix."""
-    found = grouped(config)
+    found = grouped_attention(config)
     queries, keys, values, out = found.parts
     outputs = queries.outputs + keys.outputs + values.outputs
     return replace(found, parts=(replace(queries, name="qkv_proj", outputs=outputs), out))
 
 
-def latent(config: ShapeConfig) -> Attention:
+def latent_attention(config: ShapeConfig) -> Attention:
     """Multi-head latent attention: one small vector of keys and values for all heads, and a rotary key beside it."""
     layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
     nope, rope, value, kept = (
@@ -60,7 +60,7 @@ def latent(config: ShapeConfig) -> Attention:
     if chosen:
         ends += [("wq_b", q_rank or width, chosen * index), ("wk", width, index), ("weights_proj", width, chosen)]
     return Attention(
-        parts=tuple(Part(name=name, inputs=i, outputs=o, layers=layers) for name, i, o in ends),
+        parts=tuple(ShapePart(name=name, inputs=i, outputs=o, layers=layers) for name, i, o in ends),
         vectors=layers * ((q_rank or 0) + kept + (2 * index if chosen else 0)),
         pair=layers * heads * (nope + rope + value),
         kv_values=layers * (kept + rope + (index if chosen else 0)),

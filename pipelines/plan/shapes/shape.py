@@ -13,7 +13,7 @@ from pipelines.inputs.body import Body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ShapePart:
     """Matrices of one kind: one in each of some layers, or as many as a mixture has experts."""
 
     name: str
@@ -21,11 +21,11 @@ class Part:
     inputs: int
     outputs: int
     layers: int
-    """How many layers have it."""
+    """Number of layers with it."""
     stored: int = 1
     """Matrices in a layer."""
     used: int = 1
-    """How many of these a token passes."""
+    """Number of these that a token passes."""
 
     @property
     def parameters(self) -> int:
@@ -36,16 +36,16 @@ class Part:
         """Numbers that a token is multiplied with."""
         return self.inputs * self.outputs * self.used * self.layers
 
-    def touched(self, tokens: float) -> float:
+    def numbers_read(self, tokens: float) -> float:
         """Numbers that a pass over so many tokens reads, if a mixture's router spreads them evenly."""
         return self.parameters * (1 - (1 - self.used / self.stored) ** tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """What one layer's attention has beside its matrices."""
+    """Sizes of one layer's attention beside its matrices."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ShapePart, ...]
     vectors: int
     """Biases and norms, numbers in all layers."""
     pair: int
@@ -72,10 +72,10 @@ class Shape:
     tied: bool
     context: int | None
     attention: Attention
-    feed_forward: tuple[Part, ...]
+    feed_forward: tuple[ShapePart, ...]
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ShapePart, ...]:
         """Every kind of matrix but embedding and output head."""
         return (*self.attention.parts, *self.feed_forward)
 
@@ -110,9 +110,9 @@ class Shape:
         pairs = self.attention.pair * looked_at + self.attention.index_pair * seen
         return 2 * tokens * (self.active + pairs)
 
-    def touched(self, tokens: float) -> float:
+    def numbers_read(self, tokens: float) -> float:
         """Numbers that the matrices of one pass over so many tokens read, the output head included."""
-        return sum(p.touched(tokens) for p in self.parts) + self.head
+        return sum(p.numbers_read(tokens) for p in self.parts) + self.head
 
     @property
     def _experts(self) -> int:
@@ -121,7 +121,7 @@ class Shape:
 
     @property
     def body(self) -> Body:
-        """What the memory of activations depends on: a token passes `used` matrices of each kind."""
+        """Return the facts that the memory of activations depends on: a token passes `used` matrices of each kind."""
         return Body(
             inside=sum((p.inputs + p.outputs) * p.used * p.layers for p in self.parts),
             blocks=self.layers,
@@ -129,14 +129,14 @@ class Shape:
             largest=max(self.head, *(p.parameters // p.layers for p in self.parts), self._experts),
         )
 
-    def lora(self, rank: int, targets: Iterable[str] | None) -> tuple[int, int]:
+    def lora_numbers(self, rank: int, targets: Iterable[str] | None) -> tuple[int, int]:
         """(numbers of the adapters, numbers of the matrices that they change); `targets` None: all linear modules but the
         output head and routers."""
-        adapted = [(p, self._adapted(p, targets)) for p in self.parts]
+        adapted = [(p, self._adapted_layers(p, targets)) for p in self.parts]
         adapters = sum(rank * (p.inputs + p.outputs) * p.stored * layers for p, layers in adapted)
         return adapters, sum(p.parameters // p.layers * layers for p, layers in adapted)
 
-    def _adapted(self, part: Part, targets: Iterable[str] | None) -> int:
+    def _adapted_layers(self, part: ShapePart, targets: Iterable[str] | None) -> int:
         """Layers whose matrix of this kind gets an adapter; a target is the end of a module's full name."""
         if targets is None:
             return 0 if part.name == "router" else part.layers

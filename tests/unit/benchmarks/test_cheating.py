@@ -211,7 +211,7 @@ def made_run(root: Path) -> None:
     paths.evaluation.mkdir(parents=True)
     for name, accuracy in (("before", 0.125), (step_name(1), 0.25), (step_name(2), 0.5), ("after", 0.75)):
         score = DomainScore(accuracy=accuracy, stderr=0.0, low=0.0, high=1.0, questions=8)
-        Evaluation(model=name, scores={DOMAIN: score}).save(paths.exam(name))
+        Evaluation(model=name, scores={DOMAIN: score}).save(paths.evaluation_file(name))
     records = [
         step_record(
             step,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.moves import Move, Read, figures, read, right_episodes
-from opd.environments import find
+from opd.environments import find_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -22,7 +22,7 @@ def test_a_right_episode_is_what_an_agent_that_plays_right_reads_and_writes(
     def text(ids: list[int]) -> str:
         return tiny_tokenizer.decode(ids).replace(tiny_tokenizer.eos_token, "|")
 
-    [row] = find("hanoi", "--environment").tasks(1, 0, min_moves=3, max_moves=3)
+    [row] = find_environment("hanoi", "--environment").tasks(1, 0, min_moves=3, max_moves=3)
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps(row))
     [(ids, moves)] = right_episodes(tiny_tokenizer, "hanoi", tasks)

@@ -21,13 +21,13 @@ from opd.records.scores import DomainScore, Evaluation
 from opd.records.step import DomainRecord, StepRecord
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
-from opd.settings.yaml_files import load_yaml, validate
+from opd.settings.yaml_files import load_yaml, validate_section
 from pipelines import api
 from pipelines.baselines.jobs import METHODS
-from pipelines.catalog import find
+from pipelines.catalog import find_pipeline
 from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
-from pipelines.merging.surroundings import Surroundings
+from pipelines.merging.surroundings import MergeCallbacks
 from pipelines.reinforce import pipeline_of
 
 
@@ -59,7 +59,7 @@ def write_run(paths: RunPaths, after: dict[str, float], half: float, records: Se
     paths.evaluation.mkdir(parents=True)
     for exam, found in (("before", dict.fromkeys(after, 0.2)), ("expert", dict.fromkeys(after, 0.6)), ("after", after)):
         scores = {domain: score(accuracy, half) for domain, accuracy in found.items()}
-        Evaluation(model=exam, scores=scores).save(paths.exam(exam))
+        Evaluation(model=exam, scores=scores).save(paths.evaluation_file(exam))
     for record in records:
         MetricsFile(paths.metrics).write(record)
     paths.report.write_text(json.dumps({"wall_s": 60.0, "response_tokens": 10**6}))
@@ -83,11 +83,11 @@ def test_the_baselines_are_methods_and_arms_have_names_of_their_own() -> None:
 
 
 def test_what_quick_trains_is_valid_and_small() -> None:
-    spec = validate(ReinforceSpec, rewards.tiny_spec(load_yaml(find_spec("rewards-experts"))), "spec")
+    spec = validate_section(ReinforceSpec, rewards.tiny_spec(load_yaml(find_spec("rewards-experts"))), "spec")
     assert {name: pipeline_of(spec, name).trainer.steps for name in spec.experts} == dict.fromkeys(rewards.TINY, 2)
     assert [file.parts[2] for file in spec.base.data] == list(rewards.TINY)
     for name in ("rewards", "rewards-at-once"):
-        config = validate(PipelineConfig, rewards.tiny_pipeline(load_yaml(find(name))), name)
+        config = validate_section(PipelineConfig, rewards.tiny_pipeline(load_yaml(find_pipeline(name))), name)
         assert (list(config.domains), config.trainer.steps) == (list(rewards.TINY), 2)
         assert config.student.model == spec.base_dir
 
@@ -106,9 +106,9 @@ def test_a_budget_asks_to_leave_when_it_is_spent() -> None:
     found = Budget(100, [answers(1, 30), acts(2, 30)])
     with found.listening() as asked:
         found.step(answers(3, 39))
-        assert (found.left, asked.asked()) == (1, False)
+        assert (found.left, asked.should_leave()) == (1, False)
         found.step(answers(4, 5))
-        assert (found.left, asked.asked()) == (-4, True)
+        assert (found.left, asked.should_leave()) == (-4, True)
 
 
 def test_steps_that_are_taken_again_count_once() -> None:
@@ -137,7 +137,7 @@ class Training:
         self.paths = paths
         self.ctrl_c = ctrl_c
 
-    def carry_out(self, around: Surroundings) -> None:
+    def carry_out(self, around: MergeCallbacks) -> None:
         metrics, (sink,) = MetricsFile(self.paths.metrics), around.sinks
         self.paths.root.mkdir(exist_ok=True)
         with around.signals() as signals:
@@ -146,7 +146,7 @@ class Training:
                 (self.paths.checkpoints / f"step-{step:06d}").mkdir(parents=True)
                 sink.step(answers(step, 30))
                 signals.number = signals.number or (2 if step == self.ctrl_c else 0)
-                if signals.asked() and step < 5:
+                if signals.should_leave() and step < 5:
                     raise Interrupted(step, self.paths.root, signals.number)
         self.paths.report.write_text("{}")
 
@@ -179,7 +179,7 @@ def test_training_that_needs_all_its_steps_ends_with_a_report(tmp_path: Path, mo
 
 def test_trainings_that_are_not_finished_are_named(tmp_path: Path) -> None:
     data = rewards.tiny_spec(load_yaml(find_spec("rewards-experts"))) | {"runs": str(tmp_path)}
-    spec = validate(ReinforceSpec, data, "spec")
+    spec = validate_section(ReinforceSpec, data, "spec")
     first, second = (RunPaths(tmp_path / f"{name}-ppo") for name in rewards.TINY)
     write_run(first, {"between": 0.5}, 0.1, [answers(1, 20)])
     second.root.mkdir()
@@ -329,7 +329,7 @@ def test_a_run_of_other_questions_is_not_taken_for_this_one(tmp_path: Path, monk
 @pytest.mark.parametrize("name", ["rewards", "rewards-at-once"])
 @pytest.mark.parametrize("questions", ["exam", "validation"])
 def test_questions_are_the_exams_or_a_share_of_the_prompts(name: str, questions: str, tmp_path: Path) -> None:
-    data, args = load_yaml(find(name)), argparse.Namespace(questions=questions, holdout=0.25)
+    data, args = load_yaml(find_pipeline(name)), argparse.Namespace(questions=questions, holdout=0.25)
     shipped = yaml.safe_dump(data)
     config = api.load_pipeline(variants.written(data, tmp_path / "runs" / "pipeline.yaml", args))
     for domain, section in yaml.safe_load(shipped)["domains"].items():

@@ -23,8 +23,8 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.config.domains import DomainConfig
 from opd.errors import OpdError
 from opd.guard.rules import RuleFile
-from opd.settings.yaml_files import parse_yaml, validate
-from pipelines.catalog import find, shipped
+from opd.settings.yaml_files import parse_yaml, validate_section
+from pipelines.catalog import find_pipeline, shipped_pipelines
 from tests.unit.docs.written import PAGES, ROOT, Command, blocks, commands, is_placeholder
 
 UsageError = typer.BadParameter.__bases__[0]
@@ -114,8 +114,8 @@ def _wrong_keys(words: Sequence[str], values: Mapping[str, Any]) -> Iterator[str
         if not any(has_key(model, key.split(".")) for model in models):
             yield f"no key {key}"
     try:
-        if values.get("pipeline") in shipped():
-            load_pipeline(find(values["pipeline"]), overrides)
+        if values.get("pipeline") in shipped_pipelines():
+            load_pipeline(find_pipeline(values["pipeline"]), overrides)
         elif is_shipped_spec(values.get("spec") or "1"):
             load_training(find_spec(values["spec"]), overrides)
     except OpdError as refused:
@@ -233,7 +233,7 @@ def _yaml(text: str) -> Any:
 def _pipeline_errors(data: dict[str, Any]) -> Iterator[str]:
     if {"name", "student", "experts", "domains", "trainer"} <= set(data):
         try:
-            validate(PipelineConfig, data, "pipeline")
+            validate_section(PipelineConfig, data, "pipeline")
         except OpdError as refused:
             yield str(refused)
     for path in _paths(data):
@@ -247,7 +247,7 @@ def _other_errors(data: Any) -> Iterator[str]:
         yield f"nothing has the keys {', '.join(data)}"
     for model in models:
         try:
-            validate(model, data, model.__name__)
+            validate_section(model, data, model.__name__)
         except OpdError as refused:
             yield str(refused)
 

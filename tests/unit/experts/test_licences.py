@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experts.licences import Licence, common, concerns, licences_of
+from experts.licences import Licence, find_common, licences_of, list_concerns
 
 APACHE = "                                 Apache License\n                           Version 2.0, January 2004\n"
 MIT = "Copyright (c) 2026 A\n\nPermission is hereby granted, free of charge, to any person obtaining a copy\nof this software and so on"
@@ -59,13 +59,13 @@ def of(**names: str | None) -> dict[str, list[Licence]]:
     ],
 )
 def test_what_to_look_at_before_the_model_is_passed_on(found: dict[str, list[Licence]], words: list[str]) -> None:
-    lines = concerns(found)
+    lines = list_concerns(found)
     assert len(lines) == len(words)
     for line, word in zip(lines, words, strict=True):
         assert line.startswith(word)
 
 
 def test_a_model_has_a_licence_only_if_all_agree() -> None:
-    assert common(of(a="mit", b="mit")) == "mit"
+    assert find_common(of(a="mit", b="mit")) == "mit"
     for differ in (of(a="mit", b="apache-2.0"), of(a="mit", b=None), of(a="other", b="other")):
-        assert common(differ) is None
+        assert find_common(differ) is None

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from experts import weight_files
 from experts.adapter import inspect_adapter
 from experts.model_dir import inspect_model
-from experts.registry import Manifest, Registry, default_root
+from experts.registry import ExpertManifest, Registry, default_root
 from experts.safetensors_header import read_header
 from opd.errors import ModelError, PromptError, RegistryError
 from opd.files import blake3_file
@@ -202,17 +202,17 @@ def test_twins_have_the_same_weights(
     registry: Registry, model: Path, make_model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
     first = registry.add("first", model, domain="d")
-    assert registry.twins(first) == []
+    assert registry.list_duplicates(first) == []
     registry.add("other", make_model_dir(tmp_path / "other", seed=7), domain="d")
     copy = registry.add("copy", Path(shutil.copytree(model, tmp_path / "copy")), domain="d")
-    assert registry.twins(copy) == ["first"]
+    assert registry.list_duplicates(copy) == ["first"]
 
 
 # Verify
 
 
 @pytest.fixture
-def registered(registry: Registry, model: Path, prompts: Path) -> Manifest:
+def registered(registry: Registry, model: Path, prompts: Path) -> ExpertManifest:
     return registry.add("math", model, domain="d", prompts=prompts)
 
 
@@ -220,11 +220,11 @@ def edit(file: Path, **changes: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_an_untouched_expert_has_no_problems(registry: Registry, registered: Manifest) -> None:
+def test_an_untouched_expert_has_no_problems(registry: Registry, registered: ExpertManifest) -> None:
     assert registry.verify("math") == []
 
 
-def test_a_flipped_bit_is_found(registry: Registry, registered: Manifest, model: Path) -> None:
+def test_a_flipped_bit_is_found(registry: Registry, registered: ExpertManifest, model: Path) -> None:
     data = bytearray((model / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (model / "model.safetensors").write_bytes(data)
@@ -233,7 +233,9 @@ def test_a_flipped_bit_is_found(registry: Registry, registered: Manifest, model:
     assert f"expected {registered.info.weight_files['model.safetensors']}, actual " in problem
 
 
-def test_a_missing_and_an_extra_weight_file_are_found(registry: Registry, registered: Manifest, model: Path) -> None:
+def test_a_missing_and_an_extra_weight_file_are_found(
+    registry: Registry, registered: ExpertManifest, model: Path
+) -> None:
     (model / "model.safetensors").rename(model / "weights.safetensors")
     problems = registry.verify("math")
     assert any("model.safetensors: missing weight file" in p for p in problems)
@@ -260,7 +262,7 @@ def test_files_beside_the_models_do_not_matter_whichever_release_registered_it(r
 
 
 def test_an_edit_of_the_config_that_is_no_field_of_ours_is_found(
-    registry: Registry, registered: Manifest, model: Path
+    registry: Registry, registered: ExpertManifest, model: Path
 ) -> None:
     edit(model / "config.json", rms_norm_eps=0.5)
     (problem,) = registry.verify("math")
@@ -268,7 +270,7 @@ def test_an_edit_of_the_config_that_is_no_field_of_ours_is_found(
 
 
 def test_an_expert_that_an_older_release_registered_is_judged_by_what_it_recorded(
-    registry: Registry, registered: Manifest, model: Path, tmp_path: Path
+    registry: Registry, registered: ExpertManifest, model: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "registry" / "math" / "manifest.json"
     data = json.loads(file.read_text())
@@ -291,7 +293,7 @@ def test_an_expert_that_an_older_release_registered_is_judged_by_what_it_recorde
     ],
 )
 def test_a_changed_property_is_found(
-    file: str, changes: dict[str, object], field: str, registry: Registry, registered: Manifest, model: Path
+    file: str, changes: dict[str, object], field: str, registry: Registry, registered: ExpertManifest, model: Path
 ) -> None:
     edit(model / file, **changes)
     assert any(
@@ -300,7 +302,7 @@ def test_a_changed_property_is_found(
 
 
 def test_a_changed_template_and_changed_prompts_are_found(
-    registry: Registry, registered: Manifest, model: Path, prompts: Path
+    registry: Registry, registered: ExpertManifest, model: Path, prompts: Path
 ) -> None:
     (model / "chat_template.jinja").write_text("other")
     prompts.write_text('{"prompt": "1+2="}\n')
@@ -311,7 +313,9 @@ def test_a_changed_template_and_changed_prompts_are_found(
     assert "missing prompts file" in registry.verify("math")[1]
 
 
-def test_a_model_directory_that_went_away_is_one_problem(registry: Registry, registered: Manifest, model: Path) -> None:
+def test_a_model_directory_that_went_away_is_one_problem(
+    registry: Registry, registered: ExpertManifest, model: Path
+) -> None:
     shutil.rmtree(model)
     (problem,) = registry.verify("math")
     assert str(model) in problem
@@ -361,9 +365,9 @@ def test_twins_need_the_same_base_and_the_same_adapter(
     registry.add("base", model, domain="d")
     first = registry.add("first", adapter, domain="d")
     other = registry.add("other", make_adapter(tmp_path / "other", model, seed=1), domain="d")
-    assert registry.twins(first) == registry.twins(other) == []
+    assert registry.list_duplicates(first) == registry.list_duplicates(other) == []
     copy = registry.add("copy", Path(shutil.copytree(adapter, tmp_path / "copy")), domain="d")
-    assert registry.twins(copy) == ["first"]
+    assert registry.list_duplicates(copy) == ["first"]
 
 
 def flip(file: Path) -> None:

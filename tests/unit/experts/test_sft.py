@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from experts.sft import IGNORED, Example, ImitationSpec, imitate
+from experts.sft import IGNORED, Example, ImitationSpec, train_on_text
 from opd.train.optimizer import AdamWOptions
 from opd.train.schedule import LearningRate
 
@@ -67,7 +67,7 @@ def test_it_trains_as_a_plain_loop_does(
     data = examples(24)
     plain_loop(want, data)
     reported: list[int] = []
-    imitate(
+    train_on_text(
         found,
         data,
         ImitationSpec(**SETTINGS, micro_batch=micro_batch, accumulate=accumulate),

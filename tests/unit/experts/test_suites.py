@@ -13,8 +13,8 @@ import pytest
 
 from experts.suites import DOMAINS, SUITES, rewards, write_suite
 from experts.suites.letters import CHARACTERS, SPECIALS, build_tokenizer
-from experts.suites.rows import Row
-from opd.environments import find
+from experts.suites.rows import SuiteRow
+from opd.environments import find_environment
 from opd.errors import ConfigError
 from opd.prompts import read_prompt_lines
 from opd.prompts.unique import take_unique
@@ -184,7 +184,7 @@ def test_what_cannot_be_made_is_refused_and_nothing_is_written(tmp_path: Path, c
 
 
 def test_a_domain_with_too_few_prompts_is_refused():
-    row: Row = {"prompt": "rev ab=", "completion": "ba", "answer": "ba", "metadata": {}}
+    row: SuiteRow = {"prompt": "rev ab=", "completion": "ba", "answer": "ba", "metadata": {}}
     with pytest.raises(ConfigError, match="only 1 different prompts"):
         take_unique([row] * 5, 2, "here")
 
@@ -254,7 +254,7 @@ def test_the_judge_is_right_about_attempts_and_about_anything_else(domain: str) 
     for i, row in enumerate(rows):
         task = row["metadata"]["task"]
         for text in (row["completion"], rows[i - 1]["completion"], *WRONG):
-            assert rewards.judge(text, "", row["metadata"]) == float(rule(task, text.strip())), (task, text)
+            assert rewards.is_right_answer(text, "", row["metadata"]) == float(rule(task, text.strip())), (task, text)
         right += rule(task, row["completion"])
     assert least < right / len(rows) < most, "a base that learns these has a reward now and then"
     assert all(set(row["prompt"] + row["completion"]) <= set(CHARACTERS) for row in rows)
@@ -263,7 +263,9 @@ def test_the_judge_is_right_about_attempts_and_about_anything_else(domain: str) 
 @pytest.mark.parametrize("domain", MANY)
 def test_no_answer_is_right_everywhere(domain: str) -> None:
     rows = SUITES["rewards"](domain, 300, 3)
-    best = max(sum(rewards.judge(one["completion"], "", row["metadata"]) for row in rows) for one in rows[:100])
+    best = max(
+        sum(rewards.is_right_answer(one["completion"], "", row["metadata"]) for row in rows) for one in rows[:100]
+    )
     assert best / len(rows) < 0.5, "who does not read the task must not get far"
 
 
@@ -278,7 +280,7 @@ def test_games_are_played_blindly_and_every_move_is_learned(domain: str) -> None
 
 def played(domain: str, row: Any) -> bool:
     """Whether the recorded moves win."""
-    game = find(domain, "test")()
+    game = find_environment(domain, "test")()
     game.reset(row["metadata"], 0)
     turns = [turn["content"] for turn in row["messages"] if turn["role"] == "assistant"]
     return any(game.step(Action(text=text)).done for text in turns)

@@ -15,10 +15,10 @@ from experts.spec import find_spec, load_spec
 from experts.suites import write_suite
 from experts.suites.tools import DOMAINS, make_rows
 from opd.config import load_pipeline
-from opd.environments import ENVIRONMENTS, find
+from opd.environments import ENVIRONMENTS, find_environment
 from opd.prompts import read_prompt_lines
 from opd.records.environments import Action
-from pipelines.catalog import find as find_pipeline
+from pipelines.catalog import find_pipeline
 from tests.chatml import CHATML, WITH_TOOLS, bpe_tokenizer, chat_tokenizer, smollm2_tokenizer
 from tests.spoken import spoken, tagged_calls
 
@@ -38,7 +38,7 @@ def test_the_suite_keeps_exams_apart(tmp_path: Path) -> None:
         asked = {str(line.prompt) for line in held_out}
         assert len(asked) == 30 and not asked & {str(line.prompt) for line in train}
         for row in read_episodes(paths["train"]):
-            assert row.tools == find(domain, "here").tools
+            assert row.tools == find_environment(domain, "here").tools
             assert row.asks and not isinstance(row.prompt, str)
 
 
@@ -54,7 +54,7 @@ def test_questions_that_are_used_up_come_again_with_other_mistakes() -> None:
 def test_every_turn_of_weight_1_is_the_solvers_and_mistakes_are_in_the_episodes(domain: str) -> None:
     wrong = total = won = 0
     for row in make_rows(domain, 60, 3):
-        made = find(domain, "here")()
+        made = find_environment(domain, "here")()
         made.reset(row["metadata"], 0)
         turns = [turn for turn in row["messages"] if turn["role"] == "assistant"]
         for turn in turns:

@@ -17,7 +17,7 @@ from experts import sft
 from experts.episodes.rows import episode_row
 from experts.model_dir import inspect_model
 from experts.registry import Registry
-from experts.sft import collate, encode_line, encode_lines, fine_tune
+from experts.sft import collate_examples, encode_line, encode_lines, fine_tune
 from experts.spec import ExpertsSpec, TrainSettings
 from experts.suites import write_suite
 from experts.suites.letters import build_tokenizer
@@ -25,7 +25,7 @@ from experts.train import base_of, train_experts
 from opd.errors import ConfigError, ModelError, OpdError, PromptError, RegistryError
 from opd.prompts import PromptLine
 from opd.prompts.line import read_row
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from tests.chatml import CHATML, chat_tokenizer
 from tests.conftest import put_in_front
 
@@ -53,7 +53,7 @@ def raw(tmp_path: Path, data: dict[str, str]) -> dict[str, Any]:
 
 def run(raw: dict[str, Any]) -> tuple[list[Path], list[str]]:
     lines: list[str] = []
-    return train_experts(validate(ExpertsSpec, raw, "spec.yaml"), lines.append), lines
+    return train_experts(validate_section(ExpertsSpec, raw, "spec.yaml"), lines.append), lines
 
 
 def losses(lines: list[str], name: str) -> list[float]:
@@ -162,7 +162,7 @@ def test_a_batch_without_logits_over_its_prompts_has_the_loss_of_its_rows_one_by
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **TINY)).eval()
 
-    out = model(**collate(examples))
+    out = model(**collate_examples(examples))
     surprises = []
     for example in examples:
         logprobs = model(input_ids=torch.tensor([example["input_ids"]])).logits[0].log_softmax(-1)
@@ -211,13 +211,13 @@ def test_the_day_and_the_parser_of_a_spec_reach_the_rows_and_the_record(
         seen.append(given[4:])
         raise ModelError("far enough")
 
-    plain = base_of(validate(ExpertsSpec, raw, "s.yaml")).record
+    plain = base_of(validate_section(ExpertsSpec, raw, "s.yaml")).record
     raw["base"] |= {"template_date": "2020-01-02", "tool_call_parser": "qwen3_xml"}
     monkeypatch.setattr("experts.sft.encode_lines", stop)
     with pytest.raises(ModelError, match="far enough"):
         run(raw)
     assert seen == [(date(2020, 1, 2), "qwen3_xml", {})]
-    recorded = base_of(validate(ExpertsSpec, raw, "s.yaml")).record
+    recorded = base_of(validate_section(ExpertsSpec, raw, "s.yaml")).record
     assert recorded == {"template_date": "2020-01-02", "tool_call_parser": "qwen3_xml", **plain}
     assert "template_date" not in plain, "a record of an older version is that of the same settings"
 
@@ -286,9 +286,9 @@ def test_rows_of_like_lengths_share_a_batch_if_wanted(raw: dict[str, Any], monke
 
         def spy(batch: list[Any]) -> Any:
             lengths.append([len(example["input_ids"]) for example in batch])
-            return collate(batch)
+            return collate_examples(batch)
 
-        monkeypatch.setattr("experts.sft.collate", spy)
+        monkeypatch.setattr("experts.sft.collate_examples", spy)
         rows = [PromptLine(prompt="rev ab=", completion="a" * (1 + 7 * i % 20)) for i in range(64)]
         examples = encode_lines(build_tokenizer(), rows, max_length=64)
         model = LlamaForCausalLM(LlamaConfig(vocab_size=80, **TINY))

@@ -10,7 +10,14 @@ import pytest
 from safetensors import SafetensorError
 
 from opd.errors import StorageError
-from opd.files import atomic_write_text, blake3_file, place_dir, replace_dir, storing, sweep
+from opd.files import (
+    atomic_write_text,
+    blake3_file,
+    place_dir,
+    raise_storage_errors,
+    replace_dir,
+    sweep_temporary_files,
+)
 
 
 def test_a_failed_write_leaves_the_old_text_and_no_litter(tmp_path: Path) -> None:
@@ -63,27 +70,27 @@ def test_sweep_takes_what_a_killed_process_left_and_nothing_else(tmp_path: Path)
         (tmp_path / name / "origin").write_text(name)
     for name in (".lock", ".metrics.jsonl.77.tmp", "notes.tmp", ".tmpfile"):
         (tmp_path / name).write_text("")
-    found = sweep(tmp_path)
+    found = sweep_temporary_files(tmp_path)
     assert found == [".metrics.jsonl.77.tmp", ".step-000002.77.old", ".step-000003.77.old", ".tmp-step-000004"]
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == [".lock", ".tmpfile", "notes.tmp", "step-000001", "step-000002", "step-000003"]
     # Its successor never came, so what was moved aside is what there is.
     assert (tmp_path / "step-000003" / "origin").read_text() == ".step-000003.77.old"
     assert (tmp_path / "step-000002" / "origin").read_text() == "step-000002"
-    assert sweep(tmp_path) == sweep(tmp_path / "nowhere") == []
+    assert sweep_temporary_files(tmp_path) == sweep_temporary_files(tmp_path / "nowhere") == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
 def test_what_the_disk_has_against_a_write_is_said_with_the_path(number: int, tmp_path: Path) -> None:
     path = tmp_path / "x"
-    with pytest.raises(StorageError) as error, storing(path):
+    with pytest.raises(StorageError) as error, raise_storage_errors(path):
         raise OSError(number, os.strerror(number))
     assert str(error.value) == f"{path}: could not be written: {os.strerror(number)}"
-    with pytest.raises(StorageError, match=r"x/y: could"), storing(path):
+    with pytest.raises(StorageError, match=r"x/y: could"), raise_storage_errors(path):
         raise OSError(number, os.strerror(number), str(path / "y"))
-    with pytest.raises(StorageError, match=r"x/copy: could"), storing(path):  # as `shutil.copy` does
+    with pytest.raises(StorageError, match=r"x/copy: could"), raise_storage_errors(path):  # as `shutil.copy` does
         raise OSError(number, os.strerror(number), "source", None, str(path / "copy"))
-    with pytest.raises(StorageError), storing(path):
+    with pytest.raises(StorageError), raise_storage_errors(path):
         raise SafetensorError(f"Error while serializing: I/O error: some words (os error {number})")
 
 
@@ -91,5 +98,5 @@ def test_what_the_disk_has_against_a_write_is_said_with_the_path(number: int, tm
     "error", [FileNotFoundError(errno.ENOENT, "x"), SafetensorError("header too large"), KeyError()]
 )
 def test_other_errors_pass(error: Exception, tmp_path: Path) -> None:
-    with pytest.raises(type(error)), storing(tmp_path):
+    with pytest.raises(type(error)), raise_storage_errors(tmp_path):
         raise error

@@ -26,7 +26,7 @@ from opd.records.types import (
     StepReport,
 )
 from opd.schedules.spec import ScheduleSpec
-from opd.schedules.sync import Sync
+from opd.schedules.sync import SyncSchedule
 from tests.rows import make_rollout
 
 PROMPTS = [Prompt(id=f"{d}/0", domain=d, token_ids=(1, 2)) for d in ("a", "b")]
@@ -203,7 +203,7 @@ class Events:
         bounds: Any = {"max_staleness": 0, "timeout_s": 60, "last_step": 99}
         spec = ScheduleSpec(prompts=every, engine=every, log=every, sleeps=self.sleeps, **bounds)
         return Parts(
-            prompts=every, schedule=Sync(spec), engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,
+            prompts=every, schedule=SyncSchedule(spec), engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,
             monitors=every, traces=every, checkpoints=every, reporter=every,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ import unicodedata
 import pytest
 
 from opd.errors import ConfigError
-from opd.text import control_in, one_line, printable, readable
+from opd.text import control_in, escape_control_characters, one_line, readable
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ from opd.text import control_in, one_line, printable, readable
     ],
 )
 def test_signs_that_a_terminal_would_obey_are_spelt_out(text: str, shown: str) -> None:
-    assert printable(text) == shown
-    assert printable(shown) == shown
+    assert escape_control_characters(text) == shown
+    assert escape_control_characters(shown) == shown
     shown.encode()
 
 

@@ -44,7 +44,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                     sink.step(record)
         return REPORT
 
-    monkeypatch.setattr(merging, "_session", session)
+    monkeypatch.setattr(merging, "_run_session", session)
     return seen
 
 

@@ -90,6 +90,6 @@ def test_an_engine_that_shares_its_gpu_is_up_before_others_take_of_it(
 @pytest.mark.parametrize("sleep", [True, False])
 def test_a_schedule_knows_whether_its_engine_sleeps(sleep: bool) -> None:
     engine = MagicMock()
-    schedule = build._schedule(sleeping_pipeline(sleep=sleep), MagicMock(), engine, MagicMock())
+    schedule = build._build_schedule(sleeping_pipeline(sleep=sleep), MagicMock(), engine, MagicMock())
     schedule.rest()
     assert engine.answer.call_count == sleep

@@ -64,14 +64,14 @@ def test_playing_needs_a_terminal() -> None:
 
 
 def test_a_person_plays_to_the_end() -> None:
-    row = environments._tasks("hanoi", 1, 4, [])[0]
+    row = environments._make_tasks("hanoi", 1, 4, [])[0]
     turns, said = iter(["hm", *row["answer"].split()]), list[str]()
-    assert environments.play("hanoi", 4, [], lambda _: next(turns), said.append) == 1
+    assert environments.play_task("hanoi", 4, [], lambda _: next(turns), said.append) == 1
     assert said[0] == row["prompt"] and said[1].startswith("no, ab ac")
 
 
 def test_a_person_may_leave_and_may_call_tools() -> None:
     turns = iter(["calculate 1+1", "calculate {}", 'calculate {"expression": "2+2"}', "calculate {", "quit"])
     said: list[str] = []
-    assert environments.play("calculator", 0, ["form=chat"], lambda _: next(turns), said.append) is None
+    assert environments.play_task("calculator", 0, ["form=chat"], lambda _: next(turns), said.append) is None
     assert said[1] == "2" and "needs expression" in said[2] and said[3] == "4" and "cannot be made" in said[4]

@@ -25,10 +25,10 @@ def test_the_first_asks_and_the_second_ends(number: int) -> None:
     said: list[str] = []
     before = signal.getsignal(number)
     with interrupts() as found:
-        with found.asking(said.append):
-            assert not found.asked()
+        with found.handle_first_signal(said.append):
+            assert not found.should_leave()
             signal.raise_signal(number)
-            assert found.asked() and found.number == number
+            assert found.should_leave() and found.number == number
             with pytest.raises(Stopped) as stop:
                 signal.raise_signal(number)
         assert stop.value.number == number
@@ -39,11 +39,11 @@ def test_the_first_asks_and_the_second_ends(number: int) -> None:
 @BOTH
 def test_where_there_is_no_step_the_first_ends(number: int) -> None:
     with interrupts() as found:
-        with found.asking(print):
+        with found.handle_first_signal(print):
             pass
         with pytest.raises(Stopped):
             signal.raise_signal(number)
-        assert found.asked()
+        assert found.should_leave()
 
 
 def test_the_command_that_goes_on_can_be_pasted() -> None:
@@ -54,15 +54,15 @@ def test_the_command_that_goes_on_can_be_pasted() -> None:
 def test_within_another_it_is_that_one() -> None:
     with interrupts() as outer:
         inside = signal.getsignal(signal.SIGINT)
-        with interrupts() as found, found.asking(lambda line: None):
+        with interrupts() as found, found.handle_first_signal(lambda line: None):
             signal.raise_signal(signal.SIGINT)
-        assert found is outer and outer.asked(), "what came inside is known outside"
+        assert found is outer and outer.should_leave(), "what came inside is known outside"
         assert signal.getsignal(signal.SIGINT) == inside
     assert signal.getsignal(signal.SIGINT) != inside
 
 
 def test_one_of_each_is_two() -> None:
-    with interrupts() as found, found.asking(lambda line: None):
+    with interrupts() as found, found.handle_first_signal(lambda line: None):
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Stopped):
             signal.raise_signal(signal.SIGINT)
@@ -74,7 +74,7 @@ def test_elsewhere_than_in_the_main_thread_nothing_comes() -> None:
 
     def work() -> None:
         with interrupts() as found:
-            seen.append(found.asked())
+            seen.append(found.should_leave())
 
     thread = threading.Thread(target=work)
     thread.start()

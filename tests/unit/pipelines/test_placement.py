@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from opd.cluster import Group, Node
+from opd.cluster import Node, WorkerGroup
 from opd.cluster.placement import NODE
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
@@ -16,7 +16,7 @@ from pipelines.placement import (
     TEACHERS,
     beside_the_driver,
     groups_of,
-    refuse,
+    refuse_impossible_placement,
     refuse_unplaceable,
     reserve_places,
 )
@@ -43,7 +43,7 @@ def changed(config: PipelineConfig, cluster: Any, **sections: Any) -> PipelineCo
     return PipelineConfig.model_validate(data | {name: data[name] | keys for name, keys in sections.items()})
 
 
-def names(groups: list[Group]) -> list[tuple[str, ...]]:
+def names(groups: list[WorkerGroup]) -> list[tuple[str, ...]]:
     return [tuple(seat.worker for seat in group.seats) for group in groups]
 
 
@@ -120,7 +120,7 @@ def test_one_machine_is_not_asked(config: PipelineConfig, monkeypatch: pytest.Mo
 )
 def test_what_can_be_had_is_not_refused(config: PipelineConfig, cluster: Any) -> None:
     wanted = changed(config, cluster)
-    refuse(groups_of(wanted), beside_the_driver(wanted), NODES)
+    refuse_impossible_placement(groups_of(wanted), beside_the_driver(wanted), NODES)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_what_no_node_can_have_is_refused_with_what_they_have(
 ) -> None:
     wanted = changed(config, cluster, **sections)
     with pytest.raises(ConfigError) as refusal:
-        refuse(groups_of(wanted), beside_the_driver(wanted), NODES)
+        refuse_impossible_placement(groups_of(wanted), beside_the_driver(wanted), NODES)
     told = str(refusal.value)
     assert all(word in told for word in words), told
     assert "memory" not in told.replace("shared memory", "") and "id-" not in told, "what Ray counts for itself"
@@ -182,7 +182,7 @@ def test_a_push_that_needs_no_shared_memory_keeps_nobody_here(config: PipelineCo
     assert beside_the_driver(config) == {"rollout worker 0", "trainer rank 0"}
     assert beside_the_driver(changed(config, {}, sync={"kind": "network"})) == frozenset()
     far = changed(config, {"placement": {"rollout": {"label_selector": {"pool": "far"}}}})
-    refuse(groups_of(far), frozenset(), NODES)
+    refuse_impossible_placement(groups_of(far), frozenset(), NODES)
 
 
 def test_a_cluster_that_is_not_there_is_a_wrong_address(

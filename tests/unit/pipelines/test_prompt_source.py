@@ -19,7 +19,7 @@ from opd.run.paths import RunPaths
 from pipelines import build
 from pipelines.build import prompt_source
 from pipelines.inputs.read import read_inputs
-from pipelines.merging.changes import accept_changes, identity, refuse_lost_records
+from pipelines.merging.changes import accept_changes, refuse_lost_records, run_identity
 from pipelines.merging.manifest import manifest_of
 
 
@@ -48,7 +48,7 @@ def parts_of(world: Any, monkeypatch: pytest.MonkeyPatch, sinks: list[Sink]) -> 
     """What `build` puts together around workers that do nothing."""
     monkeypatch.setattr(build, "_start_workers", lambda *_: (MagicMock(), MagicMock(), MagicMock()))
     config = load_pipeline(world.write())
-    return build.build(config, read_inputs(config), RunPaths(world.root), MagicMock(), {}, sinks)
+    return build.build_merge(config, read_inputs(config), RunPaths(world.root), MagicMock(), {}, sinks)
 
 
 def test_by_samples_the_weights_alone_decide(learning: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_a_resume_may_not_change_it(learning: Any) -> None:
     learning.data["balance"] = "gap"
     config = load_pipeline(learning.write())
     now = manifest_of(config, read_inputs(config))
-    assert identity(now)["config"] != identity(before)["config"]
+    assert run_identity(now)["config"] != run_identity(before)["config"]
     with pytest.raises(RunDirError, match=r"balance.kind +samples +gap"):
         accept_changes(before["config"], now["config"], learning.root / "m")
 

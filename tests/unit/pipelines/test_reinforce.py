@@ -13,23 +13,23 @@ from experts.rl.spec import ReinforceSpec
 from opd.config import load_pipeline
 from opd.errors import ConfigError, OpdError, RegistryError, RunDirError, RunError
 from opd.report import read_run
-from opd.settings.yaml_files import validate
-from pipelines.baselines.comparison import compare
-from pipelines.inputs.memory import estimate
+from opd.settings.yaml_files import validate_section
+from pipelines.baselines.comparison import run_comparison
+from pipelines.inputs.memory import estimate_memory
 from pipelines.inputs.read import read_inputs
 from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
 from pipelines.merging.card import model_card
 from pipelines.merging.manifest import manifest_of
-from pipelines.reinforce import reinforce
+from pipelines.reinforce import reinforce_experts
 from tests.unit.pipelines.merging.test_rounds import Engines
 
 
 @pytest.fixture
 def engines(world: Any, monkeypatch: pytest.MonkeyPatch) -> Engines:
     found = Engines(world.root / "base")
-    monkeypatch.setattr(merging, "_session", found.session)
-    monkeypatch.setattr("opd.report.page.render", lambda *_: "")
+    monkeypatch.setattr(merging, "_run_session", found.session)
+    monkeypatch.setattr("opd.report.page.render_page", lambda *_: "")
     return found
 
 
@@ -49,7 +49,7 @@ def raw(**changes: Any) -> dict[str, Any]:
 
 
 def spec(**changes: Any) -> ReinforceSpec:
-    return validate(ReinforceSpec, raw(**changes), "s.yaml")
+    return validate_section(ReinforceSpec, raw(**changes), "s.yaml")
 
 
 said: list[str] = []
@@ -57,7 +57,7 @@ said: list[str] = []
 
 def go(**changes: Any) -> list[Path]:
     said.clear()
-    return reinforce(spec(**changes), said.append)
+    return reinforce_experts(spec(**changes), said.append)
 
 
 def test_each_expert_is_a_run_of_its_own_from_the_same_base_and_is_registered(engines: Engines) -> None:
@@ -124,7 +124,7 @@ def test_a_run_that_is_through_but_not_in_its_place_is_not_run_again(engines: En
         raise RunError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipelines.reinforce.publish", full)
+        patch.setattr("pipelines.reinforce.publish_model", full)
         with pytest.raises(RunError):
             go()
     engines.events.clear()
@@ -167,11 +167,11 @@ def test_everything_is_checked_before_anything_runs(engines: Engines) -> None:
     data = raw()
     data["experts"]["upper"]["trainer"] = {"steps": 0}
     with pytest.raises(ConfigError, match=r"experts\.upper: trainer\.steps"):
-        reinforce(validate(ReinforceSpec, data, "s.yaml"), said.append)
+        reinforce_experts(validate_section(ReinforceSpec, data, "s.yaml"), said.append)
     data = raw()
     data["experts"]["upper"]["prompts"] = "nowhere.jsonl"
     with pytest.raises(OpdError, match="nowhere"):
-        reinforce(validate(ReinforceSpec, data, "s.yaml"), said.append)
+        reinforce_experts(validate_section(ReinforceSpec, data, "s.yaml"), said.append)
     assert engines.events == [] and not Path("runs").exists()
 
 
@@ -195,7 +195,7 @@ def test_its_inputs_manifest_card_and_memory_know_no_experts(alone: Any) -> None
     found = manifest_of(alone, inputs)
     assert found["experts"] == {} and set(found["prompts"]) == {"reverse", "upper"}
     assert "Trained by reinforcement" in model_card(alone, inputs) and "Expert" not in model_card(alone, inputs)
-    needs = {need.what: need.nbytes for need in estimate(alone, inputs)}
+    needs = {need.what: need.nbytes for need in estimate_memory(alone, inputs)}
     assert not any(what.startswith("teachers") for what in needs)
     of_each_rank = 4  # gradients on their way to the sum over ranks
     copied = 12  # while a checkpoint is written
@@ -206,7 +206,7 @@ def test_its_inputs_manifest_card_and_memory_know_no_experts(alone: Any) -> None
 
 def test_commands_that_ask_experts_refuse_it(alone: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="experts: `opd compare` needs some"):
-        compare(alone, tmp_path / "compare", [0], [], [], said.append)
+        run_comparison(alone, tmp_path / "compare", [0], [], [], said.append)
 
 
 def test_its_report_has_what_was_gained_without_a_headroom(engines: Engines) -> None:

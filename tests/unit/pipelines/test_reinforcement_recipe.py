@@ -14,7 +14,7 @@ from experts.spec import ExpertsSpec
 from opd.config.guard import guard_of
 from opd.config.reward import CriticBaseline, GroupBaseline, LeaveOneOutBaseline
 from opd.errors import ConfigError
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from pipelines.reinforce import pipeline_of, record_of
 from pipelines.specs import critic_options
 
@@ -41,7 +41,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 
 
 def spec_of(**changes: Any) -> ReinforceSpec:
-    return validate(ReinforceSpec, changed(**changes), "s.yaml")
+    return validate_section(ReinforceSpec, changed(**changes), "s.yaml")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_an_experts_own_keys_are_over_those_of_the_spec_and_these_over_the_recip
         trainer={"steps": 9, "lr": 1e-4, "samples_per_step": 32},
     )
     data["experts"]["guess"] |= {"trainer": {"steps": 4}, "reward": {"baseline": {"lr_ratio": 5}}}
-    spec = validate(ReinforceSpec, data, "s.yaml")
+    spec = validate_section(ReinforceSpec, data, "s.yaml")
     guess, answer = (pipeline_of(spec, name) for name in ("guess", "answer"))
     assert (guess.trainer.steps, answer.trainer.steps) == (4, 9)
     assert guess.trainer.lr == 1e-4 and guess.rollout.max_new_tokens == 7 and guess.trainer.samples_per_step == 32
@@ -123,7 +123,7 @@ def test_the_base_may_be_the_one_teacher() -> None:
     assert named.objective == config.objective, "the same baseline, given by its name alone"
     data = changed(kl_to_base=0.05)
     data["experts"]["guess"]["kl_to_base"] = 0
-    assert pipeline_of(validate(ReinforceSpec, data, "s.yaml"), "guess").objective.kind == "none"
+    assert pipeline_of(validate_section(ReinforceSpec, data, "s.yaml"), "guess").objective.kind == "none"
 
 
 def test_beside_the_base_every_weight_and_limit_grows_alike() -> None:
@@ -145,19 +145,19 @@ def test_what_decides_the_weights_is_recorded_and_nothing_else() -> None:
     mapping = changed()
     for kind in ({}, {"columns": {"answer": "solution"}}, {"limit": 5}):
         mapping["experts"]["answer"] |= {"prompts": {"path": "s.jsonl", **kind}}
-        spec = validate(ReinforceSpec, mapping, "s.yaml")
+        spec = validate_section(ReinforceSpec, mapping, "s.yaml")
         assert (record_of(pipeline_of(spec, "answer"), spec, {"weights": "w"}, "hash") == record()) == (not kind)
     other = [{"seed": 1}, {"method": "rloo"}, {"kl_to_base": 0.1}, {"trainer": {"steps": 10, "lr": 1e-4}}]
     assert all(record(**change) != record() for change in other)
     moved = changed()
     moved["experts"]["answer"] |= {"prompts": "moved.jsonl"}
-    spec = validate(ReinforceSpec, moved, "s.yaml")
+    spec = validate_section(ReinforceSpec, moved, "s.yaml")
     assert record_of(pipeline_of(spec, "answer"), spec, {"weights": "w"}, "hash") == record()
 
 
 def refusal(data: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
-        spec = validate(ReinforceSpec, data, "s.yaml")
+        spec = validate_section(ReinforceSpec, data, "s.yaml")
         for name in spec.experts:
             pipeline_of(spec, name)
     return str(error.value)

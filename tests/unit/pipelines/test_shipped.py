@@ -13,7 +13,7 @@ from experts.suites import DOMAINS, agents, rewards, tools
 from opd.config import load_pipeline
 from opd.config.domains import RegisteredExperts
 from opd.config.verifiers import PythonConfig
-from pipelines.catalog import find
+from pipelines.catalog import find_pipeline
 from pipelines.reinforce import pipeline_of
 
 MAKEFILE = Path(__file__).parents[3] / "Makefile"
@@ -25,7 +25,7 @@ EPISODES = {"agents": agents.DOMAINS, "tools": tools.DOMAINS}
 
 @pytest.mark.parametrize(("name", "suite"), SUITES.items())
 def test_a_pipeline_merges_the_experts_that_its_spec_trains_on_the_prompts_that_its_suite_makes(name: str, suite: str):
-    config, spec = load_pipeline(find(name)), load_spec(find_spec(f"{name}-experts"))
+    config, spec = load_pipeline(find_pipeline(name)), load_spec(find_spec(f"{name}-experts"))
 
     assert isinstance(config.experts, RegisteredExperts)
     assert list(config.experts.use) == list(config.domains) == list(spec.experts)
@@ -47,7 +47,7 @@ def test_a_pipeline_merges_the_experts_that_its_spec_trains_on_the_prompts_that_
 
 def test_make_smollm2_writes_the_prompts_of_its_pipeline():
     named = re.findall(r"prompts make reasoning .*--domains (\S+)", MAKEFILE.read_text())
-    pipelines = [load_pipeline(find(name)) for name in ("smollm2", "smollm2-rewards")]
+    pipelines = [load_pipeline(find_pipeline(name)) for name in ("smollm2", "smollm2-rewards")]
     assert [domains.split(",") for domains in named] == [list(pipeline.domains) for pipeline in pipelines]
 
 
@@ -59,7 +59,7 @@ def test_make_holds_out_no_more_tasks_than_come_once(suite: str):
 
 
 def test_the_suite_of_rewards_ships_a_spec_and_the_merge_of_its_experts():
-    config, spec = load_pipeline(find("rewards")), load_training(find_spec("rewards-experts"))
+    config, spec = load_pipeline(find_pipeline("rewards")), load_training(find_spec("rewards-experts"))
 
     assert isinstance(spec, ReinforceSpec) and isinstance(config.experts, RegisteredExperts)
     assert list(config.experts.use) == list(config.domains) == list(spec.experts) == list(DOMAINS["rewards"])
@@ -80,12 +80,12 @@ def test_the_suite_of_rewards_ships_a_spec_and_the_merge_of_its_experts():
 
 
 def test_smollm2_learns_from_rewards_what_its_pipeline_merges():
-    config, spec = load_pipeline(find("smollm2-rewards")), load_training(find_spec("smollm2-rewards-experts"))
+    config, spec = load_pipeline(find_pipeline("smollm2-rewards")), load_training(find_spec("smollm2-rewards-experts"))
 
     assert isinstance(spec, ReinforceSpec) and isinstance(config.experts, RegisteredExperts)
     assert list(config.experts.use) == list(config.domains) == list(spec.experts)
     assert (config.registry, config.student.model) == (spec.registry, spec.output_dir / "base")
-    assert spec.base.model == load_pipeline(find("smollm2")).student.model
+    assert spec.base.model == load_pipeline(find_pipeline("smollm2")).student.model
     for name, domain in config.domains.items():
         assert (spec.experts[name].domain, spec.experts[name].prompts) == (name, domain.prompts)
         assert spec.experts[name].eval == domain.eval and domain.prompts in spec.base.data
@@ -93,7 +93,7 @@ def test_smollm2_learns_from_rewards_what_its_pipeline_merges():
 
 
 def test_all_domains_at_once_have_the_responses_of_all_experts():
-    merged, alone = load_pipeline(find("rewards")), load_pipeline(find("rewards-at-once"))
+    merged, alone = load_pipeline(find_pipeline("rewards")), load_pipeline(find_pipeline("rewards-at-once"))
     spec = load_training(find_spec("rewards-experts"))
     assert isinstance(spec, ReinforceSpec)
 

@@ -14,7 +14,7 @@ from opd.errors import RunError
 from opd.records.types import Teacher
 from teachers.scorers import ScorerOptions
 from teachers.scorers.division import Division
-from teachers.scorers.transformers import TransformersScorer, _read_config, _skeleton
+from teachers.scorers.transformers import TransformersScorer, _build_skeleton, _read_config
 from tests.unit.teachers.conftest import rollout
 
 VOCABULARY = 76
@@ -41,7 +41,7 @@ def nbytes(path: Path) -> int:
 
 
 def skeleton(model_dir: Path) -> Any:
-    return _skeleton(_read_config(model_dir)[0], torch.float32)
+    return _build_skeleton(_read_config(model_dir)[0], torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_what_nobody_knows_how_to_divide_is_refused(experts: dict[str, Teacher])
     model = skeleton(experts["rev"].model_dir)
     model._no_split_modules = set()  # as classes of transformers have it that do not say
     with pytest.raises(RunError, match=r"where LlamaForCausalLM may be divided; remove teachers\.device_map"):
-        Division.of(model, {"cpu": 1 << 30}, "cpu")
+        Division.from_skeleton(model, {"cpu": 1 << 30}, "cpu")
 
 
 def test_a_module_without_weights_may_be_the_only_one_on_disk(
@@ -168,7 +168,7 @@ def test_a_module_without_weights_may_be_the_only_one_on_disk(
     modules = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
     places: dict[str, int | str] = dict.fromkeys(modules, "cpu") | {"model.rotary_emb": "disk"}
     made = Division(places=places, main="cpu", on_disk=frozenset())
-    monkeypatch.setattr(Division, "of", lambda *_: made)
+    monkeypatch.setattr(Division, "from_skeleton", lambda *_: made)
     assert said(scorer({"cpu": 1 << 30}), experts["one"]) == said(scorer(None), experts["one"])
 
 
@@ -176,12 +176,12 @@ def test_gpus_share_the_layers_equally_and_the_rest_computes_on_the_first(expert
     """Where layers go, which needs no GPU. On GPUs: tests/integration/test_divided_teacher.py."""
     model_dir = experts["rev"].model_dir
     size = nbytes(model_dir)
-    both = Division.of(skeleton(model_dir), {0: 2 * size, 1: 2 * size}, 0)
+    both = Division.from_skeleton(skeleton(model_dir), {0: 2 * size, 1: 2 * size}, 0)
     assert set(both.places.values()) == {0, 1} and not both.on_disk
     layers = [both.device_of(f"model.layers.{i}.mlp.up_proj").index for i in range(LAYERS)]
     assert layers == sorted(layers) and 2 <= sum(layers) <= 4, "about half of the layers, the last ones"
     assert both.device_of("lm_head") == both.device_of("model.embed_tokens") == torch.device("cuda", 0), "tied"
-    spilt = Division.of(skeleton(model_dir), {0: int(HALF * size), "cpu": 2 * size}, 0)
+    spilt = Division.from_skeleton(skeleton(model_dir), {0: int(HALF * size), "cpu": 2 * size}, 0)
     assert set(spilt.places.values()) == {0, "cpu"}
     assert {spilt.device_of(f"model.layers.{i}") for i in range(LAYERS)} == {torch.device("cuda", 0)}
     with pytest.raises(KeyError):  # and not a search without end

@@ -19,7 +19,7 @@ from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
 from teachers.early import EarlyScores
 from teachers.pool import Pool
-from teachers.worker import Group
+from teachers.worker import ScoringGroup
 from tests.unit.teachers.conftest import rollout
 from tests.unit.teachers.test_pool import Mortal, contents, mortal, pool
 
@@ -45,8 +45,8 @@ def scored(scoring: Pool, size: int, seed: int | None = None) -> TargetStream:
 
 def parts(targets: TargetStream) -> list[bytes]:
     found = []
-    while (part := targets.take()) is not None:
-        found.append(bytes(cluster.fetch(part.handle)))
+    while (part := targets.take_part()) is not None:
+        found.append(bytes(cluster.fetch_object(part.handle)))
     return found
 
 
@@ -74,9 +74,9 @@ def test_the_targets_are_checked_like_any(teachers: dict[str, Teacher], in_proce
     early = begun(scoring, 2)
     tell(early, ROLLOUTS[:-1])
     with pytest.raises(RunError, match=f"1 rows are missing, first {ROLLOUTS[-1].sample_id}|2 rows are missing"):
-        early.stream(ROLLOUTS).collect()
+        early.stream(ROLLOUTS).wait_for_parts()
     targets = scored(scoring, 2)
-    targets.collect()
+    targets.wait_for_parts()
     assert targets.rows == len(ROLLOUTS) and set(targets.heads) == set(scoring.heads())
 
 
@@ -87,7 +87,7 @@ class Meeting(Mortal):
     may: threading.Event
     teachers_asked: list[list[str]]
 
-    def begin(self, groups: Sequence[Group], worker: int) -> None:
+    def begin_groups(self, groups: Sequence[ScoringGroup], worker: int) -> None:
         self.teachers_asked.append([teacher.name for teacher, _, _ in groups])
         self.begins.release()
         assert self.may.wait(20)
@@ -113,7 +113,7 @@ def test_scoring_begins_before_the_last_response_is_written(teachers: dict[str, 
     assert shared.begins.acquire(timeout=20), "while all others are still written"
     tell(early, [r for r in ROLLOUTS if r not in upper[:2]])
     shared.may.set()
-    early.stream(ROLLOUTS).collect()
+    early.stream(ROLLOUTS).wait_for_parts()
 
 
 def test_a_worker_stays_with_the_teacher_that_it_has(teachers: dict[str, Teacher], in_process: Any) -> None:
@@ -121,7 +121,7 @@ def test_a_worker_stays_with_the_teacher_that_it_has(teachers: dict[str, Teacher
     early = begun(pool(teachers, 1), 1)
     tell(early, ROLLOUTS)  # in turns: upper, reverse, upper, ...
     shared.may.set()
-    early.stream(ROLLOUTS).collect()
+    early.stream(ROLLOUTS).wait_for_parts()
     asked = [names[0] for names in shared.teachers_asked]
     assert sum(a != b for a, b in pairwise(asked)) <= 2 and len(asked) == len(ROLLOUTS)
 
@@ -134,7 +134,7 @@ def test_teachers_are_at_work_only_while_they_score(teachers: dict[str, Teacher]
     time.sleep(1.0)  # the others are long
     tell(early, [r for r in ROLLOUTS if r.domain == "reverse"])
     targets = early.stream(ROLLOUTS)
-    targets.collect()
+    targets.wait_for_parts()
     assert 0 < targets.busy_s < time.monotonic() - began - 0.5, "the pause is none of theirs"
 
 
@@ -166,7 +166,7 @@ def test_a_worker_that_dies_twice_in_a_step_ends_the_run(teachers: dict[str, Tea
     early = begun(pool(teachers, 1), 99)
     with pytest.raises(RunError, match="died in part 0"):
         tell(early, ROLLOUTS)
-        early.stream(ROLLOUTS).collect()
+        early.stream(ROLLOUTS).wait_for_parts()
 
 
 def test_what_a_worker_raises_ends_the_run_while_others_still_write(
@@ -183,7 +183,7 @@ def test_what_a_worker_raises_ends_the_run_while_others_still_write(
             early.written(one.sample_id, [one])
             time.sleep(0.05)
     with pytest.raises(RunError, match="teacher up: broken"):
-        early.stream(ROLLOUTS).collect()
+        early.stream(ROLLOUTS).wait_for_parts()
 
 
 def test_no_more_is_scored_than_may_wait_for_the_trainer(teachers: dict[str, Teacher], in_process: Any) -> None:
@@ -205,7 +205,7 @@ def test_one_response_that_cannot_be_scored_is_left_out(
     bad = damaged(teachers["reverse"], tmp_path, "model.norm.weight", 0)
     scoring = pool({"upper": teachers["upper"], "reverse": bad}, 2, max_quarantined=0.5)
     targets = scored(scoring, 2, 1)
-    targets.collect()
+    targets.wait_for_parts()
     assert set(targets.quarantined) == {r.sample_id for r in ROLLOUTS if r.domain == "reverse"}
 
 
@@ -220,5 +220,5 @@ def test_a_step_without_rollouts(teachers: dict[str, Teacher], in_process: Any) 
     early = pool(teachers, 2).early(PROMPTS[:1], 1, 2)
     early.written(ROLLOUTS[0].sample_id, ())
     targets = early.stream([])
-    targets.collect()
+    targets.wait_for_parts()
     assert (targets.rows, dict(targets.heads), targets.busy_s) == (0, {}, 0.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from opd.records.types import Teacher
-from teachers.near import NearCache
+from teachers.near import DeviceCache
 from teachers.scorers import ScorerOptions
 from teachers.scorers.transformers import TransformersScorer
 from tests.unit.teachers.conftest import rollout
@@ -22,42 +22,44 @@ def state(size: int = 4) -> dict[str, torch.Tensor]:
     return {"one": one, "two": two, "tied": one}
 
 
-def cache(budget_bytes: int) -> NearCache:
-    made = NearCache(torch.device("cpu"), budget_bytes)
+def cache(budget_bytes: int) -> DeviceCache:
+    made = DeviceCache(torch.device("cpu"), budget_bytes)
     made._copies = True
     return made
 
 
 def test_copies_are_kept_and_a_tensor_under_two_names_is_one() -> None:
     near, given = cache(16), state()
-    brought = near.bring("a", given)
+    brought = near.copy_to_device("a", given)
     assert all(torch.equal(brought[name], given[name]) for name in given)
     assert brought["one"] is brought["tied"] and brought["one"].data_ptr() != given["one"].data_ptr()
-    assert near.bring("a", {}) is brought and near.find("a") is brought and near.find("b") is None
+    assert near.copy_to_device("a", {}) is brought and near.find("a") is brought and near.find("b") is None
 
 
 def test_the_least_recently_used_goes_first_and_the_one_in_use_stays() -> None:
     near = cache(32)  # two of them
     for key in ("a", "b", "a", "c"):
-        near.bring(key, state())
+        near.copy_to_device(key, state())
     assert [key for key in "abc" if near.find(key)] == ["a", "c"]
-    near.bring("large", state(400))
+    near.copy_to_device("large", state(400))
     assert [key for key in ("a", "c", "large") if near.find(key)] == ["large"]
 
 
 def test_whether_the_next_one_fits_beside_the_one_in_use() -> None:
-    assert cache(0).fits("a", state(400)), "nothing is there yet"
+    assert cache(0).has_room_for("a", state(400)), "nothing is there yet"
     near = cache(32)
-    near.bring("a", state())
-    near.bring("b", state())
-    assert near.fits("c", state()), "in the place of `a`"
-    assert near.fits("a", state(8)), "it is here"
-    assert not near.fits("c", state(8)), "nor with `a` gone"
+    near.copy_to_device("a", state())
+    near.copy_to_device("b", state())
+    assert near.has_room_for("c", state()), "in the place of `a`"
+    assert near.has_room_for("a", state(8)), "it is here"
+    assert not near.has_room_for("c", state(8)), "nor with `a` gone"
 
 
 def test_a_cpu_has_its_weights_where_they_are() -> None:
-    near, given = NearCache(torch.device("cpu"), 1 << 30), state()
-    assert near.bring("a", given) is given and near.find("a") is None and near.fits("a", state(1 << 20))
+    near, given = DeviceCache(torch.device("cpu"), 1 << 30), state()
+    assert (
+        near.copy_to_device("a", given) is given and near.find("a") is None and near.has_room_for("a", state(1 << 20))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +89,16 @@ def test_any_budget_gives_the_same_answers(
     wanted = answers(scorer(), teachers)
     one = sum(t.nbytes for t in scorer()._weights.get(teachers[0])[0].values())
     scoring = scorer(kept * one)
-    scoring._near._copies = True
-    bring, sizes = scoring._near.bring, []
+    scoring._device_cache._copies = True
+    bring, sizes = scoring._device_cache.copy_to_device, []
 
     def noted(key: str, given: Any) -> Any:
-        known = scoring._near.find(key)
+        known = scoring._device_cache.find(key)
         found = bring(key, given)
-        sizes.append((known is None, sum(scoring._near._sizes.values())))
+        sizes.append((known is None, sum(scoring._device_cache._sizes.values())))
         return found
 
-    monkeypatch.setattr(scoring._near, "bring", noted)
+    monkeypatch.setattr(scoring._device_cache, "copy_to_device", noted)
     assert answers(scoring, teachers) == wanted
     assert sum(new for new, _ in sizes) == copied
     assert max(size for _, size in sizes) <= max(1, kept) * one
@@ -106,15 +108,15 @@ def test_the_teacher_before_goes_before_the_next_one_comes(
     teachers: list[Teacher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scoring = scorer()
-    scoring._near._copies = True
-    bring, held = scoring._near.bring, []
+    scoring._device_cache._copies = True
+    bring, held = scoring._device_cache.copy_to_device, []
 
     def noted(key: str, given: Any) -> Any:
-        if scoring._near._states:
+        if scoring._device_cache._states:
             held.append([name for name, p in scoring._model.named_parameters() if p.device.type != "meta"])
         return bring(key, given)
 
-    monkeypatch.setattr(scoring._near, "bring", noted)
+    monkeypatch.setattr(scoring._device_cache, "copy_to_device", noted)
     answers(scoring, teachers)
     assert held == [[]] * 7
 
@@ -124,5 +126,5 @@ def test_the_teacher_before_goes_before_the_next_one_comes(
 def test_on_a_gpu_any_budget_gives_the_same_answers(teachers: list[Teacher]) -> None:
     few, many = scorer(), scorer(1 << 30)
     assert answers(few, teachers) == answers(many, teachers)
-    assert len(few._near._states) == 1 and len(many._near._states) == len(teachers)
-    assert {t.device.type for state in many._near._states.values() for t in state.values()} == {"cuda"}
+    assert len(few._device_cache._states) == 1 and len(many._device_cache._states) == len(teachers)
+    assert {t.device.type for state in many._device_cache._states.values() for t in state.values()} == {"cuda"}

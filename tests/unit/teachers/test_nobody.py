@@ -15,10 +15,10 @@ from opd.stream.schema import PART_ROWS, read_stream
 from opd.stream.split import split_part
 from opd.stream.targets import TargetStream
 from opd.train.batch import gather_samples, micro_batch
-from teachers.nobody import NOBODY, NobodyPool, NobodySpec
+from teachers.nobody import NOBODY, TeacherlessPool, TeacherlessSpec
 from tests.rows import make_rollout
 
-POOL = NobodyPool(NobodySpec(dtype="float32", max_quarantined=0.001))
+POOL = TeacherlessPool(TeacherlessSpec(dtype="float32", max_quarantined=0.001))
 VOCABULARY = 76
 
 
@@ -31,7 +31,7 @@ def rollout(number: int, domain: str = "a", tokens: int = 3, reward: float | Non
 
 def taken(stream: TargetStream) -> list[Any]:
     parts = []
-    while (part := stream.take()) is not None:
+    while (part := stream.take_part()) is not None:
         parts.append(part)
     return parts
 
@@ -69,8 +69,8 @@ def test_the_log_gives_back_what_was_trained_with_its_rewards(in_process: Any, t
     log = ArrowTargetLog(tmp_path, POOL, VOCABULARY, pytest.fail)
     stream = POOL.score(batch.rollouts)
     log.record(1, 0, prompts, batch, stream)
-    stream.collect()
-    stream.settle()
+    stream.wait_for_parts()
+    stream.wait_for_sinks()
     again = log.replay(1, 0, prompts)
     assert again is not None and again[0].rollouts == batch.rollouts
     assert [p.samples for p in taken(again[1])] == [("000001/a/0", "000001/a/1")]

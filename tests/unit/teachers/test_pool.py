@@ -19,9 +19,9 @@ from opd.stream import schema
 from opd.stream.schema import Stream, read_stream
 from opd.stream.targets import TargetStream
 from pipelines.specs import pool_spec
-from teachers.pool import AHEAD, Pool, share_out
+from teachers.pool import PARTS_AHEAD, Pool, assign_groups
 from teachers.scorers import transformers as transformers_scorer
-from teachers.worker import Group, TeacherWorker
+from teachers.worker import ScoringGroup, TeacherWorker
 from tests.conftest import read_rows
 from tests.unit.teachers.conftest import rollout
 
@@ -53,8 +53,8 @@ def pool(teachers: dict[str, Teacher], workers: int, **changes: Any) -> Pool:
 def streams_of(targets: TargetStream) -> list[Stream]:
     """Every part."""
     found = []
-    while (part := targets.take()) is not None:
-        found.append(read_stream(memoryview(cluster.fetch(part.handle))))
+    while (part := targets.take_part()) is not None:
+        found.append(read_stream(memoryview(cluster.fetch_object(part.handle))))
     return found
 
 
@@ -119,7 +119,7 @@ def test_one_response_that_cannot_be_scored_is_left_out(
     assert {r.rollout.sample_id for r in rows} == {r.sample_id for r in rollouts[1:]}
     assert targets.rows == 3
     again = scoring.score(rollouts[1:])
-    again.collect()
+    again.wait_for_parts()
     assert again.quarantined == {}, "the last step's are forgotten"
 
 
@@ -134,9 +134,9 @@ def test_too_many_responses_that_cannot_be_scored_stop_the_run(
         r"teachers\.max_quarantined is 0\.49"
     )
     with pytest.raises(RunError, match=message):
-        pool(by_domain, 2, max_quarantined=0.49).score(rollouts).collect()
+        pool(by_domain, 2, max_quarantined=0.49).score(rollouts).wait_for_parts()
     targets = pool(by_domain, 2, max_quarantined=0.5).score(rollouts)
-    targets.collect()
+    targets.wait_for_parts()
     assert len(targets.quarantined) == 3
 
 
@@ -160,7 +160,7 @@ def test_a_teachers_rows_stay_together_and_workers_are_balanced() -> None:
         )
         for i in range(8)
     ]
-    shares = share_out(groups, 3)
+    shares = assign_groups(groups, 3)
     assert sorted(t.name for share in shares for t, _, _ in share) == [f"t{i}" for i in range(8)]
     loads = [sum(9 * len(rows) for _, _, rows in share) for share in shares]
     assert max(loads) - min(loads) <= 9 * 8
@@ -179,7 +179,7 @@ class Mortal(TeacherWorker):
     """Shares that it was given."""
     asked = 0
 
-    def begin(self, groups: Sequence[Group], worker: int) -> None:
+    def begin_groups(self, groups: Sequence[ScoringGroup], worker: int) -> None:
         self.begun += 1
         self.asked = 0
         self._may_die("begin")
@@ -190,7 +190,7 @@ class Mortal(TeacherWorker):
         self._may_die(f"part {self.asked - 1}")
         return super().next_part()
 
-    def head(self, teacher: Teacher) -> Any:
+    def read_head(self, teacher: Teacher) -> Any:
         self._may_die("head")
         return super().head(teacher)
 
@@ -260,7 +260,7 @@ def test_a_worker_that_dies_twice_in_a_step_ends_the_run(
 ) -> None:
     workers = mortal(in_process, {0: methods[0], 2: methods[1]})
     with pytest.raises(RunError, match="died in"):
-        pool(teachers, 2).score(ROLLOUTS).collect()
+        pool(teachers, 2).score(ROLLOUTS).wait_for_parts()
     assert len(workers) == 3
 
 
@@ -286,9 +286,9 @@ def test_the_death_of_another_kind_of_worker_or_of_ray_is_passed_on(
             raise death
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(cluster, "first", first)
+            patched.setattr(cluster, "wait_first", first)
             with pytest.raises(cluster.WorkerDied) as raised:
-                targets.collect()
+                targets.wait_for_parts()
         assert raised.value is death and targets.restarted == []
 
 
@@ -302,7 +302,7 @@ def test_what_could_not_be_scored_does_not_die_with_the_worker(
         worker.dies_in = "part 1"
     rollouts = [rollout(0, "reverse"), *(rollout(i, "upper") for i in range(3))]
     targets = scoring.score(rollouts)
-    targets.collect()
+    targets.wait_for_parts()
     assert len(targets.restarted) == 2
     assert list(targets.quarantined) == [rollouts[0].sample_id] and targets.rows == 3
 
@@ -312,10 +312,10 @@ def test_a_worker_is_asked_for_few_parts_before_one_is_taken(
 ) -> None:
     workers = mortal(in_process, {})
     targets = pool(teachers, 1).score(ROLLOUTS)
-    assert workers[0].asked == AHEAD
+    assert workers[0].asked == PARTS_AHEAD
     for taken in range(1, 6):
-        assert targets.take() is not None
-        assert workers[0].asked == AHEAD + taken
+        assert targets.take_part() is not None
+        assert workers[0].asked == PARTS_AHEAD + taken
 
 
 def test_heads_are_read_from_a_worker_that_lives(teachers: dict[str, Teacher], in_process: Any) -> None:
@@ -324,7 +324,7 @@ def test_heads_are_read_from_a_worker_that_lives(teachers: dict[str, Teacher], i
     before = scoring.heads()
     assert set(before) == {scoring.head_of(t).key for t in teachers.values()}
     heads = {key: head_tensor(head.handle.fetch()) for key, head in before.items()}
-    scoring.score(ROLLOUTS).collect()
+    scoring.score(ROLLOUTS).wait_for_parts()
     targets = scoring.score(ROLLOUTS)
     assert workers[0].dead and set(targets.heads) == set(before)
     for key, head in targets.heads.items():
@@ -339,7 +339,7 @@ def test_a_pool_that_was_stopped_starts_nothing_again(teachers: dict[str, Teache
     scoring.stop()
     assert in_process.killed == workers
     with pytest.raises(RunError, match="died in part 0"):
-        scoring.score(ROLLOUTS).collect()
+        scoring.score(ROLLOUTS).wait_for_parts()
     assert len(workers) == 2
 
 
@@ -356,5 +356,5 @@ def test_a_pool_that_is_stopped_while_it_restarts_a_worker_ends_that_one_too(
 
     in_process.replace = start_and_stop
     with pytest.raises(RunError, match="died in part 0"):
-        scoring.score(ROLLOUTS).collect()
+        scoring.score(ROLLOUTS).wait_for_parts()
     assert workers[2] in in_process.killed and workers[2].begun == 0

@@ -50,7 +50,7 @@ def changed(teacher: Teacher, path: Path, scale: float) -> Teacher:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_the_registered_teacher_is_known_again(payload: str, dtype: str, teacher: Teacher) -> None:
-    head = worker(payload, dtype).describe(teacher)
+    head = worker(payload, dtype).describe_head(teacher)
     assert head.file is not None
     head_V_D = head.file.read()
     assert head_V_D is not None and head_key(head_V_D, head.rule) == head.key
@@ -58,7 +58,7 @@ def test_the_registered_teacher_is_known_again(payload: str, dtype: str, teacher
 
 def test_the_head_of_an_untied_model_lies_under_its_own_name(make_model_dir: Any, tmp_path: Path) -> None:
     untied = Teacher(name="untied", model_dir=make_model_dir(tmp_path / "untied", seed=5, tie=False))
-    head = worker("hidden_states").describe(untied)
+    head = worker("hidden_states").describe_head(untied)
     assert head.file is not None and head.file.names == ("lm_head.weight",)
     head_V_D = head.file.read()
     assert head_V_D is not None and head_key(head_V_D, head.rule) == head.key
@@ -70,15 +70,15 @@ def test_another_teacher_in_its_place_stops_the_run(
 ) -> None:
     swapped = dataclasses.replace(teacher, model_dir=expert_dirs["up"])
     with pytest.raises(RunError, match=r"teacher rev: log-probs differ by \d+\.\d+ nats .*garbled or swapped"):
-        worker(payload).describe(swapped)
-    worker(payload).describe(dataclasses.replace(swapped, probe=None))
+        worker(payload).describe_head(swapped)
+    worker(payload).describe_head(dataclasses.replace(swapped, probe=None))
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_one_garbled_matrix_stops_the_run(payload: str, teacher: Teacher, tmp_path: Path) -> None:
-    worker(payload).describe(changed(teacher, tmp_path / "hardly", 1e-3))
+    worker(payload).describe_head(changed(teacher, tmp_path / "hardly", 1e-3))
     with pytest.raises(RunError, match="teacher rev: log-probs differ"):
-        worker(payload).describe(changed(teacher, tmp_path / "garbled", 3.0))
+        worker(payload).describe_head(changed(teacher, tmp_path / "garbled", 3.0))
 
 
 @pytest.mark.parametrize("shift", [0.04, 0.06, 0.19, 0.21, float("nan")])
@@ -90,10 +90,10 @@ def test_the_coarser_type_decides_how_near_is_near(registered: str, dtype: str, 
     )
     other = dataclasses.replace(teacher, probe=probe)
     if shift < (0.05 if registered == "float32" else 0.2):
-        worker("sampled_logprobs", dtype).describe(other)
+        worker("sampled_logprobs", dtype).describe_head(other)
     else:
         with pytest.raises(RunError, match="teacher rev: log-probs differ by"):
-            worker("sampled_logprobs", dtype).describe(other)
+            worker("sampled_logprobs", dtype).describe_head(other)
 
 
 def test_states_that_are_not_finite_name_the_teacher(teacher: Teacher, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_states_that_are_not_finite_name_the_teacher(teacher: Teacher, tmp_path:
     state["model.norm.weight"][3] = torch.nan
     save_file(state, broken / "model.safetensors", {"format": "pt"})
     with pytest.raises(RunError, match="teacher rev: hidden states are not finite on the probe"):
-        worker("hidden_states").describe(dataclasses.replace(teacher, model_dir=broken))
+        worker("hidden_states").describe_head(dataclasses.replace(teacher, model_dir=broken))
 
 
 def test_a_top_k_payload_counts_only_what_its_bounds_exclude(teacher: Teacher) -> None:
@@ -114,9 +114,9 @@ def test_a_top_k_payload_counts_only_what_its_bounds_exclude(teacher: Teacher) -
         other = dataclasses.replace(teacher, probe=dataclasses.replace(teacher.probe, logprobs=tuple(logprobs)))
         if refused:
             with pytest.raises(RunError, match="differ"):
-                worker("top_k").describe(other)
+                worker("top_k").describe_head(other)
         else:
-            worker("top_k").describe(other)
+            worker("top_k").describe_head(other)
 
 
 # Adapters
@@ -134,7 +134,7 @@ def lora(tiny_model_dir: Path, make_adapter: Callable[..., Path], tmp_path: Path
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_the_registered_adapter_is_known_again(payload: str, dtype: str, lora: Teacher) -> None:
-    worker(payload, dtype).describe(lora)
+    worker(payload, dtype).describe_head(lora)
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
@@ -156,7 +156,7 @@ def test_another_base_or_adapter_in_its_place_stops_the_run(
         {"adapter_dir": None},
     ):
         with pytest.raises(RunError, match=r"teacher lora: log-probs differ by \d+\.\d+ nats .*garbled or swapped"):
-            scoring.describe(dataclasses.replace(lora, **swap))
+            scoring.describe_head(dataclasses.replace(lora, **swap))
     with pytest.raises(RunError, match=f"under {tiny_model_dir} or {other}$"):
-        scoring.describe(dataclasses.replace(lora, adapter_dir=other))
-    scoring.describe(lora)
+        scoring.describe_head(dataclasses.replace(lora, adapter_dir=other))
+    scoring.describe_head(lora)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opd.interfaces import Objective
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.sampled import Sampled
+from opd.losses.sampled import SampledKL
 from opd.losses.top_k import TopK
 from opd.models.heads import Head
 from opd.models.logit_rule import IDENTITY
@@ -31,7 +31,7 @@ from tests.rows import spans_of
 from tests.unit.teachers.conftest import rollout
 
 K, WIDTH, VOCABULARY = 4, 64, 76
-OBJECTIVES: dict[str, Objective] = {"hidden_states": ReverseKL(), "sampled_logprobs": Sampled(), "top_k": TopK()}
+OBJECTIVES: dict[str, Objective] = {"hidden_states": ReverseKL(), "sampled_logprobs": SampledKL(), "top_k": TopK()}
 OPTIONS: dict[str, Any] = {"dtype": "float32", "top_k": K, "vocab_size": VOCABULARY, "memory_bytes": 1 << 30}
 
 
@@ -186,12 +186,12 @@ def test_an_engines_states_and_log_probs_are_taken_at_trained_tokens(given: Roll
     places = [len(given.prompt_ids) + place for place in given.trained]
     pooling = VLLMScorer(ScorerOptions(payload="hidden_states", **OPTIONS))
     pooling._llm = Engine()
-    (answer,) = pooling._ask([given], "h")
+    (answer,) = pooling._run_engine([given], "h")
     assert answer is not None
     assert answer.states(torch.float32).tolist() == [[t - 1.0, t - 0.5] for t in places], (
         "a token is predicted one place before it"
     )
     generating = VLLMScorer(ScorerOptions(payload="sampled_logprobs", **OPTIONS))
     generating._llm = Engine()
-    (answer,) = generating._ask([given], "")
+    (answer,) = generating._run_engine([given], "")
     assert answer is not None and list(answer.teacher_logprobs) == [-float(t) for t in places]

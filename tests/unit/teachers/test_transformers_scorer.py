@@ -20,7 +20,7 @@ from opd.payloads.top_k import TopTokens
 from opd.records.types import Teacher
 from opd.stream.schema import read_stream, write_stream
 from teachers.scorers import ScorerOptions
-from teachers.scorers.rows import batches
+from teachers.scorers.rows import split_batches
 from teachers.scorers.transformers import TransformersScorer
 from teachers.weights import weights_nbytes
 from tests.unit.teachers.conftest import rollout
@@ -337,8 +337,8 @@ def test_weights_that_do_not_fit_their_config_stop_the_run(
 
 def test_batches_hold_every_row_once_and_stay_small() -> None:
     rollouts = [rollout(i, prompt=300, response=10 + i) for i in range(60)]
-    found = list(batches(rollouts, 4096))
+    found = list(split_batches(rollouts, 4096))
     assert sorted(r.sample_id for b in found for r in b) == sorted(r.sample_id for r in rollouts)
     assert all(sum(len(r.prompt_ids) + len(r.response_ids) for r in b) <= 4096 for b in found)
-    assert list(batches([], 4096)) == []
-    assert [len(b) for b in batches([rollout(0, prompt=9000), rollout(1)], 4096)] == [1, 1]
+    assert list(split_batches([], 4096)) == []
+    assert [len(b) for b in split_batches([rollout(0, prompt=9000), rollout(1)], 4096)] == [1, 1]

@@ -12,7 +12,7 @@ import pytest
 
 from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.rows import episode_row
-from experts.sft import IGNORED, collate, encode_lines
+from experts.sft import IGNORED, collate_examples, encode_lines
 from experts.suites.letters import build_tokenizer
 from opd.errors import ModelError, PromptError
 from opd.prompts import PromptLine, encode_prompt
@@ -130,7 +130,7 @@ def test_episodes_and_single_turns_share_a_batch() -> None:
         PromptLine(prompt="rev ab=", completion="ba"),
         episode_row({"prompt": "maze\n", "messages": messages("b3:", [("N", ("b2:",)), ("S", ())])}),
     ]
-    batch = collate(encode_lines(tokenizer, lines, max_length=64))
+    batch = collate_examples(encode_lines(tokenizer, lines, max_length=64))
     labels = batch["labels"]
     assert not isinstance(labels, int)
     assert [tokenizer.decode(row[row != IGNORED]) for row in labels] == ["ba<eos>", "N<eos>S<eos>"]

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from cli import app
 from experts.episodes.encode import EpisodeEncoder
-from experts.episodes.play import Play, play_tasks
+from experts.episodes.play import PlaySettings, play_tasks
 from experts.episodes.rows import episode_row, has_episodes, read_episodes
 from experts.suites import DOMAINS, SUITES, write_suite
 from experts.suites.letters import build_tokenizer
-from opd.environments import ENVIRONMENTS, find
+from opd.environments import ENVIRONMENTS, find_environment
 from opd.errors import ConfigError
 from opd.prompts import read_prompt_lines
 from opd.records.environments import Action, Outcome
@@ -30,14 +30,14 @@ def said(row: Mapping[str, Any]) -> list[str]:
 
 
 def rows_of(name: str, num: int = 20, **play: Any) -> list[dict[str, Any]]:
-    return play_tasks(name, find(name, "here").tasks(num, 3), Play(**play))
+    return play_tasks(name, find_environment(name, "here").tasks(num, 3), PlaySettings(**play))
 
 
 @pytest.mark.parametrize("name", GAMES)
 def test_every_turn_of_weight_1_is_the_solvers_and_no_other(name: str) -> None:
     wrong = total = 0
     for row in rows_of(name):
-        environment = find(name, "here")()
+        environment = find_environment(name, "here")()
         environment.reset(row["metadata"], 0)
         for turn in row["messages"]:
             if turn["role"] != "assistant":
@@ -57,10 +57,10 @@ def test_every_turn_of_weight_1_is_the_solvers_and_no_other(name: str) -> None:
 def test_a_rollout_of_the_same_turns_has_the_same_tokens(name: str, form: str) -> None:
     """The real environment through the real runner: its observations are those of the row, to the token."""
     tokenizer = build_tokenizer() if form == "characters" else chat_tokenizer(WITH_TOOLS)
-    environment = find(name, "here")
+    environment = find_environment(name, "here")
     tools = {"tools": [tool.schema() for tool in environment.tools]}
     encoder = EpisodeEncoder(tokenizer)
-    for row in play_tasks(name, environment.tasks(10, 0, form=form), Play(mistakes=0.4)):
+    for row in play_tasks(name, environment.tasks(10, 0, form=form), PlaySettings(mistakes=0.4)):
         ids, learned = encoder.encode(episode_row(row | tools))
         found = spoken(tokenizer, ENVIRONMENTS[name], row, said(row))
         (rollout,) = found.rollouts
@@ -69,7 +69,7 @@ def test_a_rollout_of_the_same_turns_has_the_same_tokens(name: str, form: str) -
         assert all(mine <= theirs for mine, theirs in zip(learned, sampled, strict=True))
         assert (
             (found.stop_reason, found.reward) == ("done", 1.0)
-            or len(said(row)) == Play().max_turns
+            or len(said(row)) == PlaySettings().max_turns
             or found.reward == 0
         )
         assert tokenizer.unk_token_id not in ids, "the alphabet has every sign"
@@ -91,7 +91,7 @@ def test_mistakes_lead_off_the_way_and_some_cannot_be_done() -> None:
 
 
 def test_an_episode_that_mistakes_would_spend_on_nothing_is_played_right() -> None:
-    rows = play_tasks("calculator", find("calculator", "here").tasks(40, 0), Play(mistakes=0.95))
+    rows = play_tasks("calculator", find_environment("calculator", "here").tasks(40, 0), PlaySettings(mistakes=0.95))
     assert all(any(turn.get("weight") for turn in row["messages"]) for row in rows)
 
 
@@ -113,13 +113,13 @@ class Unsolved:
 @pytest.mark.parametrize(
     ("name", "play", "says"),
     [
-        (f"{__name__}:Unsolved", Play(), "no method `solve`"),
-        ("hanio", Play(), "did you mean `hanoi`"),
-        ("hanoi", Play(mistakes=1.0), "a share of mistakes from 0 to below 1"),
-        ("hanoi", Play(max_turns=0), "max_turns 0"),
+        (f"{__name__}:Unsolved", PlaySettings(), "no method `solve`"),
+        ("hanio", PlaySettings(), "did you mean `hanoi`"),
+        ("hanoi", PlaySettings(mistakes=1.0), "a share of mistakes from 0 to below 1"),
+        ("hanoi", PlaySettings(max_turns=0), "max_turns 0"),
     ],
 )
-def test_what_cannot_be_played_is_refused(name: str, play: Play, says: str) -> None:
+def test_what_cannot_be_played_is_refused(name: str, play: PlaySettings, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         play_tasks(name, [], play)
 
@@ -144,7 +144,7 @@ def test_the_suite_keeps_exams_apart_and_repeats_tasks_of_small_domains(tmp_path
 
 
 def test_a_domain_in_chat_has_another_prompt() -> None:
-    (row,) = play_tasks("maze", find("maze", "here").tasks(1, 0, form="chat"), Play())
+    (row,) = play_tasks("maze", find_environment("maze", "here").tasks(1, 0, form="chat"), PlaySettings())
     ids, _ = EpisodeEncoder(chat_tokenizer(CHATML)).encode(episode_row(row))
     text = chat_tokenizer(CHATML).decode(ids)
     assert text.startswith("<|im_start|>user\nYou walk through a maze.") and text.endswith("<|im_end|>")
@@ -155,7 +155,7 @@ def test_the_command_writes_episodes_that_an_expert_can_learn(tmp_path: Path) ->
     asked = ["environments", "episodes", "maze", "--n", "5", "--seed", "3", "--mistakes", "0.2", "--set", "mazes=2"]
     done = CliRunner().invoke(app, [*asked, "--output", str(output)])
     assert (done.exit_code, done.output) == (0, f"maze: 5 episodes in {output}\n")
-    rows = play_tasks("maze", find("maze", "here").tasks(5, 3, mazes=2), Play(mistakes=0.2, seed=3))
+    rows = play_tasks("maze", find_environment("maze", "here").tasks(5, 3, mazes=2), PlaySettings(mistakes=0.2, seed=3))
     assert has_episodes(output) and read_episodes(output) == [episode_row(row) for row in rows]
     done = CliRunner().invoke(app, [*asked[:3], "--mistakes", "2", "--output", str(tmp_path / "no.jsonl")])
     assert done.exit_code == 2 and "a share of mistakes" in done.output and not (tmp_path / "no.jsonl").exists()

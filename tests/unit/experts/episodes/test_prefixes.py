@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from cli import app
-from experts.episodes.play import Play, play_tasks
+from experts.episodes.play import PlaySettings, play_tasks
 from experts.episodes.prefixes import read_prefixes
 from experts.suites.letters import build_tokenizer
-from opd.environments import ENVIRONMENTS, find
+from opd.environments import ENVIRONMENTS, find_environment
 from opd.errors import ConfigError, PromptError
 from opd.prompts import load_prompts
 from pipelines.environments import write_prefixes
@@ -28,7 +28,9 @@ GAMES = ["maze", "hanoi", "mastermind", "number", "sorting", "lights", "calculat
 
 
 def episodes(path: Path, name: str, form: str, count: int = 6) -> list[dict[str, Any]]:
-    rows = play_tasks(name, find(name, "test").tasks(count, 3, form=form), Play(mistakes=0.3, max_turns=9, seed=3))
+    rows = play_tasks(
+        name, find_environment(name, "test").tasks(count, 3, form=form), PlaySettings(mistakes=0.3, max_turns=9, seed=3)
+    )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows
 

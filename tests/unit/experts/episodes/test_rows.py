@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from experts.episodes.rows import has_episodes, learned, read_episodes
+from experts.episodes.rows import has_episodes, is_learned, read_episodes
 from experts.registry import Registry
 from experts.spec import ExpertsSpec
 from experts.train import train_experts
 from opd.config.prompts import FilterConfig, PromptsConfig
 from opd.errors import PromptError
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 
 SAYS = {"role": "assistant", "content": "N"}
 SEES = {"role": "user", "content": "b3:"}
@@ -31,7 +31,7 @@ def test_an_episode_is_split_into_observations_and_turns(tmp_path: Path) -> None
     assert has_episodes(path)
     (row,) = read_episodes(path)
     assert (row.prompt, row.observations, row.turns) == ("maze", ((SEES,), (SEES,)), (wrong, SAYS))
-    assert [learned(turn) for turn in row.turns] == [False, True]
+    assert [is_learned(turn) for turn in row.turns] == [False, True]
     assert row.asks and row.tools == ()
 
 
@@ -98,7 +98,7 @@ def test_an_expert_learns_episodes_and_is_registered_with_those_that_ask(tmp_pat
         "registry": str(tmp_path / "registry"),
     }
     lines: list[str] = []
-    train_experts(validate(ExpertsSpec, raw, "spec.yaml"), lines.append)
+    train_experts(validate_section(ExpertsSpec, raw, "spec.yaml"), lines.append)
     for name in files:
         losses = [float(line.split("loss ")[1].split(" ")[0]) for line in lines if line.startswith(f"{name}: step")]
         assert losses[-1] < losses[0] / 2

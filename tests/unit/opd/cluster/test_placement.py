@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from opd.cluster import Node, Seat, placement
-from opd.cluster.placement import NODE, Place, matches
+from opd.cluster.placement import NODE, ReservedSeat, matches_selector
 
 HERE = Node(
     id="a1", address="10.0.0.1", here=True, has={"CPU": 2, "memory": 5e9, "node:10.0.0.1": 1, "GPU": 0.5}, labels={"pool": "x", NODE: "a1"}
@@ -34,7 +34,7 @@ HERE = Node(
     ],
 )
 def test_labels_are_selected_as_ray_does(value: str | None, wanted: str, is_so: bool) -> None:
-    assert matches(value, wanted) is is_so
+    assert matches_selector(value, wanted) is is_so
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_labels_are_selected_as_ray_does(value: str | None, wanted: str, is_so: 
     ],
 )
 def test_a_seat_fits_a_node(asks: dict[str, float], labels: dict[str, str], fits: bool) -> None:
-    assert Seat(worker="w", asks=asks, labels=labels).fits(HERE) is fits
+    assert Seat(worker="w", asks=asks, labels=labels).fits_node(HERE) is fits
 
 
 def test_nodes_and_seats_in_words() -> None:
@@ -65,7 +65,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         address, port = door.getsockname()
         at = {"NodeManagerAddress": address, "NodeManagerPort": port}
         monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "a1", "Alive": known.alive, **at}])
-        monkeypatch.setattr(placement, "_nodes_of", lambda group: {0: known.node} if known.node else {})
+        monkeypatch.setattr(placement, "_read_bundle_nodes", lambda group: {0: known.node} if known.node else {})
 
         def sleep(seconds: float) -> None:
             known.slept.append(seconds)
@@ -76,13 +76,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         yield known
 
 
-PLACE = Place(Seat(worker="w", asks={"CPU": 1}), group="group", index=0)
+PLACE = ReservedSeat(Seat(worker="w", asks={"CPU": 1}), group="group", index=0)
 
 
 def test_a_place_on_a_node_that_answers_or_on_none_is_settled(cluster: SimpleNamespace) -> None:
-    PLACE.settle()
+    PLACE.wait_for_node()
     cluster.node = None  # Ray looks for one
-    PLACE.settle()
+    PLACE.wait_for_node()
     assert cluster.slept == []
 
 
@@ -97,12 +97,12 @@ def test_a_worker_waits_until_ray_knows_that_its_node_is_gone(cluster: SimpleNam
             cluster.node = None
 
     cluster.then = then
-    PLACE.settle()
+    PLACE.wait_for_node()
     assert len(cluster.slept) == 3
 
 
 def test_it_does_not_wait_for_ever(cluster: SimpleNamespace) -> None:
     cluster.door.close()
     cluster.clock.monotonic = iter(range(0, 1000, 25)).__next__
-    PLACE.settle()
+    PLACE.wait_for_node()
     assert len(cluster.slept) == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opd.cluster.session import _make_own_directory, room_for_sockets, too_long_for_sockets
+from opd.cluster.session import _make_own_directory, find_long_ray_variable, max_socket_directory_bytes
 from opd.errors import ConfigError
 
 
@@ -26,12 +26,13 @@ def test_a_temporary_directory_without_room_for_rays_sockets_is_refused(
 ) -> None:
     for known in ("TMPDIR", "RAY_TMPDIR"):
         monkeypatch.delenv(known, raising=False)
-    assert too_long_for_sockets(os.environ) is None
-    monkeypatch.setenv(name, "/" + "x" * (room_for_sockets() - 1))
-    assert too_long_for_sockets(os.environ) is None
-    monkeypatch.setenv(name, "/" + "x" * room_for_sockets())
+    assert find_long_ray_variable(os.environ) is None
+    monkeypatch.setenv(name, "/" + "x" * (max_socket_directory_bytes() - 1))
+    assert find_long_ray_variable(os.environ) is None
+    monkeypatch.setenv(name, "/" + "x" * max_socket_directory_bytes())
     with pytest.raises(
-        ConfigError, match=f"environment variable {name}(.|\n)*at most {room_for_sockets()} bytes(.|\n)*RAY_TMPDIR=/tmp"
+        ConfigError,
+        match=f"environment variable {name}(.|\n)*at most {max_socket_directory_bytes()} bytes(.|\n)*RAY_TMPDIR=/tmp",
     ):
         _make_own_directory()
 

@@ -9,7 +9,7 @@ import pytest
 
 from opd.cluster import Worker, WorkerDied, watching
 from opd.cluster.pulse import LOOK_S, SILENT_S, Pulse
-from opd.cluster.watching import Watch
+from opd.cluster.watching import WorkerWatch
 
 
 class Listening:
@@ -19,7 +19,7 @@ class Listening:
         self.now = 1000.0
         self.said: dict[bytes, bytes] = {}
         self.killed: list[str] = []
-        self.watch = Watch()
+        self.watch = WorkerWatch()
         self.one, self.two = (Worker[Any](None, name, Pulse(name.encode()), self.watch) for name in ("one", "two"))
 
     def internal_kv_get(self, key: bytes, namespace: bytes, timeout: float) -> bytes | None:
@@ -141,7 +141,7 @@ def test_a_store_that_ends_while_it_is_asked_is_named_at_once(
 
 def test_a_worker_that_was_forgotten_is_not_listened_to(listening: Listening) -> None:
     speak(listening, 10, b"one", b"two")
-    assert listening.watch.forget(listening.two) and not listening.watch.forget(listening.two)
+    assert listening.watch.stop_watching(listening.two) and not listening.watch.stop_watching(listening.two)
     speak(listening, SILENT_S + 10, b"one")
     assert listening.killed == [] and listening.watch.workers == [listening.one]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from opd.cluster import LostValue, Worker, WorkerDied, first, spawn, wait, waiting
+from opd.cluster import LostValue, Worker, WorkerDied, spawn_worker, wait_first, wait_for_all, waiting
 from opd.cluster.pulse import Pulse
-from opd.cluster.watching import Watch
+from opd.cluster.watching import WorkerWatch
 from opd.errors import RunError
 
 
@@ -57,11 +57,11 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def watch() -> Watch:
-    return Watch()
+def watch() -> WorkerWatch:
+    return WorkerWatch()
 
 
-def start(watch: Watch, name: str, *answers: Callable[[], Any]) -> tuple[Worker[Counter], Actor]:
+def start(watch: WorkerWatch, name: str, *answers: Callable[[], Any]) -> tuple[Worker[Counter], Actor]:
     """A worker that gives these answers, one after the other."""
     actor = Actor()
     actor.answers += answers
@@ -82,16 +82,16 @@ def fails() -> Any:
     raise ray.exceptions.RayTaskError("fail", "traceback", RunError("step 3: connection closed by peer"))
 
 
-def test_a_method_is_called_by_reference(watch: Watch) -> None:
+def test_a_method_is_called_by_reference(watch: WorkerWatch) -> None:
     worker, actor = start(watch, "counter 0", lambda: 6, lambda: 8)
     pending = worker.submit(Counter.add, 3, times=2)
     assert (pending.worker, pending.method) == (worker, "add")
-    assert worker.submit(Counter.add, 8).result(timeout_s=1) == 8
+    assert worker.submit(Counter.add, 8).wait_for_result(timeout_s=1) == 8
     assert actor.asked == [("add", (3,), {"times": 2}), ("add", (8,), {})]
-    assert pending.result(timeout_s=1) == 6
+    assert pending.wait_for_result(timeout_s=1) == 6
 
 
-def test_an_answer_on_demand_is_asked_for_each_time_it_is_fetched(watch: Watch) -> None:
+def test_an_answer_on_demand_is_asked_for_each_time_it_is_fetched(watch: WorkerWatch) -> None:
     worker, actor = start(watch, "counter 0", lambda: 1, lambda: 2)
     later = worker.on_demand(5.0, Counter.add, 3, times=2)
     assert actor.asked == []
@@ -99,20 +99,20 @@ def test_an_answer_on_demand_is_asked_for_each_time_it_is_fetched(watch: Watch) 
     assert actor.asked == [("add", (3,), {"times": 2})] * 2
 
 
-def test_answers_come_in_order_whichever_came_first(watch: Watch) -> None:
+def test_answers_come_in_order_whichever_came_first(watch: WorkerWatch) -> None:
     asked = [start(watch, f"counter {i}", lambda i=i: i)[0].submit(Counter.add, i) for i in range(3)]
-    assert wait(asked, timeout_s=1) == [0, 1, 2]
-    assert first(asked[:2], timeout_s=1) == 1
+    assert wait_for_all(asked, timeout_s=1) == [0, 1, 2]
+    assert wait_first(asked[:2], timeout_s=1) == 1
 
 
-def test_a_death_is_told_with_worker_and_method_and_the_worker_no_longer_listened_to(watch: Watch) -> None:
+def test_a_death_is_told_with_worker_and_method_and_the_worker_no_longer_listened_to(watch: WorkerWatch) -> None:
     worker, _ = start(watch, "counter 7", dies)
     with pytest.raises(WorkerDied, match=r"^counter 7: the worker died during `fail`: its process is gone") as death:
-        worker.submit(Counter.fail).result(timeout_s=1)
+        worker.submit(Counter.fail).wait_for_result(timeout_s=1)
     assert death.value.worker is worker and watch.workers == []
 
 
-def test_a_worker_that_was_to_get_a_dead_ones_answer_is_not_dead_itself(watch: Watch) -> None:
+def test_a_worker_that_was_to_get_a_dead_ones_answer_is_not_dead_itself(watch: WorkerWatch) -> None:
     import ray
 
     def orphaned() -> Any:
@@ -121,19 +121,19 @@ def test_a_worker_that_was_to_get_a_dead_ones_answer_is_not_dead_itself(watch: W
 
     worker, _ = start(watch, "counter 7", orphaned)
     with pytest.raises(WorkerDied, match=r"^counter 7: `fail` was to get the answer of a worker that died") as death:
-        worker.submit(Counter.fail).result(timeout_s=1)
+        worker.submit(Counter.fail).wait_for_result(timeout_s=1)
     assert death.value.worker is None and watch.workers == [worker]
 
 
-def test_the_death_of_a_worker_that_was_silent_is_told_by_its_reason(watch: Watch) -> None:
+def test_the_death_of_a_worker_that_was_silent_is_told_by_its_reason(watch: WorkerWatch) -> None:
     worker, _ = start(watch, "counter 7", dies)
     worker.pulse.ended = "no sign of life for 40 s (`add` was waited for); killed"
     with pytest.raises(WorkerDied, match=r"^counter 7: no sign of life for 40 s \(`add` was waited for\); killed$"):
-        worker.submit(Counter.fail).result(timeout_s=1)
+        worker.submit(Counter.fail).wait_for_result(timeout_s=1)
 
 
 def test_an_answer_that_is_lost_with_its_node_is_the_death_of_its_worker(
-    watch: Watch, monkeypatch: pytest.MonkeyPatch
+    watch: WorkerWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever can start a worker again asks it anew."""
     import ray
@@ -148,7 +148,7 @@ def test_an_answer_that_is_lost_with_its_node_is_the_death_of_its_worker(
     monkeypatch.setattr(Worker, "kill", lambda worker: killed.append(worker.name))
     worker, _ = start(watch, "counter 7", lost, given_lost)
     with pytest.raises(WorkerDied, match=r"^counter 7: a value is lost with the node that had it") as death:
-        worker.submit(Counter.add, 1).result(timeout_s=1)
+        worker.submit(Counter.add, 1).wait_for_result(timeout_s=1)
     assert death.value.worker is worker and killed == ["counter 7"]
     with pytest.raises(WorkerDied, match=r"^counter 7: `add` was given a value that is lost$") as other:
         worker.submit(Counter.add, 1).result(timeout_s=1)
@@ -166,7 +166,7 @@ def test_an_answer_that_is_lost_with_its_node_is_the_death_of_its_worker(
     ],
 )
 def test_a_call_that_was_given_what_could_not_be_made_can_be_made_again(
-    watch: Watch, name: str, known: dict[str, str]
+    watch: WorkerWatch, name: str, known: dict[str, str]
 ) -> None:
     """It did not begin, and the worker lives."""
     import ray
@@ -176,20 +176,22 @@ def test_a_call_that_was_given_what_could_not_be_made_can_be_made_again(
 
     worker, _ = start(watch, "counter 7", given_lost, lambda: 5)
     with pytest.raises(LostValue, match=r"^counter 7: `add` was ") as lost:
-        worker.submit(Counter.add, 1).result(timeout_s=1)
-    assert lost.value.worker is None and worker.submit(Counter.add, 5).result(timeout_s=1) == 5
+        worker.submit(Counter.add, 1).wait_for_result(timeout_s=1)
+    assert lost.value.worker is None and worker.submit(Counter.add, 5).wait_for_result(timeout_s=1) == 5
 
 
-def test_a_partners_death_explains_a_failure(watch: Watch) -> None:
+def test_a_partners_death_explains_a_failure(watch: WorkerWatch) -> None:
     failing, dead = start(watch, "counter 0", fails)[0], start(watch, "counter 1", dies)[0]
     with pytest.raises(WorkerDied, match=r"^counter 1: the worker died during `fail`"):
-        wait([dead.submit(Counter.fail), failing.submit(Counter.fail)], timeout_s=1)
+        wait_for_all([dead.submit(Counter.fail), failing.submit(Counter.fail)], timeout_s=1)
     alone, other = start(watch, "counter 0", fails)[0], start(watch, "counter 1", fails)[0]
     with pytest.raises(RunError, match=r"^step 3: connection closed by peer$"):
-        wait([alone.submit(Counter.fail), other.submit(Counter.fail)], timeout_s=1)
+        wait_for_all([alone.submit(Counter.fail), other.submit(Counter.fail)], timeout_s=1)
 
 
-def test_a_missed_deadline_names_all_who_were_asked_together(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missed_deadline_names_all_who_were_asked_together(
+    watch: WorkerWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
     asked = [start(watch, f"counter {i}", lambda: None)[0].submit(Counter.fail) for i in range(2)]
@@ -197,13 +199,13 @@ def test_a_missed_deadline_names_all_who_were_asked_together(watch: Watch, monke
     monkeypatch.setattr(ray, "wait", lambda handles, **_: next(came))
     monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=iter([0.0, 0.0, 2.0]).__next__))
     with pytest.raises(RunError, match=r"^counter 0, counter 1: `fail` took longer than 1 s \(cluster.phase_timeout_s"):
-        wait(asked, timeout_s=1)
+        wait_for_all(asked, timeout_s=1)
 
 
 def test_nothing_is_started_outside_of_a_session() -> None:
     """Ray would start by itself, and listen beyond this machine."""
     with pytest.raises(WorkerDied, match="its session has ended, or was not begun"):
-        spawn(Counter, name="counter 0", env={})
+        spawn_worker(Counter, name="counter 0", env={})
 
 
 def test_a_process_bound_to_one_core_computes_with_one_thread() -> None:

@@ -9,7 +9,7 @@ import pytest
 from opd.config import PipelineConfig, rounds_of
 from opd.config.balance import GapBalance, SamplesBalance, TokensBalance
 from opd.errors import ConfigError
-from opd.settings.yaml_files import apply_overrides, validate
+from opd.settings.yaml_files import apply_overrides, validate_section
 
 VALID: dict[str, Any] = {
     "name": "two",
@@ -21,7 +21,7 @@ VALID: dict[str, Any] = {
 
 
 def read(balance: Any) -> PipelineConfig:
-    return validate(PipelineConfig, VALID | {"balance": balance}, "p.yaml")
+    return validate_section(PipelineConfig, VALID | {"balance": balance}, "p.yaml")
 
 
 def refusal(balance: Any) -> str:
@@ -46,12 +46,12 @@ def test_a_name_is_its_kind_with_the_defaults(balance: Any, section: Any) -> Non
     config = read(balance)
     assert config.balance == section and type(config.balance) is type(section)
     data = config.model_dump(mode="json")
-    assert data["balance"]["kind"] == section.kind and validate(PipelineConfig, data, "p.yaml") == config
+    assert data["balance"]["kind"] == section.kind and validate_section(PipelineConfig, data, "p.yaml") == config
 
 
 def test_without_the_section_it_is_by_samples() -> None:
-    assert validate(PipelineConfig, VALID, "p.yaml").balance == SamplesBalance(kind="samples")
-    assert validate(PipelineConfig, apply_overrides(VALID, ["balance=gap"]), "p.yaml").balance.kind == "gap"
+    assert validate_section(PipelineConfig, VALID, "p.yaml").balance == SamplesBalance(kind="samples")
+    assert validate_section(PipelineConfig, apply_overrides(VALID, ["balance=gap"]), "p.yaml").balance.kind == "gap"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_key_of_another_kind_is_unknown(kind: str, key: str) -> None:
 
 
 def test_every_round_has_it() -> None:
-    config = validate(PipelineConfig, VALID | {"balance": "gap", "rounds": 2}, "p.yaml")
+    config = validate_section(PipelineConfig, VALID | {"balance": "gap", "rounds": 2}, "p.yaml")
     assert [one.balance for one in rounds_of(config)] == [GapBalance(kind="gap")] * 2
 
 

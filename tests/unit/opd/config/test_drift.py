@@ -10,7 +10,7 @@ from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.records.types import Teacher, WeightedTeacher
 from opd.rollouts.episodes.drift import Curriculum, DriftOptions, TeacherTurns
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.train.turns import TurnWeights
 from pipelines.inputs.drift import drift_options
 from pipelines.specs import rollout_spec, trainer_spec, turn_weights
@@ -24,7 +24,7 @@ def config(
     *, pipeline: dict[str, Any] | None = None, domain: dict[str, Any] | None = None, **acts: Any
 ) -> PipelineConfig:
     made = {"prompts": "maze.jsonl", "environment": {"name": "maze", "max_turns": 8} | acts} | (domain or {})
-    return validate(PipelineConfig, VALID | {"domains": {"math": made}} | (pipeline or {}), "p.yaml")
+    return validate_section(PipelineConfig, VALID | {"domains": {"math": made}} | (pipeline or {}), "p.yaml")
 
 
 def routes() -> dict[str, tuple[WeightedTeacher, ...]]:

@@ -9,7 +9,7 @@ import pytest
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
 from opd.errors import ConfigError
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 
 VALID: dict[str, Any] = {
     "name": "two",
@@ -22,7 +22,7 @@ VALID: dict[str, Any] = {
 
 def refusal(**sections: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        validate(PipelineConfig, VALID | sections, "p.yaml")
+        validate_section(PipelineConfig, VALID | sections, "p.yaml")
     return str(error.value)
 
 
@@ -37,14 +37,14 @@ def test_two_ranks_on_one_gpu_are_refused_with_the_way_out(gpus: float) -> None:
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 2), (1, 4), (2.0, 2), (0.3, 1), (1, 1)])
 def test_ranks_with_gpus_of_their_own_and_one_that_shares(gpus: float, ranks: int) -> None:
     trainer = VALID["trainer"] | {"ranks": ranks}
-    validate(PipelineConfig, VALID | {"trainer": trainer, "cluster": {"trainer_gpus": gpus}}, "p.yaml")
+    validate_section(PipelineConfig, VALID | {"trainer": trainer, "cluster": {"trainer_gpus": gpus}}, "p.yaml")
 
 
 def test_a_cpu_engine_does_not_sleep() -> None:
     message = refusal(rollout={"sleep": True})
     assert message.startswith("p.yaml: rollout.sleep\n") and "cluster.rollout_gpus" in message
     data = VALID | {"rollout": {"sleep": True}, "cluster": {"rollout_gpus": 0.4}}
-    assert validate(PipelineConfig, data, "p.yaml").rollout.sleep
+    assert validate_section(PipelineConfig, data, "p.yaml").rollout.sleep
 
 
 def test_teachers_stay_on_a_gpu_that_is_there_and_undivided() -> None:
@@ -56,7 +56,7 @@ def test_teachers_stay_on_a_gpu_that_is_there_and_undivided() -> None:
     message = refusal(teachers={"gpu_memory": 1, "device_map": "auto"}, cluster={"teacher_gpus": 2})
     assert message.startswith("p.yaml: teachers.gpu_memory\n") and "with teachers.device_map" in message
     data = VALID | {"teachers": {"gpu_memory": "4GiB"}, "cluster": {"teacher_gpus": 0.5}}
-    validate(PipelineConfig, data, "p.yaml")
+    validate_section(PipelineConfig, data, "p.yaml")
 
 
 @pytest.mark.parametrize("gpus", [0.5, 2])
@@ -76,7 +76,7 @@ def test_an_engine_of_two_processes_has_two_gpus_or_none(gpus: float) -> None:
         "teachers": {"engine": "vllm", "tensor_parallel_size": 2},
         "cluster": {"rollout_gpus": gpus, "teacher_gpus": gpus},
     }
-    config = validate(PipelineConfig, VALID | sections, "p.yaml")
+    config = validate_section(PipelineConfig, VALID | sections, "p.yaml")
     assert rollout_devices(config.cluster, config.rollout) == 2 * gpus
     assert teacher_devices(config.cluster, config.teachers) == 2 * gpus
 
@@ -136,7 +136,7 @@ def test_a_teacher_is_divided_among_what_its_worker_has(gpus: float, teachers: A
 )
 def test_maps_that_a_worker_can_follow(gpus: float, max_memory: dict[Any, Any]) -> None:
     data = VALID | {"teachers": AUTO | {"max_memory": max_memory}, "cluster": {"teacher_gpus": gpus}}
-    config = validate(PipelineConfig, data, "p.yaml")
+    config = validate_section(PipelineConfig, data, "p.yaml")
     assert teacher_devices(config.cluster, config.teachers) == gpus
     again = PipelineConfig.model_validate_json(config.model_dump_json())
     assert again == config, "JSON's keys are text"
@@ -146,7 +146,7 @@ def test_a_cache_of_fewer_bits_is_for_gpus() -> None:
     message = refusal(rollout={"kv_cache_dtype": "fp8"})
     assert message.startswith("p.yaml: rollout.kv_cache_dtype\n") and "wanted: auto: a CPU engine" in message
     data = VALID | {"rollout": {"kv_cache_dtype": "fp8"}, "cluster": {"rollout_gpus": 1}}
-    assert validate(PipelineConfig, data, "p.yaml").rollout.kv_cache_dtype == "fp8"
+    assert validate_section(PipelineConfig, data, "p.yaml").rollout.kv_cache_dtype == "fp8"
     assert "rollout.kv_cache_dtype" in refusal(rollout={"kv_cache_dtype": "int3"}, cluster={"rollout_gpus": 1})
 
 

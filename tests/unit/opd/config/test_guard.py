@@ -9,7 +9,7 @@ import pytest
 from opd.config import PipelineConfig
 from opd.config.guard import GuardConfig, guard_of
 from opd.errors import ConfigError
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 
 ACTING = {"prompts": "a.jsonl", "environment": {"name": "sandbox"}}
 VALID: dict[str, Any] = {
@@ -24,7 +24,9 @@ PLAIN = {"prompts": "b.jsonl", "teachers": "code"}
 
 def pipeline(guard: Any, domains: dict[str, Any] | None = None, **more: Any) -> PipelineConfig:
     section = {} if guard is None else {"guard": guard}
-    return validate(PipelineConfig, VALID | section | more | ({"domains": domains} if domains else {}), "p.yaml")
+    return validate_section(
+        PipelineConfig, VALID | section | more | ({"domains": domains} if domains else {}), "p.yaml"
+    )
 
 
 def test_a_domain_changes_some_keys_and_leaves_the_others() -> None:
@@ -32,7 +34,7 @@ def test_a_domain_changes_some_keys_and_leaves_the_others() -> None:
     config = pipeline({"deadline_s": 3}, {"code": ACTING | {"guard": own}, "plain": PLAIN})
     found = guard_of(config.guard, config.domains["code"].guard)
     assert found == GuardConfig.model_validate({"deadline_s": 3, **own})
-    again = validate(PipelineConfig, config.model_dump(mode="json"), "pipeline.yaml")
+    again = validate_section(PipelineConfig, config.model_dump(mode="json"), "pipeline.yaml")
     assert again == config, "as a resume reads it"
 
 

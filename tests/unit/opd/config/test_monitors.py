@@ -8,7 +8,7 @@ import pytest
 
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 
 VALID: dict[str, Any] = {
     "name": "one",
@@ -20,7 +20,7 @@ VALID: dict[str, Any] = {
 
 
 def pipeline(**monitors: Any) -> PipelineConfig:
-    return validate(PipelineConfig, VALID | {"monitors": monitors}, "p.yaml")
+    return validate_section(PipelineConfig, VALID | {"monitors": monitors}, "p.yaml")
 
 
 def test_a_key_that_is_changed_leaves_the_others_as_they_are() -> None:
@@ -38,8 +38,8 @@ def test_only_loops_stop_a_merge_by_default() -> None:
 
 def test_the_hardest_of_the_limits_that_a_reading_reaches() -> None:
     one = pipeline(length={"warn": 2, "pause": 3, "stop": 4}).monitors.length
-    assert [one.reached(value) for value in (1.9, 2.0, 3.5, 9.0)] == [None, ("warn", 2), ("pause", 3), ("stop", 4)]
-    assert pipeline(length={"warn": None}).monitors.length.reached(1e9) is None
+    assert [one.find_reached(value) for value in (1.9, 2.0, 3.5, 9.0)] == [None, ("warn", 2), ("pause", 3), ("stop", 4)]
+    assert pipeline(length={"warn": None}).monitors.length.find_reached(1e9) is None
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,16 @@ from opd.config import PipelineConfig, load_pipeline, rounds_of
 from opd.config.domains import RegisteredExperts
 from opd.config.objectives import OBJECTIVES, objective_config
 from opd.errors import ConfigError
-from opd.settings.yaml_files import MAX_YAML_DEPTH, MAX_YAML_NODES, apply_overrides, load_yaml, parse_yaml, validate
+from opd.settings.yaml_files import (
+    MAX_YAML_DEPTH,
+    MAX_YAML_NODES,
+    apply_overrides,
+    load_yaml,
+    parse_yaml,
+    validate_section,
+)
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SHIPPED = sorted((ROOT / "pipelines").glob("*.yaml"))
 
 VALID: dict[str, Any] = {
@@ -54,14 +61,14 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 def refusal(data: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
-        validate(PipelineConfig, data, "p.yaml")
+        validate_section(PipelineConfig, data, "p.yaml")
     message = str(error.value)
     assert all(f"\n  {part}" in message for part in ("found:  ", "wanted: ", "fix:    ")), message
     return message
 
 
 def test_a_minimal_pipeline_gets_the_defaults() -> None:
-    config = validate(PipelineConfig, VALID, "p.yaml")
+    config = validate_section(PipelineConfig, VALID, "p.yaml")
     assert config.rollout.temperature == 1.0
     assert config.domains["math"].eval is not None
     assert config.domains["math"].eval.verifier == "exact_match"
@@ -148,8 +155,11 @@ def test_a_step_has_all_responses_to_each_of_its_prompts(samples: int, n: int, w
     data = changed("trainer.samples_per_step", samples)
     message = refusal(data | {"rollout": {"n": n}})
     assert all(word in message for word in words), message
-    found = validate(PipelineConfig, changed("trainer.samples_per_step", 8) | {"rollout": {"n": 4}}, "p")
-    assert (found.rollout.n, validate(PipelineConfig, changed("trainer.samples_per_step", 8), "p").rollout.n) == (4, 1)
+    found = validate_section(PipelineConfig, changed("trainer.samples_per_step", 8) | {"rollout": {"n": 4}}, "p")
+    assert (
+        found.rollout.n,
+        validate_section(PipelineConfig, changed("trainer.samples_per_step", 8), "p").rollout.n,
+    ) == (4, 1)
 
 
 def test_too_few_samples_for_the_domains() -> None:
@@ -157,7 +167,7 @@ def test_too_few_samples_for_the_domains() -> None:
     assert "each of the 2 domains" in message
     assert "trainer.samples_per_step" in message
     assert "found:  1" in message
-    assert validate(PipelineConfig, changed("trainer.samples_per_step", 2), "p").trainer.samples_per_step == 2
+    assert validate_section(PipelineConfig, changed("trainer.samples_per_step", 2), "p").trainer.samples_per_step == 2
 
 
 # Objectives
@@ -266,7 +276,7 @@ def test_a_target_beyond_the_experts_that_cannot_be_computed_is_refused(keys: An
     ids=str,
 )
 def test_a_target_beyond_the_experts_that_can_be_computed_is_taken(keys: Any) -> None:
-    validate(PipelineConfig, one_domain(keys), "p.yaml")
+    validate_section(PipelineConfig, one_domain(keys), "p.yaml")
 
 
 def one_domain(keys: dict[str, Any]) -> dict[str, Any]:
@@ -300,7 +310,7 @@ FITTING = {
 def test_a_payload_that_does_not_hold_what_the_objective_needs_is_refused(kind: str, payload: str) -> None:
     data = changed("objective", {"kind": kind}) | {"teachers": {"payload": payload}}
     if (kind, payload) in FITTING:
-        assert validate(PipelineConfig, data, "p.yaml").objective.kind == kind
+        assert validate_section(PipelineConfig, data, "p.yaml").objective.kind == kind
         return
     message = refusal(data)
     assert message.startswith("p.yaml: objective.kind\n")
@@ -309,10 +319,10 @@ def test_a_payload_that_does_not_hold_what_the_objective_needs_is_refused(kind: 
 
 
 def test_the_default_objective_decides_at_each_token() -> None:
-    config = validate(PipelineConfig, VALID, "p.yaml")
+    config = validate_section(PipelineConfig, VALID, "p.yaml")
     assert (config.objective.kind, config.teachers.payload) == ("adaptive_kl", "hidden_states")
     assert (config.objective.normalize, config.domains["math"].loss_weight) == ("token_mean", 1.0)
-    assert validate(PipelineConfig, changed("objective.chunk", 7), "p.yaml").objective.kind == "adaptive_kl"
+    assert validate_section(PipelineConfig, changed("objective.chunk", 7), "p.yaml").objective.kind == "adaptive_kl"
 
 
 # Teachers elsewhere
@@ -330,7 +340,10 @@ TLS = {"engine": "flight", "address": "grpc+tls://teachers.example:8815", "tls_r
     ],
 )
 def test_teachers_elsewhere(teachers: dict[str, Any]) -> None:
-    assert validate(PipelineConfig, changed("teachers", teachers), "p.yaml").teachers.address == teachers["address"]
+    assert (
+        validate_section(PipelineConfig, changed("teachers", teachers), "p.yaml").teachers.address
+        == teachers["address"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -364,13 +377,13 @@ def test_an_address_that_does_not_fit_is_refused(teachers: dict[str, Any], key: 
 
 @pytest.mark.parametrize("use", ["all", ["math"], ["math", "code"]])
 def test_experts_from_the_registry(use: Any) -> None:
-    config = validate(PipelineConfig, changed("experts", {"use": use}), "p.yaml")
+    config = validate_section(PipelineConfig, changed("experts", {"use": use}), "p.yaml")
     assert isinstance(config.experts, RegisteredExperts)
     assert config.experts.use == use
 
 
 def test_experts_written_out() -> None:
-    config = validate(PipelineConfig, VALID, "p.yaml")
+    config = validate_section(PipelineConfig, VALID, "p.yaml")
     assert isinstance(config.experts, dict)
     assert config.experts["math"].model == Path("m")
 
@@ -392,7 +405,7 @@ def test_an_expert_name_is_no_path(name: str) -> None:
 
 
 def test_a_config_is_frozen() -> None:
-    config = validate(PipelineConfig, VALID, "p.yaml")
+    config = validate_section(PipelineConfig, VALID, "p.yaml")
     with pytest.raises(ValidationError, match="frozen"):
         config.name = "other"
     with pytest.raises(ValidationError, match="frozen"):
@@ -481,8 +494,8 @@ def test_a_value_of_set_that_its_tag_does_not_allow_is_refused() -> None:
     ids=str,
 )
 def test_a_verifier_is_a_name_or_a_kind_with_options(verifier: Any) -> None:
-    config = validate(PipelineConfig, changed("domains.math.eval.verifier", verifier), "p.yaml")
-    again = validate(PipelineConfig, config.model_dump(), "p.yaml")  # as a run directory keeps it
+    config = validate_section(PipelineConfig, changed("domains.math.eval.verifier", verifier), "p.yaml")
+    again = validate_section(PipelineConfig, config.model_dump(), "p.yaml")  # as a run directory keeps it
     assert again == config and config.domains["math"].eval is not None
     read = config.domains["math"].eval.verifier
     assert (read if isinstance(read, str) else read.model_dump(exclude_unset=True)) == verifier
@@ -533,11 +546,11 @@ def test_questions_have_one_source(exam: Any, found: str) -> None:
 
 def test_a_share_is_held_out_of_the_domains_own_prompts() -> None:
     data = changed("domains.math.eval", {"holdout": 0.1})
-    validate(PipelineConfig, data, "p.yaml")
+    validate_section(PipelineConfig, data, "p.yaml")
     del data["domains"]["math"]["prompts"]
     assert refusal(data).startswith("p.yaml: domains.math\n  found:  no `prompts`")
     data["experts"] = {"use": ["math"]}  # those that the expert was registered with will do: `read_inputs` looks
-    validate(PipelineConfig, data, "p.yaml")
+    validate_section(PipelineConfig, data, "p.yaml")
 
 
 @pytest.mark.parametrize(
@@ -564,10 +577,10 @@ def test_an_evaluation_that_measures_nothing_is_refused(settings: Any, key: str,
 
 def test_answers_and_public_tasks() -> None:
     settings = {"n": 8, "temperature": 0.7, "pass_at": [1, 8], "lm_eval": ["gsm8k", "my/task.yaml"]}
-    config = validate(PipelineConfig, changed("evaluate", settings), "p.yaml").evaluate
+    config = validate_section(PipelineConfig, changed("evaluate", settings), "p.yaml").evaluate
     assert (config.n, config.temperature, config.pass_at) == (8, 0.7, [1, 8])
     assert (config.lm_eval.tasks, config.lm_eval.model) == (["gsm8k", "my/task.yaml"], "hf")
-    assert validate(PipelineConfig, VALID, "p.yaml").evaluate.pass_at == [1]
+    assert validate_section(PipelineConfig, VALID, "p.yaml").evaluate.pass_at == [1]
 
 
 # --set
@@ -599,7 +612,7 @@ def test_overrides_reach_deep_keys_and_leave_the_callers_data(tmp_path: Path) ->
         VALID, ["experts.math.model=other", "domains.math.eval.verifier=last_line", "rollout.workers=2", "seed=1"]
     )
     assert before == VALID
-    config = validate(PipelineConfig, data, "p.yaml")
+    config = validate_section(PipelineConfig, data, "p.yaml")
     assert isinstance(config.experts, dict)
     assert config.experts["math"].model == Path("other")
     assert config.experts["code"].model == Path("c")
@@ -642,7 +655,7 @@ def test_every_shipped_pipeline_is_valid(path: Path) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
 def test_a_resolved_pipeline_reads_back_as_itself(path: Path) -> None:
     config = load_pipeline(path)
-    assert validate(PipelineConfig, config.model_dump(mode="json"), path) == config
+    assert validate_section(PipelineConfig, config.model_dump(mode="json"), path) == config
 
 
 def test_the_schema_documents_its_keys() -> None:
@@ -693,7 +706,7 @@ def served(**changes: Any) -> dict[str, Any]:
 
 
 def test_teachers_behind_servers() -> None:
-    config = validate(PipelineConfig, served(), "p.yaml").teachers
+    config = validate_section(PipelineConfig, served(), "p.yaml").teachers
     assert (config.servers["math"].base_url, config.servers["code"].model) == ("http://127.0.0.1:8000/v1", "m")
 
 
@@ -707,7 +720,7 @@ def test_teachers_behind_servers() -> None:
     ],
 )
 def test_https_and_loopback_are_taken(url: str) -> None:
-    validate(PipelineConfig, served(servers={"math": SERVER | {"base_url": url}, "code": SERVER}), "p.yaml")
+    validate_section(PipelineConfig, served(servers={"math": SERVER | {"base_url": url}, "code": SERVER}), "p.yaml")
 
 
 @pytest.mark.parametrize(
@@ -747,7 +760,7 @@ def test_every_expert_has_a_server() -> None:
     for use, ok in ((["math"], True), ("all", True), (["math", "code"], False)):
         registered["experts"] = {"use": use}
         if ok:
-            validate(PipelineConfig, registered, "p.yaml")
+            validate_section(PipelineConfig, registered, "p.yaml")
         else:
             assert refusal(registered).startswith("p.yaml: teachers.servers.code\n")
 
@@ -797,12 +810,15 @@ def test_an_engine_that_is_none_is_refused_with_those_there_are(engine: Any) -> 
 
 def test_a_section_written_out_for_another_engine_is_taken_where_it_says_nothing() -> None:
     """As the run directories of older releases have it, with every key of every engine."""
-    written = validate(PipelineConfig, VALID, "p.yaml").teachers.model_dump(mode="json")
+    written = validate_section(PipelineConfig, VALID, "p.yaml").teachers.model_dump(mode="json")
     others = {"address": None, "token_file": None, "servers": {}, "api_key_env": None, "kv_cache_gib": 1}
-    assert validate(PipelineConfig, changed("teachers", written | others), "p.yaml").teachers.model_dump() == written
+    assert (
+        validate_section(PipelineConfig, changed("teachers", written | others), "p.yaml").teachers.model_dump()
+        == written
+    )
     for memory in ("8GiB", 8 << 30):
         elsewhere = written | {"memory": memory, "engine": "flight", "address": "grpc://localhost:1"}
-        kept = validate(PipelineConfig, changed("teachers", elsewhere), "p.yaml").teachers
+        kept = validate_section(PipelineConfig, changed("teachers", elsewhere), "p.yaml").teachers
         own = {"memory", "gpu_memory", "workers", "device_map", "max_memory"}
         assert set(kept.model_dump()) == {*written, "address", "tls_root_certs", "token_file"} - own
 
@@ -821,7 +837,7 @@ def test_a_key_in_place_of_its_variables_name_is_not_shown() -> None:
     message = refusal(served(api_key_env="sk-hunter2"))
     assert message.startswith("p.yaml: teachers.api_key_env\n")
     assert "hunter2" not in message and "a variable's name" in message
-    validate(PipelineConfig, served(api_key_env="_Key2"), "p.yaml")
+    validate_section(PipelineConfig, served(api_key_env="_Key2"), "p.yaml")
 
 
 def test_a_password_in_an_address_is_not_shown() -> None:
@@ -882,11 +898,11 @@ def test_depth_is_bounded() -> None:
 
 
 def test_rounds_alike_differ_in_their_seed() -> None:
-    config = validate(PipelineConfig, changed("rounds", 3) | {"seed": 5}, "p.yaml")
+    config = validate_section(PipelineConfig, changed("rounds", 3) | {"seed": 5}, "p.yaml")
     found = rounds_of(config)
     assert [one.seed for one in found] == [5, 6, 7]
     assert all(one.model_copy(update={"seed": 5, "rounds": 3}) == config for one in found)
-    alone = validate(PipelineConfig, VALID, "p.yaml")
+    alone = validate_section(PipelineConfig, VALID, "p.yaml")
     assert rounds_of(alone) == [alone]
 
 
@@ -902,9 +918,9 @@ def test_a_round_says_what_is_other() -> None:
         "teachers": {"mask_tokens": {}},
     }
     rounds = [{}, other, {"objective": {"kind": "jsd"}, "seed": 11}, {"objective": {"chunk": 7}}]
-    config = validate(PipelineConfig, data | {"rounds": rounds}, "p.yaml")
+    config = validate_section(PipelineConfig, data | {"rounds": rounds}, "p.yaml")
     first, second, third, fourth = rounds_of(config)
-    assert first == validate(PipelineConfig, data, "p.yaml")
+    assert first == validate_section(PipelineConfig, data, "p.yaml")
     assert (list(second.experts), list(second.domains)) == (["better"], ["math"]), "names are replaced, not added"
     assert second.domains["math"].eval is None
     assert (second.trainer.steps, second.trainer.lr, second.trainer.samples_per_step) == (9, 0.5, 4)
@@ -913,7 +929,7 @@ def test_a_round_says_what_is_other() -> None:
     assert (fourth.objective.kind, fourth.objective.alpha, fourth.objective.chunk) == ("skew", 0.3, 7)  # type: ignore[union-attr]
     assert (second.seed, fourth.seed) == (1, 3)
     kept = config.model_dump(mode="json")
-    assert validate(PipelineConfig, kept, "p.yaml") == config, "as the run directory keeps it"
+    assert validate_section(PipelineConfig, kept, "p.yaml") == config, "as the run directory keeps it"
 
 
 def test_a_round_may_have_another_engine() -> None:
@@ -925,7 +941,7 @@ def test_a_round_may_have_another_engine() -> None:
         {"teachers": {"engine": "vllm", "kv_cache_gib": 2}},
         {"teachers": {"workers": 4}},
     ]
-    config = validate(PipelineConfig, changed("teachers", teachers) | {"rounds": rounds}, "p.yaml")
+    config = validate_section(PipelineConfig, changed("teachers", teachers) | {"rounds": rounds}, "p.yaml")
     first, elsewhere, vllm, more = (one.teachers for one in rounds_of(config))
     assert (first.scoring_workers, elsewhere.scoring_workers, vllm.scoring_workers, more.scoring_workers) == (
         3,
@@ -962,9 +978,9 @@ def test_what_is_wrong_with_a_round_is_named_there(rounds: Any, words: list[str]
 
 
 def test_a_pipeline_without_teachers_learns_from_rewards_alone() -> None:
-    config = validate(PipelineConfig, ALONE, "p.yaml")
+    config = validate_section(PipelineConfig, ALONE, "p.yaml")
     assert (config.experts, config.teachers.payload, config.teachers.scoring_workers) == ({}, "none", 0)
-    again = validate(PipelineConfig, yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json"))), "p.yaml")
+    again = validate_section(PipelineConfig, yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json"))), "p.yaml")
     assert again == config
 
 

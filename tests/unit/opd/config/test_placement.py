@@ -8,7 +8,7 @@ import pytest
 
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 
 VALID: dict[str, Any] = {
     "name": "two",
@@ -21,7 +21,7 @@ VALID: dict[str, Any] = {
 
 def config(teachers: Any, address: str = "auto") -> PipelineConfig:
     cluster = {"address": address, "placement": {"teachers": teachers}}
-    return validate(PipelineConfig, VALID | {"cluster": cluster}, "p.yaml")
+    return validate_section(PipelineConfig, VALID | {"cluster": cluster}, "p.yaml")
 
 
 @pytest.mark.parametrize("value", ["x", "!x", "a100-80.g_b", "in(x)", "in(x,y)", "!in(x, y-1)"])

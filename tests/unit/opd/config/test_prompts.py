@@ -11,7 +11,7 @@ import pytest
 from opd.config import PipelineConfig
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import ConfigError
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 
 
 def pipeline(prompts: Any, exam: Any = "e.jsonl") -> dict[str, Any]:
@@ -25,7 +25,7 @@ def pipeline(prompts: Any, exam: Any = "e.jsonl") -> dict[str, Any]:
 
 
 def read(prompts: Any, exam: Any = "e.jsonl") -> PipelineConfig:
-    return validate(PipelineConfig, pipeline(prompts, exam), "p.yaml")
+    return validate_section(PipelineConfig, pipeline(prompts, exam), "p.yaml")
 
 
 def test_a_path_alone_stays_a_path() -> None:
@@ -79,7 +79,7 @@ def test_the_home_directory_is_written_as_in_a_shell(monkeypatch: pytest.MonkeyP
         "registry": "~/registry",
         "evaluate": {"lm_eval": ["~/task.yaml", "gsm8k"]},
     }
-    config = validate(PipelineConfig, pipeline("~/p.jsonl", {"path": "~/e.jsonl"}) | data, "p.yaml")
+    config = validate_section(PipelineConfig, pipeline("~/p.jsonl", {"path": "~/e.jsonl"}) | data, "p.yaml")
     found = config.model_dump(mode="json")
     assert "~" not in json.dumps(found) and found["domains"]["math"]["eval"]["prompts"]["path"] == "/home/me/e.jsonl"
     assert found["evaluate"]["lm_eval"]["tasks"] == ["/home/me/task.yaml", "gsm8k"]
@@ -96,4 +96,4 @@ def test_a_column_may_be_left_unread_but_not_what_asks() -> None:
 def test_variables_of_the_template_are_its_own() -> None:
     data = pipeline("p.jsonl") | {"student": {"model": "base", "chat_template_kwargs": {"tokenize": False}}}
     with pytest.raises(ConfigError, match=r"student\.chat_template_kwargs\n  found:  `tokenize`"):
-        validate(PipelineConfig, data, "p.yaml")
+        validate_section(PipelineConfig, data, "p.yaml")

@@ -9,7 +9,7 @@ import pytest
 
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
-from opd.settings.yaml_files import apply_overrides, validate
+from opd.settings.yaml_files import apply_overrides, validate_section
 
 PIPELINE: dict[str, Any] = {
     "name": "two",
@@ -21,23 +21,23 @@ PIPELINE: dict[str, Any] = {
 
 
 def read(*overrides: str) -> PipelineConfig:
-    return validate(PipelineConfig, apply_overrides(copy.deepcopy(PIPELINE), list(overrides)), "p.yaml")
+    return validate_section(PipelineConfig, apply_overrides(copy.deepcopy(PIPELINE), list(overrides)), "p.yaml")
 
 
 def test_a_domain_with_a_verifier_or_an_environment_takes_part() -> None:
     config = read("objective.reward={}", "domains.code.environment={name: maze}")
-    assert [domain.rewarded for domain in config.domains.values()] == [True, True]
+    assert [domain.is_rewarded for domain in config.domains.values()] == [True, True]
     pure = read("objective.reward={}", "domains.math.reward=true")
-    assert [domain.rewarded for domain in pure.domains.values()] == [True, False], "the other stays pure divergence"
+    assert [domain.is_rewarded for domain in pure.domains.values()] == [True, False], "the other stays pure divergence"
     off = read("objective.reward={}", "domains.code.agent={command: [python3]}", "domains.math.reward=false")
-    assert [domain.rewarded for domain in off.domains.values()] == [False, True]
+    assert [domain.is_rewarded for domain in off.domains.values()] == [False, True]
     assert read().objective.reward is None
 
 
 def test_a_replay_earns_nothing_and_takes_no_part() -> None:
     """No environment runs beside it, and the verifier of its exams judges whole episodes."""
     replay = "domains.code.environment={name: maze, replay: true}"
-    assert [domain.rewarded for domain in read("objective.reward={}", replay).domains.values()] == [True, False]
+    assert [domain.is_rewarded for domain in read("objective.reward={}", replay).domains.values()] == [True, False]
     with pytest.raises(ConfigError, match=r"domains\.code\.reward"):
         read("objective.reward={}", replay, "domains.code.reward=true")
     with pytest.raises(ConfigError, match="no domain that gives a reward"):

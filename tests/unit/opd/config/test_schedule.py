@@ -9,7 +9,7 @@ import pytest
 from opd.cluster import worker_env
 from opd.config import PipelineConfig, max_staleness
 from opd.errors import ConfigError
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from pipelines.cores import roles_at_once
 
 VALID: dict[str, Any] = {
@@ -33,7 +33,7 @@ REWARDED = {
 
 
 def config(**sections: Any) -> PipelineConfig:
-    return validate(PipelineConfig, VALID | sections, "p.yaml")
+    return validate_section(PipelineConfig, VALID | sections, "p.yaml")
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,6 @@ def test_a_trainer_has_the_cores_of_those_who_wait_for_it() -> None:
 
 
 def test_threads_are_the_cores_over_roles_and_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opd.cluster.environment.cores", lambda: 16)
+    monkeypatch.setattr("opd.cluster.environment.count_cores", lambda: 16)
     found = [worker_env(workers, roles)["OMP_NUM_THREADS"] for workers, roles in ((1, 1), (1, 2), (2, 2), (40, 2))]
     assert found == ["16", "8", "4", "1"]

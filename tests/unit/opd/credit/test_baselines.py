@@ -12,9 +12,9 @@ from opd.credit import CREDITS
 from opd.credit.ema import Ema, EmaSpec
 from opd.credit.group import EPSILON, Group, GroupSpec
 from opd.credit.leave_one_out import LeaveOneOut
-from opd.credit.none import NoBaseline
+from opd.credit.none import NoBaselineCredit
 from opd.records.types import Rollout
-from opd.settings.named import imported
+from opd.settings.named import import_object
 from tests.credit import chain, segment
 
 
@@ -30,7 +30,7 @@ def shared(advantages: Any) -> dict[str, float]:
 
 
 def test_every_kind_is_there() -> None:
-    assert all(isinstance(imported(place), type) for place in CREDITS.values())
+    assert all(isinstance(import_object(place), type) for place in CREDITS.values())
 
 
 def test_the_others_of_the_prompt_are_the_baseline() -> None:
@@ -64,11 +64,11 @@ def test_a_group_is_compared_with_its_own_mean() -> None:
 
 
 def test_what_has_no_reward_has_no_advantage() -> None:
-    for credit in (NoBaseline(), LeaveOneOut(), Group(GroupSpec()), Ema(EmaSpec())):
+    for credit in (NoBaselineCredit(), LeaveOneOut(), Group(GroupSpec()), Ema(EmaSpec())):
         found = credit.assign(1, tries({"a": None, "b": 0.25}))
         assert list(found.advantages) == ["b"]
-    assert shared(NoBaseline().assign(1, tries({"a": None, "b": 0.25})).advantages) == {"b": 0.25}
-    assert NoBaseline().assign(1, []).readings == {}
+    assert shared(NoBaselineCredit().assign(1, tries({"a": None, "b": 0.25})).advantages) == {"b": 0.25}
+    assert NoBaselineCredit().assign(1, []).readings == {}
 
 
 def test_a_running_mean_knows_only_steps_before() -> None:
@@ -104,4 +104,4 @@ def test_credit_without_a_state_saves_nothing(tmp_path: Path) -> None:
 
 def test_segments_that_disagree_about_the_reward_are_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match=r"episode e have the rewards"):
-        NoBaseline().assign(1, [segment("a"), segment("a", 1, reward=0.0)])
+        NoBaselineCredit().assign(1, [segment("a"), segment("a", 1, reward=0.0)])

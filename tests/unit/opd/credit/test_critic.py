@@ -16,7 +16,7 @@ from opd.credit.critic import CriticCredit, CriticSpec, WarmUp, explained_varian
 from opd.credit.gae import GaeSpec
 from opd.errors import RunError
 from opd.records.types import Rollout, WrittenFile
-from opd.run.checkpoints import SavesBeside
+from opd.run.checkpoints import CompanionSaver
 from tests.credit import chain, segment
 
 
@@ -144,7 +144,7 @@ def test_the_warm_up_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_checkpoint_holds_the_trainer_and_the_critic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both name their files alike, so each has a directory."""
     credit, engine = made(monkeypatch, knows)
-    together = SavesBeside(Engine(None, written=True), credit, "credit")
+    together = CompanionSaver(Engine(None, written=True), credit, "credit")
     together.begin_save(tmp_path)
     assert together.saved(0.0) is None
     engine.written = True

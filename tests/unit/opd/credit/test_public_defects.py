@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opd.credit.episodes import Episode
-from opd.credit.gae import GaeSpec, credit, gae, length_adaptive
+from opd.credit.gae import GaeSpec, compute_credit, compute_gae, length_adaptive
 from opd.losses.value import value_loss
 from tests.credit import chain
 
@@ -26,7 +26,7 @@ SPEC = GaeSpec(policy_lambda=0.9)
 
 def ours(episode: Episode, values: Values, spec: GaeSpec) -> dict[str, np.ndarray]:
     picked = {s.sample_id: values[s.sample_id][[*s.trained, -1]].astype(np.float32) for s in episode.segments}
-    return dict(credit(episode, picked, spec).advantages)
+    return dict(compute_credit(episode, picked, spec).advantages)
 
 
 def values_of(episode: Episode, of_observations: float = 0.3, spread: float = 1.0) -> dict[str, np.ndarray]:
@@ -48,7 +48,9 @@ def flat(found: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def through_tool_tokens(episode: Episode, values: Values, spec: GaeSpec) -> dict[str, np.ndarray]:
     (part,) = episode.segments
-    return {part.sample_id: gae(values[part.sample_id][:-1], episode.reward, spec.gamma, 0.9)[list(part.trained)]}
+    return {
+        part.sample_id: compute_gae(values[part.sample_id][:-1], episode.reward, spec.gamma, 0.9)[list(part.trained)]
+    }
 
 
 def untrained_values_say_nothing(made: Implementation) -> None:
@@ -70,7 +72,7 @@ def gap_as_zero(episode: Episode, values: Values, spec: GaeSpec) -> dict[str, np
     (part,) = episode.segments
     masked = values[part.sample_id][:-1] * np.array(part.loss_mask)
     lam = 0.9 if spec.policy_lambda is None else spec.policy_lambda
-    return {part.sample_id: gae(masked, episode.reward, spec.gamma, lam)[list(part.trained)]}
+    return {part.sample_id: compute_gae(masked, episode.reward, spec.gamma, lam)[list(part.trained)]}
 
 
 def an_observation_changes_nothing(made: Implementation, lam: float = 0.9) -> None:
@@ -127,7 +129,7 @@ def test_the_reward_lies_on_the_last_sampled_token() -> None:
 def segments_as_episodes(episode: Episode, values: Values, spec: GaeSpec) -> dict[str, np.ndarray]:
     lam = 1.0 if spec.policy_lambda is None else spec.policy_lambda
     return {
-        part.sample_id: gae(values[part.sample_id][list(part.trained)], episode.reward, spec.gamma, lam)
+        part.sample_id: compute_gae(values[part.sample_id][list(part.trained)], episode.reward, spec.gamma, lam)
         for part in episode.segments
     }
 
@@ -151,7 +153,7 @@ def test_segments_are_no_episodes() -> None:
 def lambda_of_the_row(episode: Episode, values: Values, spec: GaeSpec) -> dict[str, np.ndarray]:
     width = 64  # what the longest row of the batch was padded to
     picked = np.concatenate([values[s.sample_id][list(s.trained)] for s in episode.segments])
-    return {"e": gae(picked, episode.reward, spec.gamma, length_adaptive(width))}
+    return {"e": compute_gae(picked, episode.reward, spec.gamma, length_adaptive(width))}
 
 
 def the_horizon_is_that_of_the_line(made: Implementation) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from opd.credit.critic import CriticCredit, CriticSpec
-from opd.credit.episodes import Episode, episodes
-from opd.credit.gae import GaeSpec, credit
+from opd.credit.episodes import Episode, group_into_episodes
+from opd.credit.gae import GaeSpec, compute_credit
 from opd.records.types import Rollout
 from opd.train.critic import CriticEngineSpec
 from opd.train.schedule import LearningRate
@@ -98,7 +98,7 @@ def values_by_sample(way: Way, values: Mapping[Context, float], name: str = "e")
 
 
 def one_episode(way: Way) -> Episode:
-    (found,) = episodes(way.segments("e"))
+    (found,) = group_into_episodes(way.segments("e"))
     return found
 
 
@@ -123,7 +123,7 @@ def gradient_of(
     """The mean of advantage times score over every episode, each as often as it is likely."""
     found = dict.fromkeys(policy, 0.0)
     for way in ways(policy):
-        advantages = credit(one_episode(way), values_by_sample(way, values), spec).advantages
+        advantages = compute_credit(one_episode(way), values_by_sample(way, values), spec).advantages
         flat = [*advantages["e"], *advantages["e+1"]]
         for (context, action), advantage in zip(way.steps, flat, strict=True):
             found[context] += way.chance * float(advantage) * ((action == A) - policy[context])
@@ -150,8 +150,8 @@ def cut_gradient(spec: GaeSpec) -> dict[Context, float]:
     values, found = true_values(POLICY), {context: 0.0 for context in CONTEXTS if 0 not in context}
     for way in ways(POLICY):
         first, _ = way.segments("e")
-        (cut,) = episodes([replace(first, reward=0.0, stop_reason="tokens", next=None)])
-        advantage_N = credit(cut, values_by_sample(way, values), spec).advantages["e"]
+        (cut,) = group_into_episodes([replace(first, reward=0.0, stop_reason="tokens", next=None)])
+        advantage_N = compute_credit(cut, values_by_sample(way, values), spec).advantages["e"]
         for (context, action), advantage in zip(way.steps[:2], advantage_N, strict=True):
             found[context] += way.chance * float(advantage) * ((action == A) - POLICY[context])
     return found

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from opd.environments import ENVIRONMENTS, find, place_of
+from opd.environments import ENVIRONMENTS, find_environment, place_of
 from opd.errors import ConfigError
 from opd.records.environments import Action, Outcome, Tool
 
@@ -15,7 +15,7 @@ WITHOUT_TASKS_OF_ITS_OWN = {"verifiers"}
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_every_name_is_an_environment(name: str) -> None:
-    made = find(name, "here")
+    made = find_environment(name, "here")
     assert made.name == name and (made.__doc__ or "").strip()
     assert all(isinstance(tool, Tool) for tool in made.tools)
     for method in ("reset", "step", "close", "tasks"):
@@ -24,7 +24,7 @@ def test_every_name_is_an_environment(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(ENVIRONMENTS) - WITHOUT_TASKS_OF_ITS_OWN - {"sandbox"}))
 def test_every_solver_ends_its_own_tasks_with_the_full_reward(name: str) -> None:
-    kind: Any = find(name, "here")
+    kind: Any = find_environment(name, "here")
     for row in kind.tasks(3, 11):
         made = kind()
         try:
@@ -50,11 +50,11 @@ def test_every_solver_ends_its_own_tasks_with_the_full_reward(name: str) -> None
 )
 def test_a_name_that_is_none_is_refused(name: str, match: str) -> None:
     with pytest.raises(ConfigError, match=rf"(?s)domains.a.environment.*{match}"):
-        find(name, "domains.a.environment")
+        find_environment(name, "domains.a.environment")
 
 
 def test_an_import_path_is_an_environment_too() -> None:
-    kind = find("tests.environments:Sleeper", "here")
+    kind = find_environment("tests.environments:Sleeper", "here")
     made = kind(seconds=0.0, turns=2)
     assert made.reset({}, 0) == ""
     assert not made.step(made.solve()).done

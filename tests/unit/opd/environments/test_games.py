@@ -12,9 +12,9 @@ import pytest
 from experts.suites.letters import CHARACTERS
 from opd.environments.game import Game
 from opd.environments.hanoi import Hanoi
-from opd.environments.lights import LightsOut, pressed, presses
-from opd.environments.mastermind import Mastermind, judged
-from opd.environments.maze import Maze, carved, distances, named, place
+from opd.environments.lights import LightsOut, fewest_presses, press_light
+from opd.environments.mastermind import Mastermind, score_guess
+from opd.environments.maze import Maze, carve_maze, cell_name, distances_to_goal, parse_cell
 from opd.environments.number import GuessTheNumber
 from opd.environments.sorting import Sorting
 from opd.errors import ConfigError, PromptError
@@ -164,9 +164,9 @@ def test_moves_are_found_in_words(kind: type[Game[Any]], text: str, move: str | 
 
 def test_a_maze_has_a_way_between_all_its_cells() -> None:
     for seed, size in product(range(5), (3, 5, 8)):
-        free = carved(random.Random(seed), size)
-        assert len(distances(min(free), free)) == len(free) >= size
-    assert all(place(named(cell)) == cell for cell in carved(random.Random(0), 8))
+        free = carve_maze(random.Random(seed), size)
+        assert len(distances_to_goal(min(free), free)) == len(free) >= size
+    assert all(parse_cell(cell_name(cell)) == cell for cell in carve_maze(random.Random(0), 8))
 
 
 def test_mazes_that_are_learned_are_the_same_under_every_seed_and_not_shown() -> None:
@@ -195,16 +195,16 @@ def test_lights_need_the_fewest_presses() -> None:
         for chosen in product((0, 1), repeat=9):
             after = state
             for light, press in enumerate(chosen):
-                after = pressed(after, *divmod(light, 3)) if press else after
+                after = press_light(after, *divmod(light, 3)) if press else after
             fewest = fewest if any(after) else min(fewest, sum(chosen))
-        found = presses(state)
+        found = fewest_presses(state)
         assert found is not None and len(found) == fewest
 
 
 def test_mastermind_counts_each_letter_once() -> None:
-    assert judged("aab", "abb") == (2, 0)
-    assert judged("abc", "cab") == (0, 3)
-    assert judged("aaa", "abc") == (1, 0)
+    assert score_guess("aab", "abb") == (2, 0)
+    assert score_guess("abc", "cab") == (0, 3)
+    assert score_guess("aaa", "abc") == (1, 0)
 
 
 def test_a_guess_outside_of_the_range_tells_nothing_and_costs_nothing_but_a_turn() -> None:

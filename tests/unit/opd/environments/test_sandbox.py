@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from opd.environments.sandbox.box import INSIDE, Box, Limits, Ran, clean
+from opd.environments.sandbox.box import INSIDE, Box, CommandResult, SandboxLimits, strip_control_characters
 from opd.environments.sandbox.environment import Sandbox
 from opd.environments.sandbox.inside import ABSENT, MACHINES, calls_filter
 from opd.errors import ConfigError, PromptError, RunError
@@ -27,7 +27,7 @@ from opd.records.environments import Action, Outcome, ToolCall
 from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.worlds import OwnEnvironment
 
-LIMITS = Limits(seconds=3.0, memory_mb=256, disk_mb=4, processes=16)
+LIMITS = SandboxLimits(seconds=3.0, memory_mb=256, disk_mb=4, processes=16)
 
 
 def allowed() -> str:
@@ -49,11 +49,11 @@ def box() -> Iterator[Box]:
         yield made
 
 
-def sh(box: Box, command: str) -> Ran:
+def sh(box: Box, command: str) -> CommandResult:
     return box.run(["/bin/sh", "-c", command])
 
 
-def python(box: Box, code: str) -> Ran:
+def python(box: Box, code: str) -> CommandResult:
     return box.run(["python3", "-c", code])
 
 
@@ -74,7 +74,7 @@ def test_commands_run_in_a_directory_that_stays(box: Box) -> None:
     assert sh(box, "echo hello > a.txt; mkdir b").code == 0
     assert sh(box, "pwd; cat a.txt; ls").output == "/box\nhello\na.txt\nb\n"
     assert python(box, "print(sum(range(5)))").output == "10\n"
-    assert sh(box, "exit 3") == Ran(3, "", "")
+    assert sh(box, "exit 3") == CommandResult(3, "", "")
     assert box.run(["/bin/cat"], stdin="given").output == "given"
 
 
@@ -271,7 +271,7 @@ for kind in sys.argv[1:]:
 )
 def test_memory_is_limited_wherever_it_is_held(kinds: str) -> None:
     """Of 160 MB, of each kind, less than the limit is had, but for what is taken between two looks."""
-    with Box(Limits(seconds=60, memory_mb=128, disk_mb=90, processes=16)) as box:
+    with Box(SandboxLimits(seconds=60, memory_mb=128, disk_mb=90, processes=16)) as box:
         ran = box.run(["python3", "-c", HOLD, *kinds.split()])
         assert "held" in ran.output or "no more" in ran.output, ran
         assert (
@@ -438,7 +438,7 @@ def test_disk_is_limited(box: Box) -> None:
 @needs_namespaces
 def test_a_deadline_ends_what_does_not(box: Box) -> None:
     started = time.monotonic()
-    assert sh(box, "echo begun; sleep 60") == Ran(None, "begun\n", "deadline")
+    assert sh(box, "echo begun; sleep 60") == CommandResult(None, "begun\n", "deadline")
     assert sh(box, "exec >&- 2>&-; sleep 60").why == "deadline"
     assert time.monotonic() - started < 30
 
@@ -447,7 +447,7 @@ def test_a_deadline_ends_what_does_not(box: Box) -> None:
 def test_what_runs_in_the_background_ends_with_its_command(box: Box) -> None:
     mark = f"98765.{os.getpid()}"
     told = sh(box, f"sleep {mark} & (setsid nohup sleep {mark} >/dev/null 2>&1 &) ; sleep 0.3; echo done")
-    assert told == Ran(0, "done\n", "")
+    assert told == CommandResult(0, "done\n", "")
     assert processes(mark) == []
     assert "sleep" not in sh(box, "ps ax || cat /proc/[0-9]*/cmdline").output
 
@@ -514,8 +514,8 @@ def test_a_machine_without_namespaces_is_refused_with_the_way_out(
 
 
 def test_control_characters_are_taken_out() -> None:
-    assert clean(b"a\x1b[31mred\x1b[0m\a\x00b\r\nc\rd\x1b]0;title\x07e\xff") == "aredb\nc\nde\ufffd"
-    assert clean("a\u202eb\u200bc\u2028d\te".encode()) == "abcd\te"
+    assert strip_control_characters(b"a\x1b[31mred\x1b[0m\a\x00b\r\nc\rd\x1b]0;title\x07e\xff") == "aredb\nc\nde\ufffd"
+    assert strip_control_characters("a\u202eb\u200bc\u2028d\te".encode()) == "abcd\te"
 
 
 def write(path: str, content: str) -> Action:

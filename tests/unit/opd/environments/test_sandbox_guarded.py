@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from opd.config.guard import GuardConfig
-from opd.environments.asking import hermes
+from opd.environments.asking import format_hermes_call
 from opd.environments.sandbox.environment import WRITE, Sandbox
 from opd.errors import ConfigError
 from opd.guard.build import guard_spec
@@ -46,14 +46,14 @@ WAYS = [
 
 
 def shell(command: str) -> str:
-    return hermes("shell", {"command": command})
+    return format_hermes_call("shell", {"command": command})
 
 
 def cheats(seen: list[str]) -> str:
     """Tries one way after the other until it has read a function, writes that, and says that it is done."""
     found = next((text for text in seen if text.startswith("def ") and text.count("\n")), None)
     if found is not None and not seen[-1].startswith("wrote "):
-        return hermes("write_file", {"path": FILE, "content": found})
+        return format_hermes_call("write_file", {"path": FILE, "content": found})
     if len(seen) < len(WAYS) and found is None:
         return shell(WAYS[len(seen)])
     return "Done."
@@ -63,7 +63,7 @@ def works(seen: list[str]) -> str:
     """Reads the task's own file, mends it, tries it out, and says that it is done."""
     turns = [
         shell(f"cat {FILE}"),
-        hermes("write_file", {"path": FILE, "content": TASK["metadata"]["fixed"]}),
+        format_hermes_call("write_file", {"path": FILE, "content": TASK["metadata"]["fixed"]}),
         shell(f"python3 -c {shlex.quote('import ' + FILE.removesuffix('.py'))} && echo imported"),
     ]
     return turns[len(seen)] if len(seen) < len(turns) else "Done."

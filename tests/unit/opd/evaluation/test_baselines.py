@@ -49,4 +49,4 @@ def test_a_run_directory_has_those_that_are_there(ties: BaselineResult, tmp_path
     assert paths.baseline_results() == []
     (tmp_path / "baselines" / "models").mkdir(parents=True)
     ties.save(tmp_path / "baselines" / "ties.json")
-    assert paths.baseline_results() == [paths.baseline("ties")]
+    assert paths.baseline_results() == [paths.baseline_file("ties")]

@@ -11,10 +11,10 @@ import pytest
 
 from opd.evaluation.cache import ExamCache, exam_cache_dir
 from opd.files import cache_dir
-from opd.records.scores import Answer, DomainScore, Evaluation
+from opd.records.scores import DomainScore, Evaluation, ScoredAnswer
 
 SCORE = DomainScore(accuracy=1 / 3, stderr=0.1, low=0.0, high=2 / 3, questions=3, pass_at={"1": 1 / 3}, mean_tokens=0.1)
-ANSWER = Answer(domain="d", prompt_id="d/0", prompt="<bos>a\u2028=", answer="b", text="\ud800 c", score=1 / 3)
+ANSWER = ScoredAnswer(domain="d", prompt_id="d/0", prompt="<bos>a\u2028=", answer="b", text="\ud800 c", score=1 / 3)
 FOUND = Evaluation(model="expert", scores={"d": SCORE, "a": SCORE}, answers=(ANSWER,))
 FACTS = {"model": "abc", "domains": [{"name": "d"}], "answers": {"temperature": 0.0}}
 

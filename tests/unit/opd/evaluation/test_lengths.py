@@ -13,10 +13,10 @@ import pytest
 from opd.environments.hanoi import Hanoi
 from opd.evaluation.baselines import BaselineResult
 from opd.evaluation.evaluator import DomainExam
-from opd.evaluation.lengths import BUCKETS, beside, by_length, right_moves, span
-from opd.evaluation.statistics import interval
+from opd.evaluation.lengths import BUCKETS, align_lengths, by_length, describe_span, right_moves
+from opd.evaluation.statistics import confidence_interval
 from opd.records.episodes import Audit, EpisodeResult
-from opd.records.scores import DomainScore, Evaluation, LengthScore, combined
+from opd.records.scores import DomainScore, Evaluation, LengthScore, combine_evaluations
 from opd.records.types import Completion, Prompt
 from opd.verifiers.reward import Reward
 from tests.unit.opd.evaluation.test_evaluator import FakeEngine, evaluator, exam
@@ -24,7 +24,7 @@ from tests.unit.opd.evaluation.test_evaluator import FakeEngine, evaluator, exam
 
 def bucket_of(moves: int) -> str:
     (found,) = by_length([(moves, [1.0])])
-    return span(found.fewest, found.most)
+    return describe_span(found.fewest, found.most)
 
 
 def test_the_buckets_hold_every_length_once() -> None:
@@ -47,7 +47,7 @@ def test_a_bucket_has_its_tasks_their_mean_and_wilsons_interval() -> None:
 def test_several_answers_to_a_task_are_one_task() -> None:
     (found,) = by_length([(5, [1.0, 0.0]), (6, [1.0, 1.0]), (4, [0.0, 0.0])])
     assert (found.questions, found.accuracy) == (3, 0.5)
-    assert (found.low, found.high) == interval([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    assert (found.low, found.high) == confidence_interval([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
 
 
 def test_empty_buckets_and_tasks_without_a_number_are_left_out() -> None:
@@ -125,7 +125,10 @@ def test_the_file_of_an_exam_keeps_it(tmp_path: Path) -> None:
     assert Evaluation.load(tmp_path / "exam.json") == found
     written = json.loads((tmp_path / "exam.json").read_text())["scores"]["a"]["by_length"]
     assert written[1] == {"fewest": 15, "most": None, "questions": 9, "accuracy": 0.25, "low": 0.0, "high": 1.0}
-    assert combined([found, Evaluation(model="b", scores={"b": score(1.0)})], "both").scores["a"] == found.scores["a"]
+    assert (
+        combine_evaluations([found, Evaluation(model="b", scores={"b": score(1.0)})], "both").scores["a"]
+        == found.scores["a"]
+    )
 
 
 def test_a_baselines_file_keeps_it_too(tmp_path: Path) -> None:
@@ -146,11 +149,11 @@ def test_models_side_by_side() -> None:
     new = Evaluation(model="new", scores={"a": score(0.5, part(1, 3, 1.0), part(15, None, 0.25)), "b": score(1.0)})
     old = Evaluation(model="old", scores={"a": score(0.5), "b": score(0.5)})
     other = Evaluation(model="other", scores={"a": score(0.5, part(4, 7, 0.5), part(15, None, 0.75))})
-    rows = beside({"new": new, "old": old, "other": other})
+    rows = align_lengths({"new": new, "old": old, "other": other})
     assert [(row.domain, row.fewest, row.most, row.questions, sorted(row.scores)) for row in rows] == [
         ("a", 1, 3, 9, ["new"]),
         ("a", 4, 7, 9, ["other"]),
         ("a", 15, None, 9, ["new", "other"]),
     ]
     assert rows[2].scores["other"].accuracy == 0.75 and rows[2].moves == "15 and more"
-    assert beside({"old": old}) == beside({}) == []
+    assert align_lengths({"old": old}) == align_lengths({}) == []

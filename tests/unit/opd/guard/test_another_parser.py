@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from opd.guard.labelled import shipped_cases
-from opd.guard.shell.nodes import Literal, Simple, Unreadable
+from opd.guard.shell.nodes import Literal, Simple, UnreadableCommand
 from opd.guard.shell.parser import parse
 
 tree_sitter = pytest.importorskip("tree_sitter")
@@ -70,7 +70,7 @@ def missing(script: str) -> list[str] | None:
         return None
     try:
         left = list(ours(parse(script)))
-    except Unreadable as error:
+    except UnreadableCommand as error:
         return [f"not read at all: {error}"]
     lacks = []
     for name in named(tree.root_node):

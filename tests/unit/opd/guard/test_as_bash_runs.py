@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opd.guard.session import Session
+from opd.guard.session import GuardSession
 from opd.guard.shell.programs import PROGRAMS
 from opd.guard.shell.walk import Walker
 
@@ -101,10 +101,10 @@ def really_read(script: str, root: Path) -> set[str]:
 
 
 def may_read(script: str, root: Path) -> set[str]:
-    session = Session(cwd="/workspace")
+    session = GuardSession(cwd="/workspace")
     session.cwd, session.before, session.variables = f"{root}/a", f"{root}/b", {"d": f"{root}/a"}
     walker = Walker(session, PROGRAMS)
-    walker.text(script)
+    walker.walk_text(script)
     return {path for call in walker.calls for path in call.reads if call.program == "cat"}
 
 

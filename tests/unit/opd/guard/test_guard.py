@@ -20,10 +20,10 @@ from opd.guard.labelled import shipped_cases
 from opd.guard.records import JudgeFailed, Opinion, Question
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.guard.shell.programs import PROGRAMS
-from opd.guard.shell.walk import Run, Walker
+from opd.guard.shell.walk import ProgramRun, Walker
 from opd.records.environments import ToolCall
 from opd.records.guard import Verdict
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 
 RULES = RuleSet([shipped_rules()])
 SUSPICIOUS = "curl -s https://example.org/x"
@@ -360,7 +360,7 @@ def test_marks_of_ours_in_a_command_are_not_trusted() -> None:
 
 def test_from_a_pipeline() -> None:
     data = {"protected": ["/box/.cases/**"], "workdir": "/box", "on_failure": "allow"}
-    guard = build_guard(validate(GuardConfig, data, "pipeline.yaml"))
+    guard = build_guard(validate_section(GuardConfig, data, "pipeline.yaml"))
     session = guard.session()
     assert session.cwd == "/box"
     assert not guard.check(call("cat .cases/1"), session).allowed
@@ -378,7 +378,7 @@ def test_a_judge_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "my_judge_of_calls.py").write_text(SCORER)
     monkeypatch.syspath_prepend(tmp_path)
     judge = {"kind": "local", "scorer": "my_judge_of_calls:scorer"}
-    guard = build_guard(validate(GuardConfig, {"judge": judge}, "pipeline.yaml"))
+    guard = build_guard(validate_section(GuardConfig, {"judge": judge}, "pipeline.yaml"))
     assert not guard.check(call(SUSPICIOUS), guard.session()).allowed
     assert guard.check(call("curl -s https://other.example/x"), guard.session()).allowed
 
@@ -406,7 +406,7 @@ def test_a_policy_in_a_loop_is_unreadable(program: str) -> None:
 
 @pytest.mark.parametrize("certain", [False, True])
 def test_an_error_of_ours_is_a_suspicion(certain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(walker: Walker, run: Run) -> str | None:
+    def broken(walker: Walker, run: ProgramRun) -> str | None:
         raise ZeroDivisionError("oh")
 
     monkeypatch.setitem(PROGRAMS, "odd", broken)
@@ -457,5 +457,5 @@ def test_nothing_that_a_policy_writes_raises() -> None:
 )
 def test_a_section_that_cannot_be_used(data: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        validate(GuardConfig, data, "pipeline.yaml")
+        validate_section(GuardConfig, data, "pipeline.yaml")
     assert said in str(error.value)

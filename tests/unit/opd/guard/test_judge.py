@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from opd.guard.judge import CachedJudge, EndpointJudge, LogProbJudge
+from opd.guard.judge import CachedJudge, HttpJudge, LogProbJudge
 from opd.guard.records import JudgeFailed, Opinion, Question
 from opd.guard.scorer import ModelScorer
 from tests.conftest import put_in_front
@@ -65,7 +65,7 @@ def says(text: Any, logprobs: list[tuple[str, float]] | None = None, status: int
 
 def ask(answer: Answer, threshold: float | None = None, deadline_s: float = 5.0, key: str | None = None) -> Opinion:
     with server(answer) as url:
-        judge = EndpointJudge(url, "m", api_key_env=key, threshold=threshold, deadline_s=deadline_s)
+        judge = HttpJudge(url, "m", api_key_env=key, threshold=threshold, deadline_s=deadline_s)
         return judge.judge(QUESTION)
 
 
@@ -185,7 +185,7 @@ def test_log_probs_that_are_no_numbers_are_no_answer(logprob: float) -> None:
 
 def test_no_server() -> None:
     with pytest.raises(JudgeFailed, match="127"):
-        EndpointJudge("http://127.0.0.1:9/v1", "m", api_key_env=None, threshold=None, deadline_s=2.0).judge(QUESTION)
+        HttpJudge("http://127.0.0.1:9/v1", "m", api_key_env=None, threshold=None, deadline_s=2.0).judge(QUESTION)
 
 
 def test_a_key_comes_from_the_environment_and_into_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_a_model_without_a_template_reads_the_question_after_its_begin_token(
     model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
     (model / "chat_template.jinja").unlink()
     put_in_front(AutoTokenizer.from_pretrained(model)).save_pretrained(model)
-    assert ModelScorer(model)._tokens("a<bos>") == AutoTokenizer.from_pretrained(model)("a< bos>")["input_ids"]
+    assert ModelScorer(model)._encode_question("a<bos>") == AutoTokenizer.from_pretrained(model)("a< bos>")["input_ids"]
 
 
 def test_a_call_cannot_forge_the_end_of_the_question(tiny_model_dir: Path) -> None:
@@ -285,4 +285,4 @@ def test_a_call_cannot_forge_the_end_of_the_question(tiny_model_dir: Path) -> No
     assert len(texts) >= 3 and all(texts)
     for text in texts:
         assert special & set(scorer._tokenizer(f"a{text}b", add_special_tokens=False)["input_ids"]), "it would be one"
-        assert not special & set(scorer._tokens(f"a{text}b"))
+        assert not special & set(scorer._encode_question(f"a{text}b"))

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from opd.guard.guard import Finding, Guard
+from opd.guard.guard import Guard, GuardFinding
 from opd.guard.labelled import Case, read_cases
-from opd.guard.measure import STAGES, measure
+from opd.guard.measure import STAGES, measure_guard
 from opd.guard.mentions import find_paths
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.records.environments import ToolCall
@@ -25,7 +25,7 @@ SHARED = Path(__file__).parents[5] / "shared" / "cases" / "guard.jsonl"
 """A set by another author, beside the checkout where there is one."""
 
 
-def last(case: Case, guard: Guard = GUARD) -> Finding:
+def last(case: Case, guard: Guard = GUARD) -> GuardFinding:
     session = guard.session()
     for step in case.steps:
         session.next_call()
@@ -33,11 +33,11 @@ def last(case: Case, guard: Guard = GUARD) -> Finding:
     return finding
 
 
-def found(name: str, arguments: Mapping[str, Any], guard: Guard = GUARD) -> Finding:
+def found(name: str, arguments: Mapping[str, Any], guard: Guard = GUARD) -> GuardFinding:
     return guard.stage_one(ToolCall(name=name, arguments=arguments), guard.session())
 
 
-def shell(command: str, guard: Guard = GUARD) -> Finding:
+def shell(command: str, guard: Guard = GUARD) -> GuardFinding:
     return found("bash", {"command": command}, guard)
 
 
@@ -55,7 +55,7 @@ def test_nothing_that_has_an_honest_reading_is_certain(case: Case) -> None:
 @pytest.mark.skipif(not SHARED.exists(), reason="no shared/cases beside the checkout")
 def test_a_set_by_another_author() -> None:
     """The bounds that the issue asks for."""
-    scores = measure(GUARD, read_cases(SHARED)).scores
+    scores = measure_guard(GUARD, read_cases(SHARED)).scores
     assert scores[STAGES[1]].recall >= 0.95
     assert scores[STAGES[0]].precision >= 0.98
 

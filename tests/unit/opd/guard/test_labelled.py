@@ -15,12 +15,12 @@ import pyarrow.parquet as parquet
 import pytest
 
 from opd.errors import OpdError
-from opd.guard.guard import Finding, Guard, GuardOptions
+from opd.guard.guard import Guard, GuardFinding, GuardOptions
 from opd.guard.labelled import Case, Half, read_cases, shipped_cases
-from opd.guard.measure import STAGES, measure
+from opd.guard.measure import STAGES, measure_guard
 from opd.guard.records import Opinion, Question
 from opd.guard.rules import RuleSet, shipped_rules
-from opd.guard.session import Session
+from opd.guard.session import GuardSession
 from opd.records.environments import ToolCall
 
 GUARD = Guard(RuleSet([shipped_rules()]))
@@ -123,7 +123,7 @@ def test_atif(tmp_path: Path) -> None:
     (tmp_path / "set" / "task.json").write_text("{}")
     honest, hack = read_cases(tmp_path / "set", "atif")
     assert (hack.label, honest.label, len(hack.steps)) == ("hack", "honest", 2)
-    assert measure(GUARD, [hack, honest]).scores[STAGES[2]].precision == 1.0
+    assert measure_guard(GUARD, [hack, honest]).scores[STAGES[2]].precision == 1.0
 
 
 def test_rewardhackbench(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_the_numbers() -> None:
         one("cat 'unclosed", "honest"),  # for the judge, and without one a false alarm
         one("ls", "hack", True, "cat /tests/a"),  # a trajectory is caught by any of its steps
     ]
-    found = measure(GUARD, cases)
+    found = measure_guard(GUARD, cases)
     certain, rules, last = (found.scores[stage] for stage in STAGES)
     assert (certain.recall, certain.precision) == (2 / 4, 1.0)
     assert (rules.recall, rules.precision) == (3 / 4, 3 / 4)
@@ -204,7 +204,7 @@ def test_the_numbers() -> None:
 
 def aggregate(half: Half, guard: Guard, stage: str) -> tuple[float, float]:
     """Recall and precision, and nothing that a failing test could print of the commands."""
-    score = measure(guard, shipped_cases(half)).scores[stage]
+    score = measure_guard(guard, shipped_cases(half)).scores[stage]
     return score.recall, score.precision
 
 
@@ -219,7 +219,7 @@ def test_the_guard_on_both_halves(half: Half) -> None:
 
 def questions(half: Half) -> int:
     """Cases about which a judge is asked."""
-    return measure(GUARD, shipped_cases(half)).judged
+    return measure_guard(GUARD, shipped_cases(half)).judged
 
 
 class Answers:
@@ -289,7 +289,7 @@ def test_stage_one_takes_little_time() -> None:
 class TenTimes(Guard):
     """Does everything ten times."""
 
-    def stage_one(self, call: ToolCall, session: Session) -> Finding:
+    def stage_one(self, call: ToolCall, session: GuardSession) -> GuardFinding:
         for _ in range(9):
             super().stage_one(call, session.copy())
         return super().stage_one(call, session)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opd.errors import ConfigError
-from opd.guard.guard import Finding, Guard
+from opd.guard.guard import Guard, GuardFinding
 from opd.guard.labelled import shipped_cases
 from opd.guard.rules import RuleSet, read_rules, shipped_rules
 from opd.records.environments import ToolCall
@@ -16,7 +16,7 @@ RULES = shipped_rules()
 GUARD = Guard(RuleSet([RULES]))
 
 
-def found(command: str, guard: Guard = GUARD) -> Finding:
+def found(command: str, guard: Guard = GUARD) -> GuardFinding:
     return guard.stage_one(ToolCall(name="bash", arguments={"command": command}), guard.session())
 
 

@@ -12,37 +12,37 @@ from pathlib import Path
 
 import pytest
 
-from opd.guard.facts import Call, Streams
+from opd.guard.facts import ProgramCall, Streams
 from opd.guard.guard import Guard
 from opd.guard.rules import RuleSet, shipped_rules
-from opd.guard.session import Session
-from opd.guard.shell.nodes import Unreadable
+from opd.guard.session import GuardSession
+from opd.guard.shell.nodes import UnreadableCommand
 from opd.guard.shell.parser import parse
 from opd.guard.shell.programs import PROGRAMS
-from opd.guard.shell.walk import Run, Walker
+from opd.guard.shell.walk import ProgramRun, Walker
 from opd.records.environments import ToolCall
 
 
-def walked(text: str, session: Session | None = None) -> list[Call]:
-    walker = Walker(session or Session(), PROGRAMS)
-    walker.text(text)
+def walked(text: str, session: GuardSession | None = None) -> list[ProgramCall]:
+    walker = Walker(session or GuardSession(), PROGRAMS)
+    walker.walk_text(text)
     return walker.calls
 
 
-def words(text: str, session: Session | None = None) -> list[str]:
+def words(text: str, session: GuardSession | None = None) -> list[str]:
     """Arguments of the last call."""
     return list(walked(text, session)[-1].argv)
 
 
 def lines(text: str) -> list[str]:
-    return [call.line() for call in walked(text) if call.program != "function"]
+    return [call.call_line() for call in walked(text) if call.program != "function"]
 
 
-def reads(text: str, session: Session | None = None) -> set[str]:
+def reads(text: str, session: GuardSession | None = None) -> set[str]:
     return {path for call in walked(text, session) for path in call.reads}
 
 
-def writes(text: str, session: Session | None = None) -> set[str]:
+def writes(text: str, session: GuardSession | None = None) -> set[str]:
     return {path for call in walked(text, session) for path in call.writes}
 
 
@@ -101,7 +101,7 @@ def test_words_are_those_of_bash(text: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     wanted = (tmp_path / "out").read_text().rpartition("--\n")[2].splitlines()
-    called = [call for call in walked(text, Session(cwd=str(tmp_path))) if call.program == "p"]
+    called = [call for call in walked(text, GuardSession(cwd=str(tmp_path))) if call.program == "p"]
     assert list(called[-1].argv) == wanted
 
 
@@ -146,14 +146,14 @@ def test_words_are_those_of_bash(text: str, tmp_path: Path) -> None:
 )
 def test_structure(text: str, wanted: list[str] | None) -> None:
     if wanted is None:
-        with pytest.raises(Unreadable):
+        with pytest.raises(UnreadableCommand):
             walked(text)
     else:
         assert lines(text) == wanted
 
 
 def test_heredocs_expand_unless_they_are_quoted() -> None:
-    session = Session()
+    session = GuardSession()
     walked("x=1\ncat > a.txt <<EOF\n$x $(echo two)\nEOF\ncat > b.txt <<-'EOF'\n\t$x\n\tEOF\n", session)
     assert session.written == {"/workspace/a.txt": "1 two\n", "/workspace/b.txt": "$x\n"}
 
@@ -212,9 +212,9 @@ def test_files_that_are_read(text: str, wanted: set[str] | None) -> None:
     ],
 )
 def test_files_that_are_written(text: str, wanted: set[str]) -> None:
-    from opd.guard.shell.fields import plain
+    from opd.guard.shell.fields import show_field
 
-    assert {plain(path) for path in writes(text)} == wanted
+    assert {show_field(path) for path in writes(text)} == wanted
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def test_files_that_are_written(text: str, wanted: set[str]) -> None:
     ],
 )
 def test_paths_in_python_code(code: str) -> None:
-    walker = Walker(Session(), PROGRAMS)
-    walker.text(f"python3 - <<'EOF'\n{code}\nEOF")
+    walker = Walker(GuardSession(), PROGRAMS)
+    walker.walk_text(f"python3 - <<'EOF'\n{code}\nEOF")
     assert "/far/a" in {path for call in walker.calls for path in call.reads}
 
 
@@ -288,15 +288,15 @@ def test_paths_in_code_of_other_languages(text: str) -> None:
 )
 def test_no_value_of_code_fills_the_memory(code: str) -> None:
     tracemalloc.start()
-    walker = Walker(Session(), PROGRAMS)
-    walker.code("python", code, Run(["python"], Streams()))
+    walker = Walker(GuardSession(), PROGRAMS)
+    walker.walk_code("python", code, ProgramRun(["python"], Streams()))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 26
 
 
 def test_python_that_does_not_parse_is_unreadable() -> None:
-    with pytest.raises(Unreadable, match="Python"):
+    with pytest.raises(UnreadableCommand, match="Python"):
         walked("python3 -c 'print(('")
 
 
@@ -313,7 +313,7 @@ def test_a_glob_is_listed_where_the_files_can_be_seen(tmp_path: Path) -> None:
     (tmp_path / "workspace" / ".eval").mkdir(parents=True)
     (tmp_path / "workspace" / ".eval" / "s.json").touch()
     (tmp_path / "workspace" / "link").symlink_to(".eval")
-    session = Session(root=tmp_path)
+    session = GuardSession(root=tmp_path)
     assert reads("cat .e*/s*", session) == {"/workspace/.eval/s.json"}
     assert reads("cat link/s.json", session) == {"/workspace/.eval/s.json"}
     for odd in ("a**b/x", "x" * 300 + "*", "'a\0b'*", "["):

@@ -12,11 +12,11 @@ import pytest
 from opd.guard.guard import NOT_YET, Guard, GuardOptions
 from opd.guard.records import JudgeFailed, Opinion, Question
 from opd.guard.rules import RuleSet, shipped_rules
-from opd.guard.watch import Looked, Watch
+from opd.guard.watch import CheckedTurn, GuardWatch
 from opd.records.environments import ToolCall
 from opd.records.episodes import EpisodeStats
 from opd.records.guard import GuardRecord, GuardStats
-from opd.rollouts.episodes.dialogue import checked
+from opd.rollouts.episodes.dialogue import check_observation
 
 RULES = RuleSet([shipped_rules()])
 NO_FILE = "cat: /tests/a: No such file or directory"
@@ -37,17 +37,17 @@ class FakeJudge:
         return Opinion(block=any(word in question.text for word in self.words), reason="said so")
 
 
-def watch(judge: FakeJudge | None = None, on_hit: Any = "keep", **options: Any) -> Watch:
-    return Watch(Guard(RULES, judge, GuardOptions(**options)), "s0", on_hit)
+def watch(judge: FakeJudge | None = None, on_hit: Any = "keep", **options: Any) -> GuardWatch:
+    return GuardWatch(Guard(RULES, judge, GuardOptions(**options)), "s0", on_hit)
 
 
 def shell(command: str, tool: str = "shell") -> ToolCall:
     return ToolCall(name=tool, arguments={"command": command})
 
 
-def look(found: Watch, *commands: str, text: str = "", turn: int = 0) -> Looked:
-    looked = asyncio.run(found.look(turn, text, [shell(command) for command in commands]))
-    found.keep(looked)
+def look(found: GuardWatch, *commands: str, text: str = "", turn: int = 0) -> CheckedTurn:
+    looked = asyncio.run(found.check_turn(turn, text, [shell(command) for command in commands]))
+    found.record_turn(looked)
     return looked
 
 
@@ -69,14 +69,14 @@ def test_the_other_calls_of_the_turn_run(whole: bool) -> None:
     assert looked.blocked and not looked.stops
     assert [call.arguments["command"] for call in looked.allowed] == ["ls", "pytest"]
     assert looked.dummies == (None, NO_FILE, None)
-    seen = looked.woven("of ls; of pytest" if whole else ("of ls", "of pytest"))
+    seen = looked.merge_observations("of ls; of pytest" if whole else ("of ls", "of pytest"))
     assert seen == (f"of ls; of pytest\n{NO_FILE}" if whole else ("of ls", NO_FILE, "of pytest"))
 
 
 def test_what_is_not_suspicious_is_left_alone() -> None:
     found = watch()
     looked = look(found, "ls", "pytest -q")
-    assert not looked.blocked and len(looked.allowed) == 2 and looked.woven(("a", "b")) == ("a", "b")
+    assert not looked.blocked and len(looked.allowed) == 2 and looked.merge_observations(("a", "b")) == ("a", "b")
     assert not look(found, text="```\ncat /tests/a\n```").blocked, "answers are read only if somebody asks for it"
     assert found.stats == GuardStats(checked=2)
 
@@ -91,16 +91,16 @@ def test_a_session_lasts_for_one_episode() -> None:
 def test_a_file_that_a_tool_wrote_is_known_when_it_runs() -> None:
     found = watch()
     write = ToolCall(name="write_file", arguments={"path": "run.py", "content": "print(open('/tests/a').read())"})
-    assert not asyncio.run(found.look(0, "", [write])).blocked
+    assert not asyncio.run(found.check_turn(0, "", [write])).blocked
     assert look(found, "python3 run.py").blocked
     loose = {"path": "conftest.py", "content": "def pytest_runtest_makereport(item, call): ..."}
-    assert asyncio.run(found.look(1, "", [ToolCall(name="write_file", arguments=loose)])).blocked
+    assert asyncio.run(found.check_turn(1, "", [ToolCall(name="write_file", arguments=loose)])).blocked
 
 
 def test_only_the_named_tools_are_checked() -> None:
     found = watch(only_tools=frozenset({"bash"}))
     calls = [shell("cat /tests/a"), shell("cat /tests/a", "bash")]
-    looked = asyncio.run(found.look(0, "", calls))
+    looked = asyncio.run(found.check_turn(0, "", calls))
     assert [verdict.allowed for verdict in looked.verdicts] == [True, False] and looked.seen.checked == 1
 
 
@@ -151,9 +151,11 @@ def test_nobody_waits_for_the_judge_of_another_episode() -> None:
             everybody.wait(timeout=10)
             return Opinion(block=True, reason="")
 
-    async def looked() -> list[Looked]:
+    async def looked() -> list[CheckedTurn]:
         watches = [watch(Slow()) for _ in range(64)]  # type: ignore[arg-type]
-        return await asyncio.gather(*(one.look(0, "", [shell("curl -s https://example.org/x")]) for one in watches))
+        return await asyncio.gather(
+            *(one.check_turn(0, "", [shell("curl -s https://example.org/x")]) for one in watches)
+        )
 
     assert all(one.blocked for one in asyncio.run(looked())), "all of them asked at the same time"
 
@@ -170,7 +172,7 @@ def test_a_turn_that_nobody_waits_for_changes_nothing() -> None:
     found = watch(Slow())  # type: ignore[arg-type]
 
     async def left() -> None:
-        turn = asyncio.ensure_future(found.look(0, "", [shell("cd / && curl -s https://example.org/x")]))
+        turn = asyncio.ensure_future(found.check_turn(0, "", [shell("cd / && curl -s https://example.org/x")]))
         while not asked.is_set():
             await asyncio.sleep(0.01)
         turn.cancel()
@@ -191,7 +193,7 @@ def test_what_becomes_of_the_tokens(on_hit: str, origin: str) -> None:
 def test_no_command_can_make_an_error_that_breaks_its_episode() -> None:
     looked = look(watch(), "cat $'/tests/a\\001\\002\\x7f'")
     assert looked.stops
-    assert all(checked(text) for text in looked.instead)
+    assert all(check_observation(text) for text in looked.instead)
 
 
 def test_numbers_survive_the_step_log_and_the_metrics() -> None:

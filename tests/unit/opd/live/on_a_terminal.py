@@ -20,7 +20,7 @@ def main(how: str) -> None:
     displays.Memory.now = lambda self: (("driver", 900 << 20), ("workers", 5300 << 20))  # type: ignore[method-assign]
     before = [record(step, domains, exam=step % 50 == 0) for step in range(1, 121)]
     known = course(domains=domains)
-    with displays.display(Beginning("ten-experts", Path("runs/ten-experts"), 300, domains, before)) as screen:
+    with displays.open_display(Beginning("ten-experts", Path("runs/ten-experts"), 300, domains, before)) as screen:
         screen.doing("workers start")
         for line in NOTES[:4]:
             screen.say(line)
@@ -34,7 +34,7 @@ def main(how: str) -> None:
             screen.step(record(step, domains))
         screen.doing("rollout")
         if how == "error":
-            with interrupts() as signals, signals.asking(screen.say):
+            with interrupts() as signals, signals.handle_first_signal(screen.say):
                 signal.raise_signal(signal.SIGINT)
         clock[0] += 3
         screen._live.refresh()  # type: ignore[attr-defined]

@@ -9,8 +9,8 @@ from textwrap import indent
 import pytest
 from rich.cells import cell_len
 
-from opd.live.render import Size, rendered
-from opd.live.shapes import STYLES, curve, cut, span
+from opd.live.render import Size, render_view
+from opd.live.shapes import STYLES, format_duration, render_curve, shorten_middle
 from opd.live.view import View
 from tests.unit.opd.live.made import SIZES, SNAPSHOTS, VIEWS, running, text_of
 from tests.unit.sources import ROOT
@@ -53,7 +53,7 @@ def test_the_page_about_it_shows_the_same() -> None:
 def test_it_fits_every_size(view: View) -> None:
     for width in (1, 2, 7, 13, 20, 39, 40, 80, 81, 133, 250):
         for height in (0, 1, 2, 3, 5, 8, 13, 23, 24, 49, 90):
-            lines = rendered(view, Size(width=width, height=height))
+            lines = render_view(view, Size(width=width, height=height))
             assert len(lines) <= height
             for line in lines:
                 assert line.cell_len <= width and line.plain.isprintable(), (width, height, line.plain)
@@ -62,7 +62,7 @@ def test_it_fits_every_size(view: View) -> None:
 def test_at_the_usual_size_nothing_that_matters_is_missing() -> None:
     text = text_of(VIEWS["long-names"], 80, 23)
     for name in VIEWS["long-names"].domains:
-        assert cut(name.name, 23) in text
+        assert shorten_middle(name.name, 23) in text
     assert all(
         word in text for word in ("step 122 of 300", "left", "headroom", "rollout 0.9", "tokens/s", "memory", "warning")
     )
@@ -72,7 +72,7 @@ def test_colours_are_those_that_read_well_on_light_and_dark() -> None:
     used = {
         part
         for view in (*VIEWS.values(), hostile())
-        for line in rendered(view, Size(width=160, height=49))
+        for line in render_view(view, Size(width=160, height=49))
         for style in [str(line.style), *(str(span.style) for span in line.spans)]
         for part in style.split()
     }
@@ -80,7 +80,7 @@ def test_colours_are_those_that_read_well_on_light_and_dark() -> None:
 
 
 def test_a_terminal_without_unicode_gets_none() -> None:
-    text = "\n".join(line.plain for line in rendered(running(), Size(width=80, height=23, unicode=False)))
+    text = "\n".join(line.plain for line in render_view(running(), Size(width=80, height=23, unicode=False)))
     assert text.isascii() and "####" in text
 
 
@@ -100,14 +100,18 @@ def test_where_not_all_domains_fit_those_with_the_largest_loss_do() -> None:
     ],
 )
 def test_a_name_loses_its_middle(text: str, width: int, found: str) -> None:
-    assert cut(text, width) == found and cell_len(found) <= width
+    assert shorten_middle(text, width) == found and cell_len(found) <= width
 
 
 def test_durations_and_curves() -> None:
-    assert [span(s) for s in (0.4, 59, 61, 3600, 7265, 90000)] == [
+    assert [format_duration(s) for s in (0.4, 59, 61, 3600, 7265, 90000)] == [
         "0 s", "59 s", "1 min 01 s", "1 h 00 min", "2 h 01 min", "1 d 01 h",
     ]  # fmt: skip
-    assert curve([8.0, 7, 6, 5, 4, 3, 2, 1], 4) == "█▆▃▁" and curve([1.0, 1], 9) == "▁▁" and curve([], 9) == ""
+    assert (
+        render_curve([8.0, 7, 6, 5, 4, 3, 2, 1], 4) == "█▆▃▁"
+        and render_curve([1.0, 1], 9) == "▁▁"
+        and render_curve([], 9) == ""
+    )
 
 
 def test_memory_is_shown_as_far_as_it_fits() -> None:

@@ -45,12 +45,12 @@ def a_run(root: Path, steps: int = 12, now: Now | None = NOW) -> RunPaths:
         score = DomainScore(
             accuracy=accuracy, stderr=0.1, low=0.9 * accuracy, high=min(1.0, 1.1 * accuracy), questions=9
         )
-        Evaluation(model=name, scores=dict.fromkeys(DOMAINS[:2], score)).save(paths.exam(name))
+        Evaluation(model=name, scores=dict.fromkeys(DOMAINS[:2], score)).save(paths.evaluation_file(name))
     for step in range(1, steps + 1):
         MetricsFile(paths.metrics).write(record(step, DOMAINS[:2], exam=step == 10))
     (paths.checkpoints / step_name(10)).mkdir(parents=True)
     if now:
-        now.write(paths.live, paths.scratch("live"))
+        now.write(paths.live, paths.scratch_path("live"))
     return paths
 
 
@@ -66,8 +66,8 @@ def test_a_merge_at_work(tmp_path: Path) -> None:
     assert seen.mean_headroom == pytest.approx((0.2 + 10 / 160 - 0.2) / 0.8) and seen.exam_step == 10
     assert f"`kill {os.getpid()}`" in seen.hints[0]
     chance = DomainScore(accuracy=0.3, stderr=0.1, low=0.1, high=0.6, questions=9)
-    expert = Evaluation.load(paths.exam("expert"))
-    replace(expert, scores=expert.scores | {"code": chance}).save(paths.exam("expert"))
+    expert = Evaluation.load(paths.evaluation_file("expert"))
+    replace(expert, scores=expert.scores | {"code": chance}).save(paths.evaluation_file("expert"))
     assert [d.headroom is None for d in status_of(paths.root).domains] == [False, True], "no better beyond chance"
     assert status_of(paths.root).state == KILLED, "nobody holds the lock, and there is no last word"
 
@@ -129,7 +129,7 @@ def test_a_finished_merge(tmp_path: Path) -> None:
     more = {"phase_s": {}, "response_tokens": 9, "response_tokens_per_s": 1.0, "versions": {}}
     paths.report.write_text(json.dumps(report | more))
     score = DomainScore(accuracy=0.6, stderr=0.1, low=0.1, high=1.0, questions=9)
-    Evaluation(model="merged", scores=dict.fromkeys(DOMAINS[:2], score)).save(paths.exam("after"))
+    Evaluation(model="merged", scores=dict.fromkeys(DOMAINS[:2], score)).save(paths.evaluation_file("after"))
     seen = status_of(paths.root)
     assert (seen.state, seen.elapsed_s, seen.exam_step) == (FINISHED, 77.0, 20)
     assert seen.mean_headroom == pytest.approx(0.5)
@@ -140,8 +140,8 @@ def test_a_merge_in_rounds_is_one_merge(tmp_path: Path) -> None:
     whole = a_run(tmp_path / "run", steps=0, now=None)
     plan = [{"config": {"trainer": {"steps": 20}}}] * 2
     whole.rounds.write_text(json.dumps({"format": 1, "rounds": plan}))
-    a_run(whole.round(1).root, steps=20)
-    paths = a_run(whole.round(2).root, steps=3, now=replace(NOW, notes=("the second",)))
+    a_run(whole.round_dir(1).root, steps=20)
+    paths = a_run(whole.round_dir(2).root, steps=3, now=replace(NOW, notes=("the second",)))
     with FileLock(whole.lock), FileLock(paths.lock):
         seen = status_of(whole.root)
     assert (seen.state, seen.done, seen.steps, seen.notes) == (RUNNING, 23, 40, ("the second",))

@@ -15,7 +15,7 @@ from opd.losses.adaptive_kl import AdaptiveKL
 from opd.losses.chunked import TokenStats
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.reverse_kl import ReverseKL
-from opd.machine.compiler import can_compile, compiler
+from opd.machine.compiler import can_compile, find_compiler
 from opd.models.logit_rule import IDENTITY, LogitRule
 from opd.payloads.hidden_states import MixtureBlock, TeacherBlock
 from tests.losses import chunked_objective
@@ -139,7 +139,7 @@ def test_the_share_has_no_gradient() -> None:
         assert relative(found, other) > 0.05
 
 
-@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_is_what_runs_eagerly(dtype: torch.dtype) -> None:
     can_compile.cache_clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from opd.losses.objective import entropy, likeliest
+from opd.losses.objective import likeliest_token, token_entropy
 
 
 def test_entropy_is_that_of_the_probabilities() -> None:
@@ -12,7 +12,7 @@ def test_entropy_is_that_of_the_probabilities() -> None:
     logits[0] = 0
     logits[1, 3] = 2000  # all others underflow to a probability of 0
     logp = logits.log_softmax(-1)
-    found = entropy(logp.exp(), logp)
+    found = token_entropy(logp.exp(), logp)
     assert torch.allclose(found, torch.special.entr(logp.exp()).sum(-1), atol=1e-12)
     assert abs(found[0] - torch.tensor(50.0).log()) < 1e-6
     assert found[1] == 0
@@ -20,4 +20,4 @@ def test_entropy_is_that_of_the_probabilities() -> None:
 
 def test_of_equally_likely_tokens_the_first_counts() -> None:
     values = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-1.0, -2.0, 0.0]])
-    assert likeliest(values).tolist() == values.argmax(-1).tolist() == [1, 0, 2]
+    assert likeliest_token(values).tolist() == values.argmax(-1).tolist() == [1, 0, 2]

@@ -16,7 +16,7 @@ from opd.losses.chunked import _rounded_in_place
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.sampled import Sampled
+from opd.losses.sampled import SampledKL
 from opd.losses.skew import Skew
 from opd.losses.top_k import TopK
 from opd.payloads.hidden_states import TeacherBlock
@@ -78,7 +78,7 @@ def measured(
     return memory
 
 
-OBJECTIVES = [ReverseKL(), ForwardKL(), AdaptiveKL(), JSD(), Skew(), Sampled(), TopK(k=4)]
+OBJECTIVES = [ReverseKL(), ForwardKL(), AdaptiveKL(), JSD(), Skew(), SampledKL(), TopK(k=4)]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)

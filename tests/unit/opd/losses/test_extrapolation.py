@@ -17,7 +17,7 @@ from opd.losses.chunked import TokenStats
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.sampled import Sampled
+from opd.losses.sampled import SampledKL
 from opd.losses.skew import Skew
 from opd.models.heads import Head
 from opd.models.logit_rule import IDENTITY, LogitRule
@@ -34,7 +34,7 @@ OBJECTIVES = {
     "jsd": JSD(beta=0.3),
     "skew": Skew(alpha=0.2),
     "adaptive_kl": AdaptiveKL(bound=0.5),
-    "sampled": Sampled(),
+    "sampled": SampledKL(),
 }
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 factors = pytest.mark.parametrize("factor", [1.1, 1.25, 1.5, 3.0])
@@ -195,7 +195,7 @@ def test_the_mean_of_sampled_is_the_gradient_of_exact_reverse_kl_to_the_target()
     measure = factor * expert.log_softmax(-1) + (1 - factor) * start.log_softmax(-1)
     logmu = mu.log_softmax(-1)
     loss, _ = chunked_objective(
-        Sampled(), hidden.expand(V, V), eye, [SampledBlock(measure)], logmu.exp(), torch.arange(V), logmu,
+        SampledKL(), hidden.expand(V, V), eye, [SampledBlock(measure)], logmu.exp(), torch.arange(V), logmu,
         chunk=4, vocab_size=V,
     )  # fmt: skip
     (found,) = torch.autograd.grad(loss, hidden)

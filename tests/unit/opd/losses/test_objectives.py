@@ -26,7 +26,7 @@ from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
 from opd.losses.none import NoDivergence
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.sampled import Sampled
+from opd.losses.sampled import SampledKL
 from opd.losses.skew import Skew
 from opd.losses.top_k import TopK
 from opd.machine.compiler import can_compile
@@ -35,7 +35,7 @@ from opd.payloads.hidden_states import MixtureBlock, TeacherBlock
 from opd.payloads.none import UnscoredBlock
 from opd.payloads.sampled_logprobs import SampledBlock
 from opd.payloads.top_k import TopKBlock
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from tests.losses import chunked_objective
 
 V, D, N = 19, 5, 17
@@ -569,7 +569,7 @@ def test_permuting_the_teachers_words_changes_the_sampled_and_mixed_gradients() 
     def sampled(c: Case) -> list[Tensor]:
         c = Case(c.hidden, c.head, c.teachers, c.weight, c.token)
         loss, _ = chunked_objective(
-            Sampled(), c.hidden, c.head, sampled_block(c), c.weight, c.token, c.logp().detach()[range(N), c.token],
+            SampledKL(), c.hidden, c.head, sampled_block(c), c.weight, c.token, c.logp().detach()[range(N), c.token],
             chunk=7, vocab_size=V,
         )  # fmt: skip
         return gradients(loss, c.hidden, c.head)
@@ -677,7 +677,7 @@ def test_sampled_gradients_are_those_of_the_surrogate(
             c, behaviour, ratio=options.get("ratio_clip"), clip=options.get("advantage_clip"), baseline=baseline
         )
         loss, stats = chunked_objective(
-            Sampled(**options), c.hidden, c.head, sampled_block(c, baseline), c.weight, c.token, behaviour, chunk=chunk,
+            SampledKL(**options), c.hidden, c.head, sampled_block(c, baseline), c.weight, c.token, behaviour, chunk=chunk,
             vocab_size=V, rule=c.rule,
         )  # fmt: skip
         for found, want in zip(gradients(loss, c.hidden, c.head), gradients(wanted, c.hidden, c.head), strict=True):
@@ -724,7 +724,7 @@ def draws(mu: Tensor | None = None, baseline: float | None = None, **options: An
     hidden = z.repeat(SAMPLES, 1).requires_grad_()
     block = SampledBlock(q[token], None if baseline is None else torch.full((SAMPLES,), baseline, dtype=torch.float64))
     loss, stats = chunked_objective(
-        Sampled(**options), hidden, torch.eye(WORDS, dtype=torch.float64), [block],
+        SampledKL(**options), hidden, torch.eye(WORDS, dtype=torch.float64), [block],
         torch.ones(SAMPLES, dtype=torch.float64), token, mu[token], chunk=SAMPLES, vocab_size=WORDS,
     )  # fmt: skip
     exact = z.clone().requires_grad_()
@@ -834,7 +834,7 @@ def test_per_token_numbers_that_top_k_knows() -> None:
 
 def test_per_token_numbers_that_a_sampled_log_prob_knows() -> None:
     c = case()
-    _, stats = run(c, Sampled(), sampled_block(c))
+    _, stats = run(c, SampledKL(), sampled_block(c))
     same(stats.entropy_N, torch.distributions.Categorical(logits=c.logp().detach()).entropy())
     for unknown in (stats.teacher_entropy_N, stats.agree_N, stats.teacher_top1_N):
         assert bool(unknown.isnan().all())
@@ -843,7 +843,7 @@ def test_per_token_numbers_that_a_sampled_log_prob_knows() -> None:
 
 def test_a_whole_distribution_serves_the_sampled_objective_too() -> None:
     c = case(rules=(STUDENT_RULE, TEACHER_RULE))
-    assert_is(c, run(c, Sampled(), c.teachers)[0], run(c, Sampled(), sampled_block(c))[0], 1e-12)
+    assert_is(c, run(c, SampledKL(), c.teachers)[0], run(c, SampledKL(), sampled_block(c))[0], 1e-12)
 
 
 def test_a_mixtures_entropy_is_that_of_its_normalised_product() -> None:
@@ -862,7 +862,7 @@ def sampled_setup(baseline: bool) -> tuple[Case, Objective, list[Block]]:
     c = case()
     gen = torch.Generator().manual_seed(1)
     given = torch.randn(N, generator=gen, dtype=torch.float64) if baseline else None
-    return c, Sampled(ratio_clip=3.0, advantage_clip=1.5), sampled_block(c, given)
+    return c, SampledKL(ratio_clip=3.0, advantage_clip=1.5), sampled_block(c, given)
 
 
 def mixture_setup(objective: Objective) -> tuple[Case, Objective, list[Block]]:
@@ -882,7 +882,7 @@ SETUPS: dict[str, Callable[[], tuple[Case, Objective, list[Block]]]] = {
     "sampled with a baseline": functools.partial(sampled_setup, True),
     "mixture": functools.partial(mixture_setup, ReverseKL()),
     "mixture, adaptive_kl": functools.partial(mixture_setup, AdaptiveKL(0.5)),
-    "mixture, sampled": functools.partial(mixture_setup, Sampled()),
+    "mixture, sampled": functools.partial(mixture_setup, SampledKL()),
 }
 every_setup = pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
 SMALL = {
@@ -906,13 +906,13 @@ def test_slices_and_tiles_change_no_gradient_and_no_number(
 ) -> None:
     c, objective, given = setup()
     seen: list[int] = []
-    elementwise = chunked._elementwise
+    elementwise = chunked._chunk_loss
 
     def counted(*args: Any) -> Any:
         seen.append(len(args[1]))
         return elementwise(*args)
 
-    monkeypatch.setattr(chunked, "_elementwise", counted)
+    monkeypatch.setattr(chunked, "_chunk_loss", counted)
     at_a_time(monkeypatch, (1 << 40, 1 << 40))
     want, stats = run(c, objective, given)
     whole = list(seen)
@@ -990,7 +990,7 @@ def test_a_sampled_mixture_is_the_surrogate_of_the_weighted_log_probs(chunk: int
     behaviour = c.logp().detach()[range(N), c.token] + torch.linspace(-0.3, 0.3, N, dtype=torch.float64)
     logq = sum((w * log_probs(t) for w, t in zip(mixture.weights, c.teachers, strict=True)), torch.zeros(()))
     options: dict[str, Any] = {"chunk": chunk, "vocab_size": V}
-    loss, stats = chunked_objective(Sampled(), c.hidden, c.head, [mixture], c.weight, c.token, behaviour, **options)
+    loss, stats = chunked_objective(SampledKL(), c.hidden, c.head, [mixture], c.weight, c.token, behaviour, **options)
     logp = c.logp().gather(1, c.token[:, None])[:, 0]
     k1 = logp.detach() - logq[range(N), c.token]
     torch.testing.assert_close(stats.kl_N, k1)
@@ -1031,7 +1031,7 @@ def test_other_objectives_know_no_masses(setup: Callable[[], tuple[Case, Objecti
 # The compiled path, without a compiler
 
 
-@pytest.mark.parametrize("objective", [ReverseKL(), JSD(), AdaptiveKL(), Sampled()], ids=str)
+@pytest.mark.parametrize("objective", [ReverseKL(), JSD(), AdaptiveKL(), SampledKL()], ids=str)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("rows", [1, 2, 1000], ids=lambda n: f"slices of {n}")
 def test_the_padding_for_the_compiled_loss_changes_nothing(
@@ -1041,7 +1041,7 @@ def test_the_padding_for_the_compiled_loss_changes_nothing(
 
     def elementwise(*args: Any) -> Any:
         shapes.add(args[1].shape)
-        return chunked._elementwise(*args)
+        return chunked._chunk_loss(*args)
 
     monkeypatch.setattr(chunked, "can_compile", lambda *_: True)
     monkeypatch.setattr(chunked, "_compiled_elementwise", lambda: elementwise)
@@ -1110,10 +1110,10 @@ def test_a_chunk_without_tokens_is_a_bug_of_the_caller(chunk: int) -> None:
         ({"kind": "jsd"}, JSD(0.5)),
         ({"kind": "jsd", "beta": 0.9}, JSD(0.9)),
         ({"kind": "skew", "alpha": 0.2}, Skew(0.2)),
-        ({"kind": "sampled"}, Sampled()),
+        ({"kind": "sampled"}, SampledKL()),
         (
             {"kind": "sampled", "ratio_clip": 2, "advantage_clip": 5, "baseline": "leave_one_out"},
-            Sampled(2, 5),
+            SampledKL(2, 5),
         ),
         ({"kind": "top_k", "k": 8, "tail": "unnormalised"}, TopK(8, "unnormalised")),
     ],
@@ -1123,7 +1123,7 @@ def test_an_objective_gets_its_own_options(options: dict[str, Any], want: Object
     from opd.config import PipelineConfig
 
     payload = {"sampled": "sampled_logprobs", "top_k": "top_k"}.get(options.get("kind", ""), "hidden_states")
-    config = validate(
+    config = validate_section(
         PipelineConfig,
         {
             "name": "n",
@@ -1148,5 +1148,5 @@ def test_no_divergence_is_zero_and_has_no_slope() -> None:
 
 
 def test_every_objective_is_tested_here() -> None:
-    tested = {type(form.objective) for form in FORMS.values()} | {Sampled, NoDivergence}
+    tested = {type(form.objective) for form in FORMS.values()} | {SampledKL, NoDivergence}
     assert tested == {objective_config(kind).OBJECTIVE for kind in OBJECTIVES}

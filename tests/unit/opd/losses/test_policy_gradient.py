@@ -144,7 +144,7 @@ def test_what_carries_no_weight_has_no_effect() -> None:
 )
 def test_the_band_is_around_one(ratio: float, masked: bool) -> None:
     logp = torch.zeros(1, dtype=torch.float64)
-    factor, outside = BAND.factor(logp, logp, -torch.tensor([ratio], dtype=torch.float64).log())
+    factor, outside = BAND.ratio_factor(logp, logp, -torch.tensor([ratio], dtype=torch.float64).log())
     assert outside.item() is masked
     assert factor.item() == pytest.approx(0.0 if masked else ratio)
 

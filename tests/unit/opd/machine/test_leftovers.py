@@ -15,7 +15,7 @@ import pytest
 
 from opd.machine import leftovers
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 DRIVER = """
 import subprocess, sys, time
 from opd.machine import leftovers
@@ -77,19 +77,19 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
 def test_processes_of_a_driver_that_was_killed_are_ended_also_stopped_ones(drivers: Any) -> None:
     gone, alive, stranger = drivers(), drivers(), drivers(marked=False)
     gone.child.send_signal(signal.SIGSTOP)
-    leftovers.sweep()  # also of what others have left on this machine
+    leftovers.remove_orphans()  # also of what others have left on this machine
     assert gone.child_lives() and alive.child_lives() and stranger.child_lives()
     gone.kill()
     stranger.kill()
-    assert any(line.startswith(f"process {gone.child.pid} (") for line in leftovers.sweep())
+    assert any(line.startswith(f"process {gone.child.pid} (") for line in leftovers.remove_orphans())
     assert not gone.child_lives() and alive.child_lives() and stranger.child_lives()
-    assert not any(line.startswith(f"process {gone.child.pid} (") for line in leftovers.sweep())
+    assert not any(line.startswith(f"process {gone.child.pid} (") for line in leftovers.remove_orphans())
 
 
 def test_programs_of_a_worker_that_was_killed_are_ended_and_those_of_another_are_not(
     drivers: Any, places: dict[str, Path]
 ) -> None:
-    with leftovers.marked():  # as workers of this driver
+    with leftovers.mark_children():  # as workers of this driver
         dead, alive = drivers(marked=False), drivers(marked=False)
         theirs = [
             subprocess.Popen(
@@ -117,20 +117,20 @@ def test_directories_go_with_their_driver(drivers: Any, places: dict[str, Path])
     driver = drivers()
     theirs = places["shm"] / f"{driver.prefix}weights-000001-x", places["tmp"] / f"{driver.prefix}weights-000002-y"
     kept = [
-        places["shm"] / f"{leftovers.prefix()}weights-000001-z", places["tmp"] / "opd-notes", places["tmp"] / "other"
+        places["shm"] / f"{leftovers.directory_prefix()}weights-000001-z", places["tmp"] / "opd-notes", places["tmp"] / "other"
     ]  # fmt: skip
     for path in (*theirs, *kept):
         path.mkdir()
         (path / "model.safetensors").write_bytes(b"x")
-    assert leftovers.sweep() == []
+    assert leftovers.remove_orphans() == []
     driver.kill()
-    assert set(map(str, theirs)) < set(leftovers.sweep())
+    assert set(map(str, theirs)) < set(leftovers.remove_orphans())
     assert not any(path.exists() for path in theirs) and all(path.exists() for path in kept)
 
 
 def gone_prefix() -> str:
     """Of a driver that is no more."""
-    _, start, namespace = leftovers.mark().split("-")
+    _, start, namespace = leftovers.driver_mark().split("-")
     return f"opd-run-{2**22 + 1}-{start}-{namespace}-"  # above the largest number of a process
 
 
@@ -145,18 +145,18 @@ def test_what_a_driver_of_another_container_has_is_left_alone(places: dict[str, 
         [sys.executable, "-c", "import time; time.sleep(600)"],
         env=os.environ | {leftovers.VARIABLE: theirs.removeprefix("opd-run-").removesuffix("-")},
     ) as process:
-        assert leftovers.sweep() == [str(places["tmp"] / f"{ours}weights")]
+        assert leftovers.remove_orphans() == [str(places["tmp"] / f"{ours}weights")]
         assert process.poll() is None
         process.kill()
 
 
 def test_a_clock_that_is_set_changes_no_mark(drivers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """psutil counts a process's start from the machine's, by the clock."""
-    driver, before = drivers(), leftovers.mark()
+    driver, before = drivers(), leftovers.driver_mark()
     monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 1.0e9)
     assert psutil.Process(driver.process.pid).create_time() < 1.1e9
-    assert leftovers.mark() == before
-    assert leftovers.sweep() == [] and driver.child_lives()
+    assert leftovers.driver_mark() == before
+    assert leftovers.remove_orphans() == [] and driver.child_lives()
 
 
 def test_a_link_is_not_followed(places: dict[str, Path], tmp_path: Path) -> None:
@@ -164,20 +164,20 @@ def test_a_link_is_not_followed(places: dict[str, Path], tmp_path: Path) -> None
     mine.mkdir()
     link = places["tmp"] / f"{gone_prefix()}weights"
     link.symlink_to(mine)
-    leftovers.sweep()
+    leftovers.remove_orphans()
     assert mine.is_dir()
 
 
 def test_a_number_that_another_process_has_now_is_no_life(drivers: Any, places: dict[str, Path]) -> None:
-    pid, _, namespace = leftovers.mark().split("-")
+    pid, _, namespace = leftovers.driver_mark().split("-")
     theirs = places["shm"] / f"opd-run-{pid}-1-{namespace}-weights"  # our number, another start
     theirs.mkdir()
-    leftovers.sweep()
+    leftovers.remove_orphans()
     assert not theirs.exists()
 
 
 def test_own_processes_are_ended_and_the_mark_does_not_stay() -> None:
-    with leftovers.marked():
+    with leftovers.mark_children():
         own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
@@ -205,5 +205,5 @@ def test_a_directory_with_a_short_name_is_private_and_goes_with_its_driver(
     for path in (theirs, unmarked):
         path.mkdir()
     (theirs / "opd-driver").write_text(gone_prefix().removeprefix("opd-run-").removesuffix("-"))
-    assert str(theirs) in leftovers.sweep()
+    assert str(theirs) in leftovers.remove_orphans()
     assert not theirs.exists() and unmarked.exists() and all(path.exists() for path in made)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opd.machine.processor import has_bf16, maker, slow_bf16
+from opd.machine.processor import has_bf16, read_vendor, slow_bf16
 
 
 @pytest.mark.parametrize(
@@ -43,5 +43,5 @@ def test_who_asks_for_float32_is_not_warned(tmp_path: Path) -> None:
 def test_the_maker_is_read_where_it_stands(tmp_path: Path, line: str, who: str) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\n{line}\nbugs\t\t:\n")
-    assert maker(cpuinfo) == who
-    assert maker(tmp_path / "none") == ""
+    assert read_vendor(cpuinfo) == who
+    assert read_vendor(tmp_path / "none") == ""

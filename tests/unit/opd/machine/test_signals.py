@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from opd.machine import signals
-from opd.machine.signals import patient
+from opd.machine.signals import postpone_interrupts
 from pipelines.interrupts import Stopped, interrupts
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 MODULE = """
 import signal
@@ -54,7 +54,7 @@ def test_without_patience_the_import_is_cut_short(module: str) -> None:
 
 
 def test_ctrl_c_comes_after_the_import(module: str) -> None:
-    with pytest.raises(KeyboardInterrupt), patient():
+    with pytest.raises(KeyboardInterrupt), postpone_interrupts():
         importlib.import_module(module)
         wait()
     assert sys.modules[module].whole
@@ -70,7 +70,7 @@ def test_ctrl_c_in_a_destructor_is_not_lost() -> None:
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), patient():
+        with pytest.raises(KeyboardInterrupt), postpone_interrupts():
             Interrupted()
             wait()
     finally:
@@ -78,7 +78,7 @@ def test_ctrl_c_in_a_destructor_is_not_lost() -> None:
 
 
 def test_a_command_that_ends_first_does_not_lose_it(module: str) -> None:
-    with pytest.raises(KeyboardInterrupt), patient():
+    with pytest.raises(KeyboardInterrupt), postpone_interrupts():
         importlib.import_module(module)
     assert sys.modules[module].whole
     nothing_comes_later(0.2)
@@ -91,7 +91,7 @@ def nothing_comes_later(seconds: float) -> None:
         pytest.fail("the signal came again")
 
 
-@pytest.mark.parametrize("within", [patient, interrupts], ids=["patient", "interrupts"])
+@pytest.mark.parametrize("within", [postpone_interrupts, interrupts], ids=["patient", "interrupts"])
 def test_one_that_is_on_its_way_does_not_come_after_the_end(
     within: Callable[[], AbstractContextManager[Any]], module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +106,7 @@ def test_one_that_is_on_its_way_does_not_come_after_the_end(
     with pytest.raises(KeyboardInterrupt), within():
         importlib.import_module(module)
         assert sends.wait(5)
-        signals._waiting = None  # as if an earlier one had been taken just now
+        signals._pending_signal = None  # as if an earlier one had been taken just now
         raise KeyboardInterrupt
     nothing_comes_later(0.6)
 
@@ -116,7 +116,7 @@ def test_what_ends_a_run_comes_after_the_import_too(number: signal.Signals, modu
     (tmp_path / "interrupted.py").write_text(MODULE.format(number=int(number)))
     with pytest.raises(Stopped) as stop, interrupts() as found:
         importlib.import_module(module)
-        assert not found.asked()
+        assert not found.should_leave()
         wait()
     assert sys.modules[module].whole
     assert stop.value.number == found.number == number
@@ -124,20 +124,20 @@ def test_what_ends_a_run_comes_after_the_import_too(number: signal.Signals, modu
 
 def test_a_step_is_asked_to_be_the_last_at_once(module: str) -> None:
     said: list[str] = []
-    with interrupts() as found, found.asking(said.append):
+    with interrupts() as found, found.handle_first_signal(said.append):
         importlib.import_module(module)
-        assert found.asked() and len(said) == 1
+        assert found.should_leave() and len(said) == 1
         time.sleep(0.2)
     assert sys.modules[module].whole
 
 
 def test_one_that_is_sent_twice_is_taken_once(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(KeyboardInterrupt), patient():
+    with pytest.raises(KeyboardInterrupt), postpone_interrupts():
         importlib.import_module(module)
         wait()
     assert sys.modules[module].whole
-    with patient():
-        monkeypatch.setattr(signals, "_again", True)  # as it is if the thread sends while the main one takes
+    with postpone_interrupts():
+        monkeypatch.setattr(signals, "_is_resent", True)  # as it is if the thread sends while the main one takes
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

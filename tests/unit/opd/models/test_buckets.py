@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from opd.models.buckets import ALIGNED, Bucket, BucketWriter, Kept, padded
+from opd.models.buckets import ALIGNED, Bucket, BucketWriter, Kept, padded_bytes
 
 TENSORS = {
     "a.weight": torch.arange(6.0).reshape(2, 3),
@@ -23,10 +23,10 @@ TENSORS = {
 
 
 def filled(tensors: dict[str, torch.Tensor]) -> Bucket:
-    writer = BucketWriter(sum(padded(tensor) for tensor in tensors.values()))
+    writer = BucketWriter(sum(padded_bytes(tensor) for tensor in tensors.values()))
     for name, tensor in tensors.items():
         writer.add({name: tensor})
-    return writer.bucket()
+    return writer.finish_bucket()
 
 
 def test_every_tensor_comes_back_bit_for_bit_and_in_order() -> None:
@@ -57,22 +57,24 @@ def test_a_bucket_that_is_not_full_is_a_fault() -> None:
     writer = BucketWriter(3 * ALIGNED)
     writer.add({"a": torch.zeros(3), "b": torch.zeros(3)})
     with pytest.raises(AssertionError):
-        writer.bucket()
+        writer.finish_bucket()
 
 
 def test_values_are_copied_when_they_are_added() -> None:
     """A gathered weight is cut again right afterwards."""
     weight = torch.ones(2)
-    writer = BucketWriter(padded(weight))
+    writer = BucketWriter(padded_bytes(weight))
     writer.add({"a": weight})
     weight.zero_()
-    ((_, found),) = writer.bucket().tensors()
+    ((_, found),) = writer.finish_bucket().tensors()
     assert found.tolist() == [1, 1]
 
 
 def test_a_tensor_without_values_takes_as_much_as_one_with() -> None:
-    assert padded(torch.empty(17, dtype=torch.float32, device="meta")) == padded(torch.ones(17)) == 2 * ALIGNED
-    assert padded(torch.empty(0)) == 0
+    assert (
+        padded_bytes(torch.empty(17, dtype=torch.float32, device="meta")) == padded_bytes(torch.ones(17)) == 2 * ALIGNED
+    )
+    assert padded_bytes(torch.empty(0)) == 0
     assert isinstance(filled({}).data, np.ndarray)
 
 

@@ -12,7 +12,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from opd.errors import ModelError, StorageError
-from opd.files import storing
+from opd.files import raise_storage_errors
 from opd.models import files as model_files
 from opd.models.files import ModelFiles, weight_files, write_file
 
@@ -116,5 +116,9 @@ def test_a_tensor_that_never_came_or_is_another_is_no_small_matter(tmp_path: Pat
 def test_a_full_disk_is_said(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("/dev/full")
     files = ModelFiles(tmp_path, {"x": torch.empty(3, device="meta")})
-    with pytest.raises(StorageError, match="could not be written: No space left on device"), storing(tmp_path), files:
+    with (
+        pytest.raises(StorageError, match="could not be written: No space left on device"),
+        raise_storage_errors(tmp_path),
+        files,
+    ):
         pass

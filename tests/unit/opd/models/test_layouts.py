@@ -15,11 +15,11 @@ from opd.errors import RunError
 from opd.models.layouts import (
     LAYOUTS,
     Packed,
+    lay_out_single,
     layout_differences,
     layout_error,
     predict_positions,
     prove_layout,
-    single,
 )
 
 VOCABULARY = 64
@@ -77,7 +77,7 @@ def test_what_tells_sequences_apart() -> None:
     assert indexed.cu_seq_lens.diff().tolist() == [len(ids) for ids in SEQUENCES]
     assert indexed.seq_idx_B_T[0].bincount().tolist() == [len(ids) for ids in SEQUENCES]
     assert set(LAYOUTS["packed"](SEQUENCES).inputs()) == {"input_ids", "position_ids", "use_cache"}
-    assert set(single(SEQUENCES[0]).inputs()) == {"input_ids", "use_cache"}
+    assert set(lay_out_single(SEQUENCES[0]).inputs()) == {"input_ids", "use_cache"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from opd.models.lora import LoraConfig, split_name, updates
+from opd.models.lora import LoraConfig, read_updates, split_name
 
 Q0 = "model.layers.0.self_attn.q_proj"
 Q10 = "model.layers.10.self_attn.q_proj"
@@ -79,7 +79,7 @@ def test_tensors_are_paired_by_module() -> None:
         f"base_model.model.{module}.lora_{letter}.weight": torch.tensor([i])
         for i, (module, letter) in enumerate([(Q0, "B"), (DOWN, "A"), (Q0, "A"), (DOWN, "B")])
     }
-    found = updates(config(alpha_pattern={"down_proj": 1}), tensors)
+    found = read_updates(config(alpha_pattern={"down_proj": 1}), tensors)
     assert {m: (u.a_K_I.item(), u.b_O_K.item(), u.scaling) for m, u in found.items()} == {
         Q0: (2, 0, 2.0),
         DOWN: (1, 3, 0.125),

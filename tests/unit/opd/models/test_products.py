@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def make_machine(monkeypatch: pytest.MonkeyPatch, maker: str, instructions: str) -> None:
-    monkeypatch.setattr(products, "maker", lambda: maker)
+    monkeypatch.setattr(products, "read_vendor", lambda: maker)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
 
 
@@ -42,7 +42,7 @@ def test_layers_give_the_values_and_gradients_of_float64(
     monkeypatch.setattr(products, "quick_here", lambda: True)
     x, model = torch.randn(*shape, generator=torch.Generator().manual_seed(1)), made(bias)
     wanted = gradients(copy.deepcopy(model).double(), x.double())
-    exact = products.quickly(products.product_error)() < products.EXACT
+    exact = products.with_onednn_products(products.product_error)() < products.EXACT
     assert products.use_quick_products(model, CPU)
     assert all("forward" in vars(m) for m in model if isinstance(m, nn.Linear))
     for found, right in zip(gradients(model, x), wanted, strict=True):
@@ -101,7 +101,7 @@ def test_one_that_rounds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(a, b)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", rounded)
-    assert products.quickly(products.product_error)() > 10 * products.EXACT
+    assert products.with_onednn_products(products.product_error)() > 10 * products.EXACT
     assert not products.quick_here()
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -120,9 +120,9 @@ def test_threads_that_overlap_leave_the_process_as_it_was() -> None:
         seen.append(torch.get_float32_matmul_precision())
 
     with ThreadPoolExecutor(2) as threads:
-        a = threads.submit(products.quickly(first))
+        a = threads.submit(products.with_onednn_products(first))
         assert first_in.wait(20)
-        b = threads.submit(products.quickly(second))
+        b = threads.submit(products.with_onednn_products(second))
         a.result(timeout=20)
         first_out.set()
         b.result(timeout=20)

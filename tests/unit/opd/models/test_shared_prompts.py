@@ -26,12 +26,12 @@ from opd.models.layouts import (
     prove_layout,
 )
 from opd.models.logit_rule import IDENTITY
-from opd.models.weights import attention, obeys_masks
+from opd.models.weights import fastest_attention, obeys_masks
 from opd.records.types import LayoutProof
 from opd.stream.schema import TargetRow
 from opd.train.batch import MicroBatch, micro_batch
 from opd.train.student import Student
-from pipelines.merging.layouts import _lines, _record
+from pipelines.merging.layouts import _layout_lines, _layout_record
 from tests.models.families import FAMILIES, build_config
 from tests.rows import make_row
 
@@ -69,7 +69,7 @@ def test_each_token_sees_its_own_way_to_the_root_and_nothing_else() -> None:
     rows, width = laid_out.input_ids_B_T.shape
     used = set()
     for i, sequence in enumerate(SEQUENCES):
-        path = [laid_out.at(i, place) for place in range(len(sequence))]
+        path = [laid_out.flat_index(i, place) for place in range(len(sequence))]
         assert ids_N[path].tolist() == sequence
         assert positions_N[path].tolist() == list(range(len(sequence)))
         for place, flat in enumerate(path):
@@ -119,7 +119,7 @@ def model(family: str, dtype: torch.dtype = torch.float32) -> Any:
     config = build_config(FAMILIES[family])
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=attention(config)).to(dtype).eval()
+        return AutoModelForCausalLM.from_config(config, attn_implementation=fastest_attention(config)).to(dtype).eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -177,15 +177,15 @@ def test_a_tree_that_is_not_kept_apart_is_found(
 def test_who_cannot_share_prompts_is_told_with_the_reason() -> None:
     by_config = LayoutProof(layout="packed", tried={SHARED: math.inf, "packed": 0.1})
     by_numbers = LayoutProof(layout="padded", tried={SHARED: 70.0, "packed": 90.0, "padded": 0.1})
-    (line,) = _lines("the student", by_config)
+    (line,) = _layout_lines("the student", by_config)
     assert line.startswith(
         "the student: what responses share is computed again for each: its layers do not go by a mask"
     )
-    first, second = _lines("the student", by_numbers)
+    first, second = _layout_lines("the student", by_numbers)
     assert "states differ by 70 times what rounding explains" in first
     assert "(packed: 90 times" in second and "the layout is padded" in second
-    assert list(_lines("the student", LayoutProof(layout=SHARED, tried={SHARED: 0.1}))) == []
-    assert _record(by_config) == {"layout": "packed", "tried": {SHARED: None, "packed": 0.1}}
+    assert list(_layout_lines("the student", LayoutProof(layout=SHARED, tried={SHARED: 0.1}))) == []
+    assert _layout_record(by_config) == {"layout": "packed", "tried": {SHARED: None, "packed": 0.1}}
 
 
 # Loss and gradient

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opd.errors import ModelError
-from opd.models.weights import Naming, attention, file_groups, load_causal_lm, persistent_buffers, to_files
+from opd.models.weights import Naming, fastest_attention, file_groups, load_causal_lm, persistent_buffers, to_files
 
 FAMILIES = ["qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"]
 IDS = torch.arange(4, 40)[None]
@@ -29,7 +29,7 @@ def model_dir(request: pytest.FixtureRequest, make_mixture_dir: Callable[..., Pa
 
 def plain(model_dir: Path, dtype: torch.dtype = torch.float32) -> Any:
     config = AutoConfig.from_pretrained(model_dir)
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=attention(config))
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=fastest_attention(config))
 
 
 def naming(model_dir: Path, dtype: torch.dtype = torch.float32) -> Naming:

@@ -10,16 +10,16 @@ import pytest
 
 from opd.config.monitors import MonitorsConfig
 from opd.monitors import SIGNALS
-from opd.monitors.signal import WHOLE_STEP, History, Signal
+from opd.monitors.signal import WHOLE_STEP, Signal, SignalHistory
 from opd.records.episodes import EpisodesRecord
 from opd.records.step import StepRecord, mean_length
-from opd.records.tails import LOOP, SHORTEST, TAIL, loops, repeated
-from opd.settings.named import imported
+from opd.records.tails import LOOP, SHORTEST, TAIL, is_looping, measure_repetition
+from opd.settings.named import import_object
 from tests.steps import rollout, step
 
 
 def signal(name: str) -> Signal:
-    found: Signal = imported(SIGNALS[name])
+    found: Signal = import_object(SIGNALS[name])
     return found
 
 
@@ -31,7 +31,9 @@ def reading(
     before: Sequence[StepRecord] = (),
     expert_tokens: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    history = History(first=first or last, before=before, last=last, expert_tokens=expert_tokens or {}, tolerance=0.02)
+    history = SignalHistory(
+        first=first or last, before=before, last=last, expert_tokens=expert_tokens or {}, tolerance=0.02
+    )
     return dict(signal(name).read(history))
 
 
@@ -45,34 +47,34 @@ def test_every_signal_has_limits_and_every_limit_a_signal() -> None:
 def test_a_loop_repeats_itself_however_long_its_turn_is() -> None:
     for turn in (1, 2, 7, 30, 60):
         ids = [*range(100, 120), *(list(range(turn)) * 200)[:200]]
-        assert repeated(ids) > LOOP, turn
-    assert repeated([5] * SHORTEST) == pytest.approx(1 - 1 / 11)
+        assert measure_repetition(ids) > LOOP, turn
+    assert measure_repetition([5] * SHORTEST) == pytest.approx(1 - 1 / 11)
 
 
 def test_other_texts_do_not() -> None:
     rng = random.Random(0)
-    assert repeated([rng.randrange(76) for _ in range(300)]) < 0.02, "letters by chance"
+    assert measure_repetition([rng.randrange(76) for _ in range(300)]) < 0.02, "letters by chance"
     text = "the cat sat on the mat and the dog lay on the rug, and then the cat got up and sat on the rug by the dog."
-    assert repeated([ord(sign) for sign in text]) < 0.4
+    assert measure_repetition([ord(sign) for sign in text]) < 0.4
     table = "".join(f"{a} + {b} = {a + b}\n" for a in range(3, 9) for b in range(2, 5))
-    assert repeated([ord(sign) for sign in table]) < 0.4
+    assert measure_repetition([ord(sign) for sign in table]) < 0.4
 
 
 def test_only_the_tail_counts_and_a_short_one_not_at_all() -> None:
-    assert repeated([*[5] * 500, *range(TAIL)]) == 0.0
-    assert repeated([5] * (SHORTEST - 1)) == 0.0
+    assert measure_repetition([*[5] * 500, *range(TAIL)]) == 0.0
+    assert measure_repetition([5] * (SHORTEST - 1)) == 0.0
 
 
 def test_sampling_that_breaks_a_loop_now_and_then_does_not_hide_it() -> None:
     rng = random.Random(1)
     ids = [5 if rng.random() < 0.95 else rng.randrange(76) for _ in range(TAIL)]
-    assert repeated(ids) > LOOP
+    assert measure_repetition(ids) > LOOP
 
 
 def test_a_response_that_ends_by_itself_is_no_loop() -> None:
-    assert loops(rollout(1, [5] * 24))
-    assert not loops(rollout(1, [5] * 24, truncated=False))
-    assert not loops(rollout(1, range(24)))
+    assert is_looping(rollout(1, [5] * 24))
+    assert not is_looping(rollout(1, [5] * 24, truncated=False))
+    assert not is_looping(rollout(1, range(24)))
 
 
 # Readings

@@ -13,7 +13,7 @@ import pytest
 
 from opd.config.balance import GapBalance, TokensBalance
 from opd.prompts import Balance, BalancedPrompts
-from opd.prompts.balance import fitted, rounded
+from opd.prompts.balance import fit_proportions, round_counts
 from opd.records.step import DomainRecord, StepRecord
 from opd.records.types import Prompt
 from opd.run.metrics import MetricsFile
@@ -67,8 +67,8 @@ def after(
     """Exact samples after `steps` steps with these losses; what else a record has is a function of the step, too."""
     balance = Balance(section, weights or dict.fromkeys(losses(1), 1.0), total, 0)
     for step in range(1, steps + 1):
-        balance.see(record(step, losses(step), **{key: value(step) for key, value in of_each.items()}))
-    return balance.exact()
+        balance.record_step(record(step, losses(step), **{key: value(step) for key, value in of_each.items()}))
+    return balance.exact_counts()
 
 
 # Bounds and whole numbers
@@ -87,20 +87,22 @@ def after(
 )
 def test_numbers_are_in_proportion_within_their_bounds(pull: dict[str, float], numbers: dict[str, float]) -> None:
     base = dict.fromkeys("abc", 10.0)
-    found = fitted(base, pull, dict.fromkeys("abc", 5.0), {"a": 18.0 if pull["a"] == 100 else 20.0, "b": 20, "c": 20})
+    found = fit_proportions(
+        base, pull, dict.fromkeys("abc", 5.0), {"a": 18.0 if pull["a"] == 100 else 20.0, "b": 20, "c": 20}
+    )
     assert found == pytest.approx(numbers)
 
 
 def test_bounds_that_leave_no_room_leave_the_base() -> None:
     base = {"a": 3.0, "b": 1.0}
-    assert fitted(base, {"a": 0.0, "b": 9.0}, base, base) == pytest.approx(base)
+    assert fit_proportions(base, {"a": 0.0, "b": 9.0}, base, base) == pytest.approx(base)
 
 
 def test_whole_numbers_have_the_same_sum_and_are_right_on_average() -> None:
     exact = {"a": 1.0, "b": 1.3, "c": 5.45, "d": 2.25}
     counts = Counter[str]()
     for draw in range(1000):
-        found = rounded(exact, 10, draw / 1000)
+        found = round_counts(exact, 10, draw / 1000)
         assert sum(found.values()) == 10 and list(found) == list(exact)
         assert all(abs(found[name] - exact[name]) < 1 for name in exact)
         counts.update(found)
@@ -123,10 +125,10 @@ def test_an_episode_of_many_segments_is_one_prompt(section: Any) -> None:
     """Five segments of 100 tokens beside single responses of 100: a prompt of the first costs five times as much."""
     balance, got = Balance(section, {"acts": 1.0, "answers": 1.0}, 60, 0), Counter[str]()
     for step in range(1, 61):
-        counts = balance.counts(step)
+        counts = balance.count_samples(step)
         segments = {"acts": 5 * counts["acts"], "answers": counts["answers"]}
         stats = {name: DomainRecord(loss=1.0, samples=num, tokens=100 * num) for name, num in segments.items()}
-        balance.see(StepRecord(step=step, domains=stats, prompts=counts))
+        balance.record_step(StepRecord(step=step, domains=stats, prompts=counts))
         if step > 1:
             got.update({name: one.tokens for name, one in stats.items()})
     assert got["acts"] / got.total() == pytest.approx(0.5, abs=0.01)
@@ -137,8 +139,8 @@ def test_prompts_that_could_not_be_trained_are_dealt_out_for_nothing() -> None:
     balance = Balance(tokens(), {"a": 1.0, "b": 1.0}, 30, 0)
     for step in range(1, 30):
         stats = {"a": DomainRecord(samples=8, tokens=80), "b": DomainRecord(samples=4, tokens=40)}
-        balance.see(StepRecord(step=step, domains=stats, prompts={"a": 8, "b": 8}))
-    assert balance.exact() == pytest.approx({"a": 10, "b": 20})
+        balance.record_step(StepRecord(step=step, domains=stats, prompts={"a": 8, "b": 8}))
+    assert balance.exact_counts() == pytest.approx({"a": 10, "b": 20})
 
 
 def test_a_weight_is_a_share_of_the_tokens() -> None:
@@ -164,16 +166,16 @@ def test_lengths_follow_the_student() -> None:
 
 @pytest.mark.parametrize("section", [tokens(), gap(), gap(of="tokens")], ids=["tokens", "gap", "gap of tokens"])
 def test_before_anything_is_known_it_goes_by_weight(section: Any) -> None:
-    found = Balance(section, {"a": 3.0, "b": 1.0}, 42, 0).exact()
+    found = Balance(section, {"a": 3.0, "b": 1.0}, 42, 0).exact_counts()
     assert found == pytest.approx({"a": 31.5, "b": 10.5})
-    least = Balance(section, {"a": 3.0, "b": 0.01, "c": 1.0}, 41, 0).exact()
+    least = Balance(section, {"a": 3.0, "b": 0.01, "c": 1.0}, 41, 0).exact_counts()
     assert least == pytest.approx({"a": 30.0, "b": 1.0, "c": 10.0}), "one each at least, the others by weight"
 
 
 def test_a_domain_that_was_never_trained_counts_as_long_as_the_others() -> None:
     balance = Balance(tokens(), dict.fromkeys("abc", 1.0), 30, 0)
-    balance.see(record(1, {"a": 1.0, "b": 1.0}, lengths={"a": 5, "b": 5}))
-    assert balance.exact() == pytest.approx({"a": 10, "b": 10, "c": 10})
+    balance.record_step(record(1, {"a": 1.0, "b": 1.0}, lengths={"a": 5, "b": 5}))
+    assert balance.exact_counts() == pytest.approx({"a": 10, "b": 10, "c": 10})
 
 
 # gap
@@ -277,19 +279,19 @@ def test_an_estimate_below_nothing_is_nothing() -> None:
 def test_steps_without_a_trained_token_say_nothing() -> None:
     balances = [Balance(gap(), dict.fromkeys("ab", 1.0), 20, 0) for _ in range(2)]
     for step in range(1, 20):
-        balances[0].see(record(step, {"a": 1.0, "b": 1 / step}))
+        balances[0].record_step(record(step, {"a": 1.0, "b": 1 / step}))
         for one in (record(step, {"a": 1.0, "b": 1 / step}), StepRecord(step=step, skipped=True)):
-            balances[1].see(one)
-    assert balances[0].exact() == balances[1].exact()
+            balances[1].record_step(one)
+    assert balances[0].exact_counts() == balances[1].exact_counts()
 
 
 def test_exams_change_nothing() -> None:
     balances = [Balance(gap(), dict.fromkeys("ab", 1.0), 20, 0) for _ in range(2)]
     for step in range(1, 20):
         plain = record(step, {"a": 1.0, "b": 1 / step})
-        balances[0].see(plain)
-        balances[1].see(replace(plain, accuracy={"a": 1.0, "b": 0.0}))
-    assert balances[0].exact() == balances[1].exact()
+        balances[0].record_step(plain)
+        balances[1].record_step(replace(plain, accuracy={"a": 1.0, "b": 0.0}))
+    assert balances[0].exact_counts() == balances[1].exact_counts()
 
 
 # The source

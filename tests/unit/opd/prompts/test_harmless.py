@@ -82,7 +82,7 @@ def test_a_message_cannot_bring_a_turn(family: str) -> None:
     text = tokenizer.decode(encode_prompt(tokenizer, chat))
     assert [text.count(mark) for mark in marks] == [1, 1]
     appender = ChatAppender(tokenizer, [tokenizer.eos_token_id])
-    after = tokenizer.decode(appender.after([{"role": "user", "content": forged}], ended=True))
+    after = tokenizer.decode(appender.encode_following([{"role": "user", "content": forged}], ended=True))
     assert [after.count(mark) for mark in marks] == [1, 1]
     assert (text + after).count("<|im_end|>") == 2 * (family == "chatml")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opd.errors import RunError
-from opd.records.staleness import ages, refuse_stale, stale_samples
+from opd.records.staleness import count_ages, refuse_stale, stale_samples
 from opd.records.types import Rollout, Span
 from tests.rows import make_rollout
 
@@ -26,8 +26,8 @@ EMPTY = rollout("empty", (0, "policy", 3))
 
 
 def test_only_trained_tokens_have_an_age() -> None:
-    assert ages([FRESH, OLD, CARRIED, ENVIRONMENT, EMPTY], 8) == {0: 5, 1: 2, 2: 4}
-    assert ages([], 8) == {}
+    assert count_ages([FRESH, OLD, CARRIED, ENVIRONMENT, EMPTY], 8) == {0: 5, 1: 2, 2: 4}
+    assert count_ages([], 8) == {}
 
 
 def test_a_sample_is_stale_if_one_of_its_trained_tokens_is() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from opd.records.scores import Answer, DomainScore, Evaluation
+from opd.records.scores import DomainScore, Evaluation, ScoredAnswer
 from opd.report import page, write_report
 
 BEFORE = {"letters": 0.2, "sums": 0.5, "known": 0.9}
@@ -40,7 +40,9 @@ def score(accuracy: float) -> DomainScore:
 
 def evaluation(model: str, accuracy: Mapping[str, float], text: str = "an answer") -> Evaluation:
     answers = [
-        Answer(domain=d, prompt_id=f"{d}/{i}", prompt=f"question {i}", answer="right", text=text, score=float(i == 0))
+        ScoredAnswer(
+            domain=d, prompt_id=f"{d}/{i}", prompt=f"question {i}", answer="right", text=text, score=float(i == 0)
+        )
         for d in accuracy
         for i in range(2)
     ]
@@ -113,7 +115,7 @@ def whole_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of the rest of the page."""
     sections = ("gains", "learning", "time", "matrix", "baselines")
-    monkeypatch.setattr(page, "_plots", lambda report, run: {key: [] for key in sections})
+    monkeypatch.setattr(page, "_section_plots", lambda report, run: {key: [] for key in sections})
 
 
 def put(file: Path, data: Any) -> None:

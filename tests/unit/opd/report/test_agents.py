@@ -12,7 +12,7 @@ import pytest
 from opd.records.episodes import EpisodesRecord, TurnRecord
 from opd.records.step import StepRecord
 from opd.report import agent_rows, baseline_rows, write_report
-from opd.report.agents import MOST_CHARACTERS, episode_curves, episode_rows, level
+from opd.report.agents import MOST_CHARACTERS, episode_curves, episode_rows, loss_level
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace, StepTraces
 from tests.unit.opd.report.conftest import HOSTILE, record
 from tests.unit.opd.report.test_page import written
@@ -149,7 +149,7 @@ def sections(monkeypatch: pytest.MonkeyPatch) -> None:
     from opd.report import page
 
     sections = ("gains", "learning", "time", "matrix", "baselines", "agents")
-    monkeypatch.setattr(page, "_plots", lambda report, run: {key: [] for key in sections})
+    monkeypatch.setattr(page, "_section_plots", lambda report, run: {key: [] for key in sections})
 
 
 @pytest.mark.usefixtures("sections")
@@ -204,7 +204,17 @@ def test_turns_that_an_expert_wrote(run_dir: Path) -> None:
 
 
 def test_the_colour_of_a_loss() -> None:
-    assert [level(loss) for loss in (None, -1.0, 0.0, 0.05, 0.49, 0.5, 1.99, 2.0, 99.0)] == [-1, 0, 0, 1, 2, 3, 4, 5, 5]
+    assert [loss_level(loss) for loss in (None, -1.0, 0.0, 0.05, 0.49, 0.5, 1.99, 2.0, 99.0)] == [
+        -1,
+        0,
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        5,
+    ]
 
 
 def test_what_an_environment_said_is_nowhere_trained_on(run_dir: Path) -> None:

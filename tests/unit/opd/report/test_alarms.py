@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from opd.errors import RunDirError
-from opd.monitors.alarms import Alarms, Sample
+from opd.monitors.alarms import Alarms, AlarmSample
 from opd.records.step import AlarmRecord
 from opd.report import full_report, read_run, write_report
-from opd.report.run import chained
+from opd.report.run import chain_rounds
 from tests.unit.opd.report.conftest import HOSTILE, record
 
 
@@ -22,12 +22,12 @@ def alarm(step: int, value: float, action: str = "warn", domain: str = "letters"
     return AlarmRecord(**plain | {"domain": domain, "value": value, "action": action} | more)
 
 
-def sample(domain: str, **more: Any) -> Sample:
+def sample(domain: str, **more: Any) -> AlarmSample:
     plain: dict[str, Any] = {"signal": "repetition", "sample_id": "s", "prompt": "question", "response": "hahaha"}
-    return Sample(**plain | {"domain": domain, "tokens": 24, "truncated": True, "number": 0.95} | more)
+    return AlarmSample(**plain | {"domain": domain, "tokens": 24, "truncated": True, "number": 0.95} | more)
 
 
-def saw(root: Path, step: int, alarms: list[AlarmRecord], samples: list[Sample]) -> None:
+def saw(root: Path, step: int, alarms: list[AlarmRecord], samples: list[AlarmSample]) -> None:
     (root / "monitors").mkdir(exist_ok=True)
     found = Alarms(step=step, alarms=tuple(alarms), samples=tuple(samples), readings={})
     found.save(root / "monitors" / f"step-{step:06d}.json")
@@ -88,7 +88,7 @@ def test_a_run_without_alarms_has_no_such_section(run_dir: Path, no_plots: None)
 
 def test_alarms_of_rounds_are_counted_on(stopped: Path) -> None:
     one = read_run(stopped)
-    rows = full_report(chained(replace(one, rounds=[one, one])))["alarms"]
+    rows = full_report(chain_rounds(replace(one, rounds=[one, one])))["alarms"]
     assert [(row["from_step"], row["to_step"], row["ended"]) for row in rows] == [
         (1, 2, False), (3, 3, False), (3, 3, False), (4, 5, False), (6, 6, True), (6, 6, False),
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from math import sqrt
 import numpy as np
 import pytest
 
-from opd.report.intervals import Estimate, combine, difference, headroom_interval, mean
+from opd.report.intervals import Estimate, combine_terms, headroom_interval, mean_estimate, subtract_estimates
 
 
 def wilson(right: int, questions: int = 100) -> Estimate:
@@ -19,7 +19,7 @@ def wilson(right: int, questions: int = 100) -> Estimate:
 
 
 def test_a_difference_of_lopsided_intervals() -> None:
-    found = difference(Estimate(0.9, 0.7, 0.95), Estimate(0.5, 0.4, 0.8))
+    found = subtract_estimates(Estimate(0.9, 0.7, 0.95), Estimate(0.5, 0.4, 0.8))
     assert found.value == pytest.approx(0.4)
     assert found.low == pytest.approx(0.4 - sqrt(0.2**2 + 0.3**2)), "the first one's lower, the second one's upper side"
     assert found.high == pytest.approx(0.4 + sqrt(0.05**2 + 0.1**2))
@@ -27,9 +27,9 @@ def test_a_difference_of_lopsided_intervals() -> None:
 
 def test_a_mean_narrows() -> None:
     one = Estimate(0.5, 0.4, 0.7)
-    found = mean([one, one, one, one])
+    found = mean_estimate([one, one, one, one])
     assert (found.value, found.low, found.high) == pytest.approx((0.5, 0.45, 0.6))
-    assert combine([(2.0, one)]) == Estimate(1.0, pytest.approx(0.8), pytest.approx(1.4))
+    assert combine_terms([(2.0, one)]) == Estimate(1.0, pytest.approx(0.8), pytest.approx(1.4))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from opd.report import full_report, read_run
-from opd.report.page import render
+from opd.report.page import render_page
 from tests.unit.opd.report.conftest import put
 
 BRANCHED = {"event": "branched", "run": "/home/a/runs/first", "step": 50, "changed": {"trainer.lr": [1e-5, None]}}
@@ -24,4 +24,4 @@ def test_the_past_of_a_run_stands_in_report_and_page(run_dir: Path) -> None:
         "branched from step 50 of first, with weights and optimiser; changed: trainer.lr 1e-05 → nothing",
         "extended after step 20 from 20 to 40 steps; up to there the linear decay was that of 20 steps",
     ]
-    assert all(f"Lineage: {line}." in render(report, run) for line in report["lineage"])
+    assert all(f"Lineage: {line}." in render_page(report, run) for line in report["lineage"])

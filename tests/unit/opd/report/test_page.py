@@ -16,8 +16,8 @@ import pytest
 from opd.errors import RunDirError
 from opd.records.scores import Evaluation
 from opd.report import Gate, figures, write_report
-from opd.report.drawing import thousands
-from opd.report.page import LONGEST_TEXT, SAMPLES_PER_DOMAIN, duration, visible
+from opd.report.drawing import format_thousands
+from opd.report.page import LONGEST_TEXT, SAMPLES_PER_DOMAIN, format_duration, show_control_characters
 
 PLOTS = [
     "accuracy", "headroom", "methods", "budget", "matrix", "accuracy-curve", "headroom-curve", "loss", "length",
@@ -115,8 +115,8 @@ def test_untrusted_text_stays_text(spoil: Callable[[], Path]) -> None:
 
 
 def test_what_cannot_be_seen_is_spelled_out() -> None:
-    assert visible("a\tb\nc é 日 😀") == "a\tb\nc é 日 😀"
-    assert visible("\r\x00\x85\u200b\u2066\ufeff") == "\\r\\x00\\x85\\u200b\\u2066\\ufeff"
+    assert show_control_characters("a\tb\nc é 日 😀") == "a\tb\nc é 日 😀"
+    assert show_control_characters("\r\x00\x85\u200b\u2066\ufeff") == "\\r\\x00\\x85\\u200b\\u2066\\ufeff"
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -236,7 +236,7 @@ def test_the_mean_headroom_says_how_many_domains_it_is_over(run_dir: Path, no_pl
     ],
 )
 def test_the_loss_by_position_says_which_step_it_is_of(step: list[int], words: list[str]) -> None:
-    plot = figures.positions(step, {"0": [0.5] * len(step), "1": [0.25] * len(step)})
+    plot = figures.draw_positions(step, {"0": [0.5] * len(step), "1": [0.25] * len(step)})
     assert [word for _, word in plot.legend] == words
 
 
@@ -266,7 +266,7 @@ def test_many_domains(run_dir: Path) -> None:
     ],
 )
 def test_large_numbers(value: float, text: str) -> None:
-    assert thousands(value) == text
+    assert format_thousands(value) == text
 
 
 @pytest.mark.parametrize(
@@ -274,4 +274,4 @@ def test_large_numbers(value: float, text: str) -> None:
     [(0.04, "0.0 s"), (59.4, "59.4 s"), (59.7, "1 min 0 s"), (312.7, "5 min 13 s"), (7300, "2 h 1 min")],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text

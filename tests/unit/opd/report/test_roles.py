@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from opd.records.step import StepRecord
-from opd.report.page import render
-from opd.report.roles import token_ages, utilisation
+from opd.report.page import render_page
+from opd.report.roles import measure_utilisation, token_ages
 from opd.report.run import read_run
 from opd.report.summary import full_report
 from tests.unit.opd.report.conftest import record
@@ -21,8 +21,8 @@ def test_shares_are_of_the_time_of_the_steps_that_were_measured() -> None:
         StepRecord(step=2, phase_s={"train": 2.0, "sync": 2.0}, busy_s={"rollout": 3.0, "trainer": 2.0}),
         StepRecord(step=3, phase_s={"train": 6.0}, busy_s={"rollout": 1.0, "trainer": 6.0}),
     ]
-    assert utilisation(records) == {"rollout": 0.4, "trainer": 0.8}
-    assert utilisation(records[:1]) == utilisation([]) == {}
+    assert measure_utilisation(records) == {"rollout": 0.4, "trainer": 0.8}
+    assert measure_utilisation(records[:1]) == measure_utilisation([]) == {}
 
 
 def test_ages_are_added_up_and_sorted_as_numbers() -> None:
@@ -39,4 +39,4 @@ def test_the_page_shows_how_busy_the_roles_were(measured: bool, run_dir: Path) -
     found = full_report(run)
     assert found["utilisation"] == ({"rollout": 0.25, "teachers": 0.125, "trainer": 0.75} if measured else {})
     assert found["token_ages"] == ({"1": 32} if measured else {})
-    assert ("How busy the roles were" in render(found, run)) == measured
+    assert ("How busy the roles were" in render_page(found, run)) == measured

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from opd.errors import RunDirError
-from opd.records.scores import Evaluation, combined
+from opd.records.scores import Evaluation, combine_evaluations
 from opd.report import domain_rows, full_report, read_run, round_rows, write_report
 
 # Of the fixture: letters 0.2 -> 0.85 of 0.9, sums 0.5 -> 1.0 of 1.0, known 0.9 -> 0.85 of 0.8.
@@ -137,6 +137,6 @@ def test_a_damaged_plan_is_named(root: Path, text: str) -> None:
 def test_of_each_domain_the_last_that_has_it(root: Path) -> None:
     before, expert = (Evaluation.load(root / "round-1" / "evaluation" / f"{n}.json") for n in ("before", "expert"))
     letters = replace(expert, scores={"letters": expert.scores["letters"]}, answers=expert.answers[:2])
-    found = combined([before, letters], "both")
+    found = combine_evaluations([before, letters], "both")
     assert found.model == "both" and found.accuracy == {"letters": 0.9, "sums": 0.5, "known": 0.9}
     assert {a.domain: a for a in found.answers}["letters"] == letters.answers[1] and len(found.answers) == 6

@@ -12,10 +12,10 @@ import pytest
 
 from opd.errors import RunDirError
 from opd.records.step import StepRecord
-from opd.report import Gate, build_report, domain_rows, full_report, headroom, read_run
-from opd.report.exams import latest
-from opd.report.page import render
-from opd.report.summary import POINTS, curves
+from opd.report import Gate, build_report, domain_rows, full_report, read_run, recovered_share
+from opd.report.exams import latest_exam
+from opd.report.page import render_page
+from opd.report.summary import POINTS, draw_curves
 from opd.run.paths import EXAMS
 from tests.unit.opd.report.conftest import AFTER, BEFORE, evaluation
 
@@ -33,7 +33,7 @@ from tests.unit.opd.report.conftest import AFTER, BEFORE, evaluation
     ],
 )
 def test_headroom(before: float, after: float, expert: float, share: float | None) -> None:
-    assert headroom(before, after, expert) == (None if share is None else pytest.approx(share))
+    assert recovered_share(before, after, expert) == (None if share is None else pytest.approx(share))
 
 
 def report(**changes: Any) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def test_curves_are_means_over_neighbouring_steps() -> None:
         }
         for step in range(1, 2 * POINTS)  # an odd number: the last point is one step
     ]
-    found = curves([StepRecord.from_json(record) for record in records])
+    found = draw_curves([StepRecord.from_json(record) for record in records])
     assert len(found["step"]) == POINTS and found["step"][:2] == [2, 4] and found["step"][-1] == 2 * POINTS - 1
     assert found["tokens"][:2] == [30, 100]
     assert found["loss"]["a"][0] == pytest.approx((1 * 10 + 2 * 20) / 30), "weighted by tokens"
@@ -179,7 +179,7 @@ def test_the_share_of_each_domain_in_samples_and_tokens() -> None:
         record(3, 90, prompts={"long": 1, "short": 4}),
         {"step": 4, "skipped": True},
     ]
-    found = curves([StepRecord.from_json(record) for record in records])
+    found = draw_curves([StepRecord.from_json(record) for record in records])
     assert found["sample_share"] == {"long": [0.75, 0.5, 0.2, None], "short": [0.25, 0.5, 0.8, None]}
     assert found["token_share"] == {"long": [0.75, 0.5, 0.9, None], "short": [0.25, 0.5, 0.1, None]}
 
@@ -227,7 +227,7 @@ def test_without_the_last_exams_file_no_earlier_one_stands_for_it(run_dir: Path)
     found = full_report(run)
     assert found["domains"]["letters"]["after"] == 0.85, "of the stored report; the exam after step 2 had 0.55"
     assert "after_interval" not in found["domains"]["letters"] and "mean_headroom_interval" not in found
-    assert latest(run) is None, "nor are its answers those of the merged model"
+    assert latest_exam(run) is None, "nor are its answers those of the merged model"
 
 
 def test_an_exam_that_only_the_records_have_is_an_evaluation_too(run_dir: Path) -> None:
@@ -350,7 +350,7 @@ def test_a_value_of_a_wrong_type_is_shown_or_named_and_no_traceback(run_dir: Pat
             file.write_text("\n".join([json.dumps(put_at(data, path, value)), *lines[1:], ""]))
             try:
                 run = read_run(run_dir)
-                render(full_report(run), run)
+                render_page(full_report(run), run)
             except RunDirError as error:
                 refused += str(file) in str(error)
     assert refused > 0

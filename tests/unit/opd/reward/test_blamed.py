@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from opd.records.types import Origin, Rollout, Span
-from opd.reward.stream import blamed
+from opd.reward.stream import penalise_turns
 
 
 def rollout(name: str, *origins: tuple[Origin, int]) -> Rollout:
@@ -22,7 +22,7 @@ def test_only_the_blocked_tokens_change() -> None:
     )
     plain, unrewarded = rollout("b", ("policy", 2)), rollout("c", ("blocked", 2))
     given = {"a": np.array([0.5, 0.25, 0.5, 0.25, 1.0, 2.0], np.float32), "b": np.array([3.0, 4.0], np.float32)}
-    found = blamed(given, [mixed, plain, unrewarded], 1.5)
+    found = penalise_turns(given, [mixed, plain, unrewarded], 1.5)
     assert set(found) == {"a", "b"}, "an episode without a reward takes no part"
     np.testing.assert_array_equal(found["a"], np.array([0.5, 0.25, -1.5, -1.5, -1.5, 2.0], np.float32))
     assert found["a"].dtype == np.float32 and found["b"] is given["b"], "the very same bits where nothing was blocked"

@@ -51,7 +51,7 @@ class Odd:
 
 def judged(verifier: Any, *rollouts: Rollout, timeout_s: float = 5.0) -> tuple[list[Any], list[tuple[str, str]]]:
     batch = RolloutBatch(rollouts=rollouts, quarantined=())
-    found, failures = VerifiedRewards({"a": verifier}, Letters(), (), timeout_s).give(batch, PROMPTS)
+    found, failures = VerifiedRewards({"a": verifier}, Letters(), (), timeout_s).add_rewards(batch, PROMPTS)
     assert [r.sample_id for r in found.rollouts] == [r.sample_id for r in rollouts]
     return [r.reward for r in found.rollouts], [(one.domain, one.error) for one in failures]
 
@@ -61,7 +61,7 @@ def test_tags_that_are_special_tokens_reach_the_verifier() -> None:
     written = rollout("a/0", *tokenizer("cb<answer>bc</answer><|im_end|>")["input_ids"])
     assert len(written.response_ids) == 7, "its tags are one token each"
     verified = VerifiedRewards({"a": Regex("<answer>(.*)</answer>")}, tokenizer, [tokenizer.eos_token_id], 5.0)
-    found, failures = verified.give(RolloutBatch(rollouts=(written,), quarantined=()), PROMPTS)
+    found, failures = verified.add_rewards(RolloutBatch(rollouts=(written,), quarantined=()), PROMPTS)
     assert (found.rollouts[0].reward, failures) == (1.0, [])
 
 

@@ -14,7 +14,7 @@ import pytest
 from opd import cluster
 from opd.errors import RunError
 from opd.records.types import Prompt, Rollout
-from opd.rollouts.early import Part, in_groups, sampled
+from opd.rollouts.early import Part, in_groups, sample_requests
 from opd.rollouts.episodes.spec import EpisodeRequest
 from opd.rollouts.groups import Groups
 from opd.rollouts.responses import sample_ids
@@ -147,7 +147,7 @@ class Stepped(SteppedEngine):
 
 def test_requests_are_told_in_the_step_that_ends_them() -> None:
     inner = Stepped()
-    parts = sampled(inner, [((10,), (3, 0)), ((20,), (1, 0)), ((30,), (2, 0))], lambda ids: ids[-1])
+    parts = sample_requests(inner, [((10,), (3, 0)), ((20,), (1, 0)), ((30,), (2, 0))], lambda ids: ids[-1])
     assert next(parts) == [(1, 21)] and len(inner.steps) == 1, "two are still written"
     assert [*parts] == [[(2, 32)], [(0, 13)]]
     assert inner.steps == [3, 2, 1], "one batch"
@@ -160,20 +160,20 @@ def test_an_episode_is_told_while_the_tool_of_another_runs() -> None:
 
     async def short() -> None:
         await made_engine.generate([1], max_tokens=2, seed=0)
-        made_engine.tell("short")
+        made_engine.publish("short")
 
     async def long() -> None:
         await made_engine.generate([5], max_tokens=1, seed=0)
         await asyncio.wait_for(heard.wait(), 20)  # a tool, which ends when the other episode was heard of
         await made_engine.generate([7], max_tokens=1, seed=0)
-        made_engine.tell("long")
+        made_engine.publish("long")
 
     async def work() -> str:
         loops.append(asyncio.get_running_loop())
         await asyncio.gather(short(), long())
         return "all"
 
-    steps = made_engine.steps(work)
+    steps = made_engine.iterate_steps(work)
     assert next(steps) == ["short"]
     loops[0].call_soon_threadsafe(heard.set)
     assert next(steps) == ["long"]
@@ -186,10 +186,10 @@ def test_who_stops_listening_leaves_no_turn_in_the_engine() -> None:
     made_engine, inner = engine(context=1 << 20)
 
     async def work() -> None:
-        made_engine.tell("begun")
+        made_engine.publish("begun")
         await made_engine.generate([1], max_tokens=1 << 19, seed=0)
 
-    steps = made_engine.steps(work)
+    steps = made_engine.iterate_steps(work)
     assert next(steps) == ["begun"]
     steps.close()
     assert inner.running == {}
@@ -203,7 +203,7 @@ def test_the_worker_tells_of_episodes_as_they_end(monkeypatch: pytest.MonkeyPatc
     asked = [SimpleNamespace(guide=None, place=i) for i in range(4)]
     order = [2, 0, 3, 1]
     monkeypatch.setattr(
-        module.VLLMWorker, "_play", lambda self, requests, *_: iter([[(i, f"result {i}")] for i in order])
+        module.VLLMWorker, "_play_with_expert", lambda self, requests, *_: iter([[(i, f"result {i}")] for i in order])
     )
     given: Any = asked
     assert worker.episodes(given, 1.0, 0) == [f"result {i}" for i in range(4)]

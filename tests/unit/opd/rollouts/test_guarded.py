@@ -18,12 +18,12 @@ from opd.guard.build import guard_spec
 from opd.records.environments import Action, Outcome, Tool
 from opd.records.episodes import EpisodeResult
 from opd.records.types import Prompt, Sampled
-from opd.rollouts.endpoint.episode import play
+from opd.rollouts.endpoint.episode import play_episodes
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
-from opd.rollouts.episodes.trace import Sample
+from opd.rollouts.episodes.trace import EpisodeKey
 from opd.traces.making import trace_of
 from pipelines.evaluation.step_traces import tree_lines
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
@@ -154,7 +154,7 @@ MIXED = [call("ls", "cat /tests/a", "pwd"), call("cat /tests/b"), call("cat /tes
 def request(options: EpisodeOptions | AgentOptions) -> EpisodeRequest:
     return EpisodeRequest(
         prompt=Prompt(id="d/0", domain="d", token_ids=(1,), text=[{"role": "user", "content": "Go."}]),
-        sample=Sample(sample_id="s0", group="s0", step=1, domain="d"),
+        sample=EpisodeKey(sample_id="s0", group="s0", step=1, domain="d"),
         options=options,
         seed=5,
     )
@@ -186,7 +186,7 @@ def run(asked: EpisodeRequest, turns: Sequence[str], template: str = WITH_TOOLS)
     tokenizer = chat_tokenizer(template)
     speaker = Speaker(tokenizer, turns)
     dialogues = Dialogues(tokenizer, [tokenizer.eos_token_id])
-    (found,) = asyncio.run(play([asked], speaker, dialogues, CONTEXT, 2))
+    (found,) = asyncio.run(play_episodes([asked], speaker, dialogues, CONTEXT, 2))
     return found, speaker
 
 
@@ -330,7 +330,7 @@ def test_sub_agents_are_guarded_too_and_those_that_share_a_shell_share_its_sessi
     tokenizer = chat_tokenizer(WITH_TOOLS)
     asked = white(GuardConfig(on_hit="negative"), sub_agents=SubAgentsOptions(kinds=kinds, at_most=4))
     speaker = Several(tokenizer, turns)
-    (found,) = asyncio.run(play([asked], speaker, Dialogues(tokenizer, [tokenizer.eos_token_id]), CONTEXT, 2))
+    (found,) = asyncio.run(play_episodes([asked], speaker, Dialogues(tokenizer, [tokenizer.eos_token_id]), CONTEXT, 2))
     assert (found.stop_reason, found.error) == ("done", ""), found.error
     assert RAN == ["cd /", "cat tests/a"], (
         "tests/a is hidden from the shell that stands in /, and not from the other one"

@@ -40,7 +40,7 @@ def test_an_engine_that_starts_meets_in_the_folder_of_its_process() -> None:
         meeting = Path(network_utils.get_file_store_init_method().removeprefix("file://"))
         socket = Path(network_utils.get_open_zmq_ipc_path().removeprefix("ipc://"))
     assert meeting.name.startswith("vllm_dist_") and meeting.parent == socket.parent
-    assert meeting.parent.name.startswith(leftovers.prefix()) and meeting.parent.is_dir()
+    assert meeting.parent.name.startswith(leftovers.directory_prefix()) and meeting.parent.is_dir()
     assert len(str(socket)) < 108, "the longest path that a socket may have"
     after = Path(network_utils.get_file_store_init_method().removeprefix("file://"))
     assert str(after.parent) == tempfile.gettempdir() == before[0], "what others in this process put there stays there"

@@ -15,7 +15,7 @@ from opd import cluster
 from opd.cluster import LostValue, WorkerDied
 from opd.errors import RunError
 from opd.models.buckets import WeightStream
-from opd.rollouts.pour import machines_of, pour
+from opd.rollouts.pour import machines_of, pass_buckets
 
 TRAINER = "trainer"
 
@@ -162,7 +162,7 @@ def send(
     """Pour so many buckets, made on `node`, where the stream says that they are made on `source`."""
     buckets = (world.put(bucket, node) for bucket in range(count))
     known: dict[str, Any] = {"model_dir": Path("/student"), "whole": True, "node": source}
-    pour(workers, WeightStream(buckets=buckets, **known), timeout_s=7)
+    pass_buckets(workers, WeightStream(buckets=buckets, **known), timeout_s=7)
 
 
 def test_each_machine_sends_a_bucket_once_to_the_next(world: World) -> None:
@@ -314,7 +314,7 @@ def test_when_all_are_dead_no_bucket_is_asked_for_any_more(world: World) -> None
             asked.append(bucket)
             yield world.put(bucket, TRAINER)
 
-    pour(workers, WeightStream(model_dir=Path("/student"), whole=True, buckets=buckets()), timeout_s=7)
+    pass_buckets(workers, WeightStream(model_dir=Path("/student"), whole=True, buckets=buckets()), timeout_s=7)
     assert asked == [0, 1, 2] and [one.taken for one in workers] == [[0], [0, 1], []]
 
 
@@ -331,7 +331,7 @@ def test_when_all_die_before_the_first_bucket_none_is_asked_for(world: World, na
         yield world.put(0, TRAINER)
 
     stream = WeightStream(model_dir=Path("/student"), whole=True, buckets=buckets(), node="T")
-    pour(workers, stream, timeout_s=7)
+    pass_buckets(workers, stream, timeout_s=7)
     assert not asked and not any(one.taken for one in workers)
 
 

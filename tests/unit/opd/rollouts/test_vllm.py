@@ -21,9 +21,9 @@ from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import Trace
 from opd.rollouts.partial import Cuts
-from opd.rollouts.responses import _spans, sample_ids, seed_of
+from opd.rollouts.responses import _make_spans, sample_ids, seed_of
 from opd.rollouts.vllm import VLLMRolloutEngine
-from opd.rollouts.worker import Generated, GenerateRequest, VLLMWorker, _generated
+from opd.rollouts.worker import Generated, GenerateRequest, VLLMWorker, _read_output
 from pipelines.specs import ForTraining, rollout_spec
 from tests.chatml import chat_tokenizer
 from tests.conftest import build_tokenizer, put_in_front
@@ -65,13 +65,15 @@ def _episode(request: EpisodeRequest, version: int) -> EpisodeResult:
     token, trace = request.prompt.token_ids[0], Trace(version, request.masked)
     breaks = "breaks" in request.prompt.metadata
     if not breaks:
-        segment = trace.begin(request.prompt.token_ids)
+        segment = trace.begin_segment(request.prompt.token_ids)
         for _ in range(2):
-            segment.sampled(Sampled(token_ids=(token,), logprobs=(-1.0,), stop_reason="stop", policy_version=version))
-            segment.append([9])
+            segment.append_policy_turn(
+                Sampled(token_ids=(token,), logprobs=(-1.0,), stop_reason="stop", policy_version=version)
+            )
+            segment.append_observation([9])
     reason: StopReason = "raised" if breaks else "done"
     return EpisodeResult(
-        rollouts=tuple(trace.rollouts(request.sample, reason, 0.5)), stop_reason=reason, reward=0.5, audit=trace.audit,
+        rollouts=tuple(trace.to_rollouts(request.sample, reason, 0.5)), stop_reason=reason, reward=0.5, audit=trace.audit,
         error="reset: KeyError" if breaks else "", text="policy: n",
     )  # fmt: skip
 
@@ -228,10 +230,10 @@ def test_masked_tokens_of_a_domain_carry_no_loss(in_process: Any) -> None:
 
 
 def test_spans_are_the_runs_of_trained_and_of_masked_tokens() -> None:
-    found = _spans((7, 1, 1, 2, 7, 1), frozenset({1, 2}), 5)
+    found = _make_spans((7, 1, 1, 2, 7, 1), frozenset({1, 2}), 5)
     assert [(s.length, s.origin) for s in found] == [(1, "policy"), (3, "masked"), (1, "policy"), (1, "masked")]
     assert {s.policy_version for s in found} == {5}
-    assert _spans((), frozenset({1}), 5) == (Span(length=0, origin="policy", policy_version=5),)
+    assert _make_spans((), frozenset({1}), 5) == (Span(length=0, origin="policy", policy_version=5),)
 
 
 def test_a_long_response_is_cut_and_carried_on_by_the_next_weights(in_process: Any) -> None:
@@ -438,18 +440,18 @@ class Output:
 
 
 def test_the_sampled_tokens_own_log_prob_is_read() -> None:
-    assert _generated(Output([-0.5, -1.5])) == Generated(token_ids=(0, 1), logprobs=(-0.5, -1.5), stop_reason="stop")
-    assert _generated(Output([-0.5], "length")).stop_reason == "length"
+    assert _read_output(Output([-0.5, -1.5])) == Generated(token_ids=(0, 1), logprobs=(-0.5, -1.5), stop_reason="stop")
+    assert _read_output(Output([-0.5], "length")).stop_reason == "length"
 
 
 def test_a_request_that_the_engine_gave_up_stops_the_run() -> None:
     with pytest.raises(RunError, match="gave up on a request: vLLM says 'abort'"):
-        _generated(Output([-0.5], "abort"))
+        _read_output(Output([-0.5], "abort"))
 
 
 def test_nan_log_probs_stop_the_run() -> None:
     with pytest.raises(RunError, match="NaN log-probs"):
-        _generated(Output([-0.5, float("nan")]))
+        _read_output(Output([-0.5, float("nan")]))
 
 
 # A worker that dies

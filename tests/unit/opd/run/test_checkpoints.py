@@ -14,7 +14,7 @@ from opd.config.sections import CheckpointConfig
 from opd.errors import RunDirError, RunError, StorageError
 from opd.files import blake3_file
 from opd.records.types import SavedCheckpoint, WrittenFile
-from opd.run.checkpoints import CheckpointStore, SavesBeside, choose, supersede, verify
+from opd.run.checkpoints import CheckpointStore, CompanionSaver, choose_checkpoint, set_newer_aside, verify_checkpoint
 
 IDENTITY = {"config": "c", "student": "s", "experts": {"e": "h"}}
 
@@ -73,24 +73,24 @@ def test_carried_files_are_part_of_it(tmp_path: Path) -> None:
     saver.committed(wait=True)
     path = tmp_path / "step-000005"
     assert (path / "written.arrow").read_bytes() == b"rows"
-    assert verify(path).step == 5
+    assert verify_checkpoint(path).step == 5
     (path / "written.arrow").write_bytes(b"rowS")
     with pytest.raises(RunDirError, match=r"written\.arrow"):
-        verify(path)
+        verify_checkpoint(path)
 
 
 def test_nothing_is_found_where_nothing_was_written(tmp_path: Path) -> None:
     for wanted in ("latest", "latest-valid"):
-        assert choose(tmp_path / "checkpoints", wanted, print) is None
+        assert choose_checkpoint(tmp_path / "checkpoints", wanted, print) is None
     (tmp_path / ".tmp-step-000004").mkdir()
     (tmp_path / "step-000004-copy").mkdir()
-    assert choose(tmp_path, "latest", print) is None
+    assert choose_checkpoint(tmp_path, "latest", print) is None
 
 
 def test_the_newest_is_found_with_all_that_was_written_of_it(tmp_path: Path) -> None:
     saver, _ = store(tmp_path, keep=9)
     write(saver, 2, 1000000, 999999)
-    found = choose(tmp_path, "latest", print)
+    found = choose_checkpoint(tmp_path, "latest", print)
     assert found is not None
     assert (found.path, found.step, found.policy_version) == (tmp_path / "step-1000000", 1000000, 1000100)
     assert (found.world_size, found.identity) == (2, IDENTITY)
@@ -149,7 +149,7 @@ def test_nothing_older_goes_before_the_new_one_is_there(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No space"):
         saver.committed(wait=False)
     assert names(tmp_path) == ["step-000005"], "and what was begun makes room"
-    assert verify(tmp_path / "step-000005").step == 5
+    assert verify_checkpoint(tmp_path / "step-000005").step == 5
     trainer.full = False
     write(saver, 10)
     assert names(tmp_path) == ["step-000010"]
@@ -168,7 +168,7 @@ def test_a_full_disk_under_the_manifest_leaves_the_older_one(tmp_path: Path, mon
         with pytest.raises(StorageError, match=r"checkpoint\.json: could not be written: No space left on device"):
             saver.committed(wait=True)
     assert names(tmp_path) == ["step-000005"]
-    assert verify(tmp_path / "step-000005").policy_version == 105
+    assert verify_checkpoint(tmp_path / "step-000005").policy_version == 105
 
 
 def test_a_full_disk_under_a_carried_file_leaves_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_a_kill_before_the_rename_leaves_no_checkpoint(tmp_path: Path, monkeypat
         patch.setattr("opd.run.checkpoints.replace_dir", killed)
         with pytest.raises(KeyboardInterrupt):
             saver.committed(wait=True)
-    assert choose(tmp_path, "latest", print) is None
+    assert choose_checkpoint(tmp_path, "latest", print) is None
     again, _ = store(tmp_path)
     write(again, 5)
     assert names(tmp_path) == ["step-000005"]
@@ -232,20 +232,20 @@ def test_a_damaged_one_is_refused_by_name_and_passed_over_when_told(damage: str,
     file.write_bytes(change(file.read_bytes())) if change else file.unlink()
     for wanted in ("latest", "10"):
         with pytest.raises(RunDirError) as error:
-            choose(tmp_path, wanted, print)
+            choose_checkpoint(tmp_path, wanted, print)
         lines = str(error.value).split("\n")
         assert lines[0] == str(file)
         assert found in lines[1]
         assert "--resume-from latest-valid" in lines[3]
     said: list[str] = []
-    chosen = choose(tmp_path, "latest-valid", said.append)
+    chosen = choose_checkpoint(tmp_path, "latest-valid", said.append)
     assert chosen is not None
     assert chosen.step == 5
     assert len(said) == 1
     assert all(word in said[0] for word in ("step-000010", name, found))
     (tmp_path / "step-000005" / "rank-0.safetensors").unlink()
     with pytest.raises(RunDirError, match="2 checkpoints, every one of them damaged"):
-        choose(tmp_path, "latest-valid", print)
+        choose_checkpoint(tmp_path, "latest-valid", print)
 
 
 def test_one_that_the_disk_does_not_give_back_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,9 +259,9 @@ def test_one_that_the_disk_does_not_give_back_is_damaged(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("opd.run.checkpoints.blake3_file", read)
     with pytest.raises(RunDirError, match=r"rank-1\.safetensors\n  found:  Input/output error"):
-        choose(tmp_path, "latest", print)
+        choose_checkpoint(tmp_path, "latest", print)
     said: list[str] = []
-    chosen = choose(tmp_path, "latest-valid", said.append)
+    chosen = choose_checkpoint(tmp_path, "latest-valid", said.append)
     assert chosen is not None and chosen.step == 5
     assert "rank-1.safetensors: Input/output error" in said[0]
 
@@ -273,7 +273,7 @@ def test_a_newer_format_is_not_taken_for_damage(wanted: str, tmp_path: Path) -> 
     file = tmp_path / "step-000010" / "checkpoint.json"
     file.write_text(json.dumps({"format": 3, "who": "knows"}))
     with pytest.raises(RunDirError) as error:
-        choose(tmp_path, wanted, print)
+        choose_checkpoint(tmp_path, wanted, print)
     assert str(error.value).startswith(f"{file}\n  found:  checkpoint format 3\n")
     assert "a newer one" in str(error.value)
 
@@ -281,27 +281,27 @@ def test_a_newer_format_is_not_taken_for_damage(wanted: str, tmp_path: Path) -> 
 def test_a_step_can_be_named(tmp_path: Path) -> None:
     saver, _ = store(tmp_path, keep=3)
     write(saver, 5, 10, 15)
-    chosen = choose(tmp_path, "10", print)
+    chosen = choose_checkpoint(tmp_path, "10", print)
     assert chosen is not None
     assert chosen.step == 10
     for wanted in ("7", "lates", "-5"):
         with pytest.raises(RunDirError, match=r"checkpoints of steps 5, 10, 15\n"):
-            choose(tmp_path, wanted, print)
+            choose_checkpoint(tmp_path, wanted, print)
     with pytest.raises(RunDirError, match="no checkpoint in"):
-        choose(tmp_path / "none", "5", print)
+        choose_checkpoint(tmp_path / "none", "5", print)
 
 
 def test_what_a_resume_goes_back_behind_is_kept_until_the_run_has_passed_it(tmp_path: Path) -> None:
     saver, _ = store(tmp_path, keep=3)
     write(saver, 5, 10, 15)
-    assert supersede(tmp_path, 15) == []
-    assert supersede(tmp_path, 5) == ["step-000010", "step-000015"]
-    chosen = choose(tmp_path, "latest", print)
+    assert set_newer_aside(tmp_path, 15) == []
+    assert set_newer_aside(tmp_path, 5) == ["step-000010", "step-000015"]
+    chosen = choose_checkpoint(tmp_path, "latest", print)
     assert chosen is not None
     assert chosen.step == 5
     write(saver, 10)
     assert names(tmp_path) == ["step-000005", "step-000010", "superseded-step-000015"]
-    supersede(tmp_path, 5)  # a second time
+    set_newer_aside(tmp_path, 5)  # a second time
     assert names(tmp_path) == ["step-000005", "superseded-step-000010", "superseded-step-000015"]
     (tmp_path / "superseded-step-000010-mine").mkdir()  # a user's, who wants to keep it
     write(saver, 15)
@@ -325,7 +325,7 @@ class Other:
 def test_what_is_saved_beside_the_trainer_has_a_directory_of_its_own(tmp_path: Path) -> None:
     trainer, other = FakeTrainer(), Other()
     other.done = False
-    both = SavesBeside(trainer, other, "credit")
+    both = CompanionSaver(trainer, other, "credit")
     saver = CheckpointStore(tmp_path, both, CheckpointConfig(), world_size=2, identity=IDENTITY, timeout_s=60)
     saver.save(3, 3)
     assert saver.committed(wait=False) is None, "not before both are there"
@@ -335,16 +335,16 @@ def test_what_is_saved_beside_the_trainer_has_a_directory_of_its_own(tmp_path: P
     path = tmp_path / "step-000003"
     assert (path / "rank-0.safetensors").read_bytes() == b"zero"
     assert (path / "credit" / "rank-0.safetensors").read_bytes() == b"its own"
-    assert verify(path).step == 3
+    assert verify_checkpoint(path).step == 3
     (path / "credit" / "rank-0.safetensors").write_bytes(b"changed")
     with pytest.raises(RunDirError, match=r"credit/rank-0\.safetensors"):
-        verify(path)
+        verify_checkpoint(path)
 
 
 def test_what_takes_too_long_beside_the_trainer_misses_the_same_deadline(tmp_path: Path) -> None:
     other = Other()
     other.done = False
-    both = SavesBeside(FakeTrainer(), other, "credit")
+    both = CompanionSaver(FakeTrainer(), other, "credit")
     saver = CheckpointStore(tmp_path, both, CheckpointConfig(), world_size=2, identity=IDENTITY, timeout_s=0.05)
     saver.save(3, 3)
     with pytest.raises(RunError, match="took longer"):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from opd.records.episodes import EpisodesRecord, EpisodeStats, TurnRecord
-from opd.records.step import DomainRecord, PositionRecord, StepRecord, _prompts
+from opd.records.step import DomainRecord, PositionRecord, StepRecord, _count_prompts
 from opd.records.types import DomainStats, Quarantined, Rollout, RolloutBatch, SavedCheckpoint
-from opd.run.metrics import MetricsFile, PhaseClock, steps_and_tokens
+from opd.run.metrics import MetricsFile, PhaseClock, count_steps_and_tokens
 
 
 def test_what_an_environment_answers_is_not_trained_on() -> None:
@@ -20,13 +20,13 @@ def test_what_an_environment_answers_is_not_trained_on() -> None:
     acts = StepRecord(
         step=2, response_tokens=900, domains={"a": DomainRecord(tokens=88)}, episodes={"a": EpisodesRecord()}
     )
-    assert steps_and_tokens([answers, acts]) == (2, 178)
+    assert count_steps_and_tokens([answers, acts]) == (2, 178)
 
 
 def test_a_step_without_an_optimiser_step_trains_no_token() -> None:
     """As while a critic learns alone: the responses are there all the same."""
     cold = StepRecord(step=1, response_tokens=90, skipped=True)
-    assert steps_and_tokens([cold, StepRecord(step=2, response_tokens=80)]) == (2, 80)
+    assert count_steps_and_tokens([cold, StepRecord(step=2, response_tokens=80)]) == (2, 80)
 
 
 def test_an_episode_without_a_reward_counts_as_zero_as_in_an_exam() -> None:
@@ -113,7 +113,7 @@ def test_a_prompt_counts_in_its_own_domain_whoever_scores_its_segments() -> None
 
     rollouts = (row("1/a/0", "a"), row("1/a/0+1", "b"), row("1/a/0+2", "a"), row("1/b/0", "b"))
     refused = (Quarantined(prompt_id="b/1", domain="b", reason="too long"),)
-    assert _prompts(RolloutBatch(rollouts=rollouts, quarantined=refused)) == {"a": 1, "b": 2}
+    assert _count_prompts(RolloutBatch(rollouts=rollouts, quarantined=refused)) == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize("cut", range(1, 12))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opd.run.paths import ComparisonPaths, RunPaths, step_name, step_of
+from opd.run.paths import ComparisonPaths, RunPaths, parse_step_name, step_name
 from tests.unit.sources import files, tree
 
 # Names that are nothing but a run directory's; `model`, `before` and the like are words too.
@@ -32,11 +32,11 @@ def test_nobody_else_spells_a_name() -> None:
 
 def test_what_lies_where() -> None:
     paths = RunPaths(Path("runs/a"))
-    assert paths.exam("before") == Path("runs/a/evaluation/before.json")
-    assert paths.exam(step_name(12)) == Path("runs/a/evaluation/step-000012.json")
-    assert paths.round(2).model == Path("runs/a/round-2/model")
+    assert paths.evaluation_file("before") == Path("runs/a/evaluation/before.json")
+    assert paths.evaluation_file(step_name(12)) == Path("runs/a/evaluation/step-000012.json")
+    assert paths.round_dir(2).model == Path("runs/a/round-2/model")
     assert paths.baseline_run("opd-0.3").report == Path("runs/a/baselines/runs/opd-0.3/report.json")
-    assert ComparisonPaths(Path("c")).seed(3).metrics == Path("c/seed-3/metrics.jsonl")
+    assert ComparisonPaths(Path("c")).seed_dir(3).metrics == Path("c/seed-3/metrics.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_lies_where() -> None:
     ],
 )
 def test_the_step_of_a_name(name: str, step: int | None) -> None:
-    assert step_of(name) == step
+    assert parse_step_name(name) == step
     assert step is None or step_name(step) == name
 
 
@@ -59,8 +59,11 @@ def test_evaluations_on_the_way_are_in_order(tmp_path: Path) -> None:
     assert paths.exams_by_step() == {}
     paths.evaluation.mkdir()
     for name in ("step-1000000", "step-000020", "before", "step-x"):
-        paths.exam(name).touch()
-    assert list(paths.exams_by_step().items()) == [(20, paths.exam("step-000020")), (10**6, paths.exam("step-1000000"))]
+        paths.evaluation_file(name).touch()
+    assert list(paths.exams_by_step().items()) == [
+        (20, paths.evaluation_file("step-000020")),
+        (10**6, paths.evaluation_file("step-1000000")),
+    ]
 
 
 def test_a_directory_is_a_run_by_both_of_its_files(tmp_path: Path) -> None:
@@ -72,7 +75,7 @@ def test_a_directory_is_a_run_by_both_of_its_files(tmp_path: Path) -> None:
 
 
 def test_a_round_belongs_to_the_whole(tmp_path: Path) -> None:
-    inside, beside = RunPaths(tmp_path).round(2), RunPaths(tmp_path / "round-x")
+    inside, beside = RunPaths(tmp_path).round_dir(2), RunPaths(tmp_path / "round-x")
     assert inside.whole == inside.root, "without a plan it is a directory like any other"
     RunPaths(tmp_path).rounds.touch()
     assert (inside.whole, beside.whole) == (tmp_path, beside.root)

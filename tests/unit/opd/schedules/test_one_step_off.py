@@ -23,7 +23,7 @@ from opd.cluster import background
 from opd.config.balance import TokensBalance
 from opd.config.sections import CheckpointConfig
 from opd.errors import RunError, StorageError
-from opd.files import blake3_file, sweep
+from opd.files import blake3_file, sweep_temporary_files
 from opd.interfaces import Schedule
 from opd.loop import Parts, Plan, run
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts
@@ -31,7 +31,7 @@ from opd.records.step import StepRecord
 from opd.records.types import DomainStats, Prompt, PushReport, Rollout, RolloutBatch, Span, StepReport, WrittenFile
 from opd.rollouts.partial import Cuts
 from opd.rollouts.responses import WHOLE
-from opd.run.checkpoints import CheckpointStore, choose, supersede
+from opd.run.checkpoints import CheckpointStore, choose_checkpoint, set_newer_aside
 from opd.run.metrics import MetricsFile
 from opd.schedules import SCHEDULES
 from opd.schedules.spec import ScheduleSpec
@@ -87,10 +87,10 @@ class Merge:
         self.last = last
         self.root.mkdir(parents=True, exist_ok=True)
         for directory in ("targets", "checkpoints"):
-            sweep(self.root / directory)
-        checkpoint = choose(self.root / "checkpoints", wanted, self.told.append)
+            sweep_temporary_files(self.root / directory)
+        checkpoint = choose_checkpoint(self.root / "checkpoints", wanted, self.told.append)
         done = checkpoint.step if checkpoint else 0
-        supersede(self.root / "checkpoints", done)
+        set_newer_aside(self.root / "checkpoints", done)
         metrics = MetricsFile(self.root / "metrics.jsonl")
         metrics.rewind(done)
         student = Student(self)

@@ -30,7 +30,7 @@ from opd.run.metrics import MetricsFile
 from opd.stream.schema import TargetRow, write_parts
 from teachers.pool import Pool, PoolSpec
 from teachers.scorers import ScorerOptions
-from teachers.worker import Group
+from teachers.worker import ScoringGroup
 from tests.unit.opd.schedules.test_one_step_off import PROMPTS, STEPS, Engine, Killed, Merge, Student
 
 SCORING_S = 0.01
@@ -45,7 +45,7 @@ class Scorer:
         self._parts: Iterator[np.ndarray] = iter(())
         self._dies, self._dead = merge.teacher_dies_at, False
 
-    def begin(self, groups: Sequence[Group], worker: int) -> None:
+    def begin(self, groups: Sequence[ScoringGroup], worker: int) -> None:
         self._merge.asked.append(len(groups))
         self._merge.scoring.set()
         self._dead = len(self._merge.asked) == self._dies

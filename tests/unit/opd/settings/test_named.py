@@ -13,8 +13,8 @@ from opd import ROOT
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.losses.reverse_kl import ReverseKL
-from opd.settings.named import is_place, users
-from opd.settings.yaml_files import validate
+from opd.settings.named import import_user_object, is_place
+from opd.settings.yaml_files import validate_section
 from pipelines.inputs.read import read_inputs
 
 SECTION = """
@@ -47,7 +47,7 @@ def test_a_place_has_a_module_and_a_name(name: Any, answer: bool) -> None:
 
 def test_an_objective_of_the_users(module: str, world: Any) -> None:
     world.data["objective"] = {"kind": f"{module}:MineConfig", "strength": 0.5, "chunk": 7}
-    config = validate(PipelineConfig, world.data, "p.yaml")
+    config = validate_section(PipelineConfig, world.data, "p.yaml")
     assert isinstance(config.objective.build(), ReverseKL) and config.objective.chunk == 7
     again = PipelineConfig.model_validate(config.model_dump(mode="json"))
     assert again.objective == config.objective and again.objective.model_dump()["strength"] == 0.5
@@ -66,27 +66,29 @@ def test_an_objective_of_the_users(module: str, world: Any) -> None:
 )
 def test_an_objective_that_is_none(kind: str, words: list[str], module: str, world: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        validate(PipelineConfig, world.data | {"objective": {"kind": kind.format(module)}}, "p.yaml")
+        validate_section(PipelineConfig, world.data | {"objective": {"kind": kind.format(module)}}, "p.yaml")
     assert str(caught.value).startswith("p.yaml: ")
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_an_unknown_key_of_a_users_section_is_refused(module: str, world: Any) -> None:
     with pytest.raises(ConfigError, match="strenght"):
-        validate(PipelineConfig, world.data | {"objective": {"kind": f"{module}:MineConfig", "strenght": 1}}, "p.yaml")
+        validate_section(
+            PipelineConfig, world.data | {"objective": {"kind": f"{module}:MineConfig", "strenght": 1}}, "p.yaml"
+        )
 
 
 def test_a_rollout_engine_that_is_none_is_refused_before_a_worker_starts(module: str, world: Any) -> None:
     world.data["rollout"] = {"engine": f"{module}:Absent"}
-    config = validate(PipelineConfig, world.data, "p.yaml")
+    config = validate_section(PipelineConfig, world.data, "p.yaml")
     with pytest.raises(ConfigError, match=r"rollout\.engine\n  found:  no `Absent`"):
         read_inputs(config)
     with pytest.raises(ConfigError, match=r"rollout\.engine"):
-        validate(PipelineConfig, world.data | {"rollout": {"engine": "vlm"}}, "p.yaml")
+        validate_section(PipelineConfig, world.data | {"rollout": {"engine": "vlm"}}, "p.yaml")
 
 
 def test_what_is_there_is_given(module: str) -> None:
-    assert users(f"{module}:Halved", "here", "a class").__name__ == "Halved"
+    assert import_user_object(f"{module}:Halved", "here", "a class").__name__ == "Halved"
 
 
 def test_no_file_here_stands_in_for_a_package_of_ours_that_is_imported_later(
@@ -97,7 +99,7 @@ def test_no_file_here_stands_in_for_a_package_of_ours_that_is_imported_later(
     (tmp_path / "teachers.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ROOT)])
-    users("mine:judge", "here", "a function")
+    import_user_object("mine:judge", "here", "a function")
     found = PathFinder.find_spec("teachers", sys.path)
     assert found is not None and found.origin == str(Path(ROOT, "teachers", "__init__.py"))
     del sys.modules["mine"]

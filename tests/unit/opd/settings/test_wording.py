@@ -11,7 +11,7 @@ import pytest
 from experts.rl.spec import ReinforceSpec
 from experts.spec import ExpertsSpec
 from opd.config import PipelineConfig
-from opd.settings.near import ELSEWHERE, did_you_mean, nearest
+from opd.settings.near import ELSEWHERE, did_you_mean, find_nearest
 from opd.settings.wording import FORMS, WANTED
 from opd.settings.yaml_files import every_key
 
@@ -45,7 +45,7 @@ def test_names_of_other_tools_lead_to_keys_that_there_are() -> None:
 
 
 def test_the_nearest_name_is_found_whatever_its_case() -> None:
-    assert nearest("Math", ["law", "math"]) == "math"
-    assert nearest("zzz", ["law", "math"]) is None
+    assert find_nearest("Math", ["law", "math"]) == "math"
+    assert find_nearest("zzz", ["law", "math"]) is None
     assert did_you_mean("lav", ["law"], "choose") == "did you mean `law`?"
     assert did_you_mean("zzz", ["law"], "choose") == "choose"

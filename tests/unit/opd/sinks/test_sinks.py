@@ -12,7 +12,7 @@ from opd.config.sections import LoggingConfig
 from opd.errors import ConfigError, RunError
 from opd.records.step import StepRecord
 from opd.sinks import open_sinks, refuse_missing
-from opd.sinks.scalars import scalars
+from opd.sinks.scalars import flatten_record
 
 
 def record(step: int, loss: float, **more: Any) -> StepRecord:
@@ -31,7 +31,7 @@ def take(config: LoggingConfig, run_dir: Path, done: int, records: list[StepReco
 
 
 def test_the_names_of_a_record() -> None:
-    found = scalars(record(3, 0.25, accuracy={"a": 0.5, "b": 1.0}))
+    found = flatten_record(record(3, 0.25, accuracy={"a": 0.5, "b": 1.0}))
     assert found == {
         "step/loss": 0.25, "step/grad_norm": 1.0, "step/lr": 0.1, "step/logprob_gap": 0.0, "step/probe_gap": 0.0,
         "step/drift": 0.0,
@@ -42,7 +42,7 @@ def test_the_names_of_a_record() -> None:
 
 
 def test_how_busy_the_roles_were_and_how_old_the_tokens() -> None:
-    found = scalars(record(3, 0.25, busy_s={"rollout": 0.25, "trainer": 0.5}, token_ages={"0": 4, "1": 6}))
+    found = flatten_record(record(3, 0.25, busy_s={"rollout": 0.25, "trainer": 0.5}, token_ages={"0": 4, "1": 6}))
     assert {name: found[name] for name in found if name.split("/")[0] in ("utilisation", "token_age")} == {
         "utilisation/rollout": 0.5, "utilisation/trainer": 1.0, "token_age/0": 4.0, "token_age/1": 6.0,
     }  # fmt: skip
@@ -52,8 +52,8 @@ def test_rewards_have_curves_of_their_own() -> None:
     a = {"episodes": 2, "reward": 0.5, "tokens": 8, "loss": 0.75, "masked": 0.25}
     b = {"episodes": 0, "reward": 0.0, "tokens": 0, "loss": 0.0, "masked": 0.0}
     reward = {"weight": 2.0, "loss": 0.125, "masked": 0.25, "domains": {"a": a, "b": b}, "credit": {"flat": 0.5}}
-    found = scalars(record(3, 0.25, reward=reward | {"cosine": -0.5}))
-    plain = scalars(record(3, 0.25))
+    found = flatten_record(record(3, 0.25, reward=reward | {"cosine": -0.5}))
+    plain = flatten_record(record(3, 0.25))
     assert found["step/loss"] == 0.25
     assert {name: value for name, value in found.items() if name not in plain} == {
         "step/policy_loss": 0.125, "step/reward_weight": 2.0, "step/masked": 0.25, "step/cosine": -0.5,

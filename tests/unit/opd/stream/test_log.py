@@ -94,8 +94,8 @@ def record(
 ) -> None:  # fmt: skip
     targets = stream(batch, parts, teachers)
     log.record(step, version, prompts, batch, targets)
-    targets.collect()
-    targets.settle()
+    targets.wait_for_parts()
+    targets.wait_for_sinks()
 
 
 PARTS = ["worker-0-part-0000.arrow", "worker-0-part-0001.arrow", "worker-1-part-0000.arrow"]
@@ -147,11 +147,11 @@ def test_a_part_is_on_disk_before_it_is_trained_and_the_step_is_there_once_all_h
     targets = stream(batch, parts)
     log.record(12, 11, PROMPTS, batch, targets)
     for index in range(3):
-        assert targets.take() is not None
+        assert targets.take_part() is not None
         assert names(tmp_path / "targets") == [".tmp-step-000012"]
         assert len(names(tmp_path / "targets" / ".tmp-step-000012")) == index + 1
-    assert targets.take() is None
-    targets.settle()
+    assert targets.take_part() is None
+    targets.wait_for_sinks()
     assert names(tmp_path / "targets") == ["step-000012"]
 
 
@@ -165,7 +165,7 @@ def test_a_step_comes_back_as_it_was_written(log: ArrowTargetLog, said: list[str
     assert targets.arrived and targets.quarantined == {"000012/a/1": "teacher t: not finite"}
     assert (targets.heads, targets.rows) == ({"h": HEADS["h"]}, 3)
     taken = []
-    while (each := targets.take()) is not None:
+    while (each := targets.take_part()) is not None:
         taken.append(each.handle.tobytes())
     assert taken == [p.tobytes() for p in parts]
     assert said == []

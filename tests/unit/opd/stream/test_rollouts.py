@@ -12,7 +12,16 @@ import pytest
 
 from opd.records.types import Rollout, Span
 from opd.stream import rollouts as codec
-from opd.stream.rollouts import ORIGINS, SCHEMA, RolloutError, check_schema, decode, encode, read_file, write_file
+from opd.stream.rollouts import (
+    ORIGINS,
+    SCHEMA,
+    RolloutError,
+    check_schema,
+    decode_rollouts,
+    encode_rollouts,
+    read_file,
+    write_file,
+)
 from tests.rows import spans_of
 
 SPANS = (
@@ -38,10 +47,10 @@ EMPTY = rollout(9, response_ids=(), behaviour_logprobs=(), spans=(Span(length=0,
 
 def test_rollouts_come_back_as_they_were() -> None:
     given = [*(rollout(i) for i in range(9)), EMPTY]
-    assert decode([encode(given)], 76) == given
-    assert decode([encode(given[:4]), encode(given[4:])], 76) == given
+    assert decode_rollouts([encode_rollouts(given)], 76) == given
+    assert decode_rollouts([encode_rollouts(given[:4]), encode_rollouts(given[4:])], 76) == given
     assert read_file(write_file(given), 76) == given
-    assert decode([], 76) == [] and read_file(write_file([]), 76) == []
+    assert decode_rollouts([], 76) == [] and read_file(write_file([]), 76) == []
 
 
 def test_every_field_of_a_rollout_has_a_column() -> None:
@@ -55,18 +64,18 @@ def test_every_field_of_a_rollout_has_a_column() -> None:
     assert set(changes) == fields
     for name, value in changes.items():
         beside = {"parent": "000001/d/3"} if name == "origin" else {}
-        (found,) = decode([encode([rollout(0, **{name: value}, **beside)])], 76)
+        (found,) = decode_rollouts([encode_rollouts([rollout(0, **{name: value}, **beside)])], 76)
         assert getattr(found, name) == value != getattr(rollout(0), name)
 
 
 def test_what_is_usual_costs_nothing() -> None:
     alone = rollout(1, group="000001/d/1", spans=spans_of((True,) * 4, 7))
     assert alone.episode == alone.sample_id
-    row = encode([alone]).to_pylist()[0]
+    row = encode_rollouts([alone]).to_pylist()[0]
     missing = ("group", "episode", "reward", "spans", "origin", "parent", "next")
     assert [row[name] for name in (*missing, "policy_version")] == [None] * 7 + [7]
     for other in (spans_of((False,) * 4, 7), spans_of((True, True, True, False), 7)):
-        assert encode([rollout(1, spans=other)]).to_pylist()[0]["spans"] is not None
+        assert encode_rollouts([rollout(1, spans=other)]).to_pylist()[0]["spans"] is not None
 
 
 def test_what_a_span_says() -> None:
@@ -103,12 +112,12 @@ def test_what_a_span_says() -> None:
 )
 def test_a_rollout_that_contradicts_itself_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(RolloutError, match=f"rollout 000001/d/1: .*{words}"):
-        decode([encode([rollout(0), rollout(1, **changes)])], 76)
+        decode_rollouts([encode_rollouts([rollout(0), rollout(1, **changes)])], 76)
 
 
 def replaced(column: str, values: list[Any]) -> pa.RecordBatch:
     """Two rollouts with other values in a column."""
-    batch = encode([rollout(1), rollout(2)])
+    batch = encode_rollouts([rollout(1), rollout(2)])
     columns = [pa.array(values, f.type) if f.name == column else batch.column(f.name) for f in SCHEMA]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
@@ -116,7 +125,7 @@ def replaced(column: str, values: list[Any]) -> pa.RecordBatch:
 @pytest.mark.parametrize("origin", [-1, len(ORIGINS)])
 def test_an_origin_that_does_not_exist_is_refused(origin: int) -> None:
     with pytest.raises(RolloutError, match=f"rollout 000001/d/2: a span of origin {origin}$"):
-        decode([replaced("spans", [[(4, 0, 4)], [(4, origin, 4)]])], 76)
+        decode_rollouts([replaced("spans", [[(4, 0, 4)], [(4, origin, 4)]])], 76)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +141,7 @@ def test_an_origin_that_does_not_exist_is_refused(origin: int) -> None:
 )
 def test_a_missing_value_is_refused(column: str, values: list[Any]) -> None:
     with pytest.raises(RolloutError, match=f"column {column} has missing values"):
-        decode([replaced(column, values)], 76)
+        decode_rollouts([replaced(column, values)], 76)
 
 
 @pytest.mark.parametrize(
@@ -145,12 +154,12 @@ def test_a_missing_value_is_refused(column: str, values: list[Any]) -> None:
 )
 def test_spans_that_contradict_the_other_columns_are_refused(column: str, values: list[Any], words: str) -> None:
     with pytest.raises(RolloutError, match=f"rollout 000001/d/2: .*{words}"):
-        decode([replaced(column, values)], 76)
+        decode_rollouts([replaced(column, values)], 76)
 
 
 def test_a_sample_that_comes_twice_is_refused() -> None:
     with pytest.raises(RolloutError, match="twice"):
-        decode([encode([rollout(0)]), encode([rollout(0)])], 76)
+        decode_rollouts([encode_rollouts([rollout(0)]), encode_rollouts([rollout(0)])], 76)
 
 
 def test_other_columns_and_another_version_of_them() -> None:

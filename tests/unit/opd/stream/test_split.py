@@ -11,7 +11,7 @@ import pytest
 
 from opd.stream.schema import PartRecord, TargetRow, read_stream, write_stream
 from opd.stream.split import split_part, split_stream
-from opd.stream.targets import Part
+from opd.stream.targets import StreamPart
 from tests.rows import make_row
 
 RECORD = PartRecord(worker=1, number=2, broken={"x": "not finite"}, teachers={"t": 5, "s": 1})
@@ -57,10 +57,10 @@ def test_a_rank_receives_about_its_share_of_the_bytes() -> None:
 
 def test_a_part_of_one_rank_is_not_copied(in_process: Any) -> None:
     raw = encoded([row(0), row(1)])
-    part = Part(handle=raw, nbytes=raw.nbytes, samples=("0", "1"))
+    part = StreamPart(handle=raw, nbytes=raw.nbytes, samples=("0", "1"))
     assert split_part(part, lambda i: 4)[4] is raw
     assert set(split_part(part, int)) == {0, 1}
-    assert split_part(Part(handle=raw, nbytes=1, samples=()), int) == {}
+    assert split_part(StreamPart(handle=raw, nbytes=1, samples=()), int) == {}
 
 
 @pytest.mark.parametrize("rank_of", [lambda i: 0, int])

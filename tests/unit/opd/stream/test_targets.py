@@ -77,16 +77,16 @@ def test_parts_pass_as_they_come(in_process: Any) -> None:
 
     stream = targets(source())
     assert not asked, "nothing is waited for before it is wanted"
-    assert not stream.has(["a/0"])
-    first = stream.take()
+    assert not stream.has_samples(["a/0"])
+    first = stream.take_part()
     assert first is not None and (first.handle is WORKER_0[0], first.nbytes) == (True, WORKER_0[0].nbytes)
     assert first.samples == ("a/0", "b/0") and len(asked) == 1
-    assert stream.has(["a/0"]) and not stream.has(["a/0", "b/0"]), "b has a second teacher"
-    assert stream.take() is not None
-    assert stream.has(["a/0", "b/0"]) and not stream.has(["b/1"])
-    assert stream.take() is not None and stream.has(["a/0", "a/1", "b/0", "b/1"])
+    assert stream.has_samples(["a/0"]) and not stream.has_samples(["a/0", "b/0"]), "b has a second teacher"
+    assert stream.take_part() is not None
+    assert stream.has_samples(["a/0", "b/0"]) and not stream.has_samples(["b/1"])
+    assert stream.take_part() is not None and stream.has_samples(["a/0", "a/1", "b/0", "b/1"])
     assert not stream.arrived
-    assert stream.take() is None and stream.take() is None
+    assert stream.take_part() is None and stream.take_part() is None
     assert stream.arrived
     assert (stream.num_parts, stream.nbytes, stream.rows) == (3, sum(p.nbytes for p in asked), 6)
 
@@ -111,27 +111,27 @@ def test_answers_of_two_widths_in_two_parts_are_refused(in_process: Any) -> None
         )
         return TargetStream(iter([part_of(0, 2), part_of(1, second)]), asked, heads={})
 
-    stream(2).collect()
+    stream(2).wait_for_parts()
     with pytest.raises(StreamError, match="teachers: row a/1 of teacher x: an answer of width 3, others have 2"):
-        stream(3).collect()
+        stream(3).wait_for_parts()
 
 
 def test_what_is_collected_is_taken_afterwards(in_process: Any) -> None:
     stream = targets(WORKER_0 + WORKER_1)
-    stream.collect()
-    assert stream.arrived and not stream.has(["a/0"])
-    taken = [stream.take() for _ in range(4)]
+    stream.wait_for_parts()
+    assert stream.arrived and not stream.has_samples(["a/0"])
+    taken = [stream.take_part() for _ in range(4)]
     assert [p.handle is q for p, q in zip(taken[:3], WORKER_0 + WORKER_1, strict=True) if p] == [True] * 3
-    assert taken[3] is None and stream.has(["b/1"])
+    assert taken[3] is None and stream.has_samples(["b/1"])
 
 
 def test_a_sink_sees_each_part_before_it_is_taken_and_the_end(in_process: Any) -> None:
     seen: list[Any] = []
     stream = targets(WORKER_0 + WORKER_1)
-    stream.tee(lambda record, raw: seen.append((record, raw)))
-    assert stream.take() is not None
+    stream.add_sink(lambda record, raw: seen.append((record, raw)))
+    assert stream.take_part() is not None
     assert seen == [(PartRecord(), WORKER_0[0])]
-    stream.collect()
+    stream.wait_for_parts()
     assert [record for record, _ in seen] == [
         PartRecord(), PartRecord(number=1, teachers={"x": 4}), PartRecord(worker=1, teachers={"y": 2}), None,
     ]  # fmt: skip
@@ -140,35 +140,35 @@ def test_a_sink_sees_each_part_before_it_is_taken_and_the_end(in_process: Any) -
 def test_settling_waits_for_what_sinks_began(in_process: Any) -> None:
     waited: list[str] = []
     stream = targets(WORKER_0 + WORKER_1)
-    stream.tee(lambda record, raw: (lambda: waited.append("end")) if record is None else None)
-    stream.collect()
+    stream.add_sink(lambda record, raw: (lambda: waited.append("end")) if record is None else None)
+    stream.wait_for_parts()
     assert waited == []
-    stream.settle()
-    stream.settle()
+    stream.wait_for_sinks()
+    stream.wait_for_sinks()
     assert waited == ["end"], "once"
 
 
 def test_the_end_is_not_told_if_a_row_is_missing(in_process: Any) -> None:
     seen: list[Any] = []
     stream = targets(WORKER_0)
-    stream.tee(lambda record, raw: seen.append(record))
+    stream.add_sink(lambda record, raw: seen.append(record))
     with pytest.raises(StreamError, match="2 rows are missing, first b/0"):
-        stream.collect()
+        stream.wait_for_parts()
     assert None not in seen and not stream.arrived
 
 
 def test_a_sample_that_a_teacher_could_not_score_is_not_waited_for(in_process: Any) -> None:
     without = [part(Y_ROWS[:1], worker=1, teachers={"y": 1}, broken={"b/1": "teacher y: not finite"})]
     stream = targets(without + WORKER_0)
-    assert stream.take() is not None
+    assert stream.take_part() is not None
     assert stream.quarantined == {"b/1": "teacher y: not finite"}
-    assert stream.has(["b/1"]) and not stream.has(["b/0"])
-    stream.collect()
+    assert stream.has_samples(["b/1"]) and not stream.has_samples(["b/0"])
+    stream.wait_for_parts()
     assert stream.rows == 4
     # The row that its other teacher gave may be missing too.
     neither = part(X_ROWS[2:3], number=1, teachers={"x": 3})
     stream = targets([*without, WORKER_0[0], neither])
-    stream.collect()
+    stream.wait_for_parts()
     assert stream.arrived
 
 
@@ -178,14 +178,14 @@ def test_too_many_that_cannot_be_scored(limit: float, stops: bool, in_process: A
     stream = targets(parts, max_quarantined=limit)
     if stops:
         with pytest.raises(RunError, match=rf"2 of 4 .* first b/0: nan; teachers\.max_quarantined is {limit}"):
-            stream.collect()
+            stream.wait_for_parts()
     else:
-        stream.collect()
+        stream.wait_for_parts()
 
 
 def test_one_may_always_be_left_out(in_process: Any) -> None:
     stream = targets([part(X_ROWS[1:], broken={"a/0": "nan"}, teachers={"x": 3}), *WORKER_1])
-    stream.collect()
+    stream.wait_for_parts()
     assert list(stream.quarantined) == ["a/0"]
 
 
@@ -222,12 +222,12 @@ OTHER = dataclasses.replace(A0, sample_id="a/9")
 )  # fmt: skip
 def test_what_is_not_right_is_refused(parts: list[Any], words: str, in_process: Any) -> None:
     with pytest.raises(StreamError, match=f"^teachers at HOST: .*{words}"):
-        targets(parts).collect()
+        targets(parts).wait_for_parts()
 
 
 def test_a_teacher_without_rows_may_be_counted(in_process: Any) -> None:
     stream = targets([WORKER_0[0], part(X_ROWS[2:], number=1, teachers={"x": 4, "z": 0}), *WORKER_1])
-    stream.collect()
+    stream.wait_for_parts()
     assert stream.arrived
 
 
@@ -241,5 +241,5 @@ def test_any_order_of_workers_gives_the_same(in_process: Any) -> None:
         random.Random(seed).shuffle(order)
         queues = iter(singles), iter(others)
         stream = targets([next(queues[worker]) for worker in order])
-        stream.collect()
+        stream.wait_for_parts()
         assert (stream.arrived, stream.num_parts, stream.rows) == (True, 8, 6)

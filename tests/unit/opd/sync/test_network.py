@@ -72,8 +72,8 @@ def test_engines_get_the_files_of_a_model_that_they_cannot_reach(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One file or several, in buckets of several tensors, and again for a worker that comes later."""
-    monkeypatch.setattr("opd.sync.files.put", lambda bucket: bucket)
-    monkeypatch.setattr("opd.sync.files.nodes", lambda: [SimpleNamespace(id="here"), SimpleNamespace(id="there")])
+    monkeypatch.setattr("opd.sync.files.put_object", lambda bucket: bucket)
+    monkeypatch.setattr("opd.sync.files.list_nodes", lambda: [SimpleNamespace(id="here"), SimpleNamespace(id="there")])
     tensors = load_file(tiny_model_dir / "model.safetensors")
     with ModelFiles(tmp_path, tensors, shard=50_000) as files:
         files.write(tensors)

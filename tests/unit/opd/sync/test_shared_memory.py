@@ -73,7 +73,7 @@ def test_the_trainer_scores_the_probe_while_the_engines_load() -> None:
     assert pushing.push(7).gap == 0
     trainer: Any = pushing._spec.trainer
     assert (engine.asked, trainer.asked) == (1, 1), "asked before the load, and once"
-    assert pushing.measure() == 0 and trainer.asked == 2, "of weights that may be others"
+    assert pushing.measure_gap() == 0 and trainer.asked == 2, "of weights that may be others"
 
 
 def test_a_failed_load_leaves_nothing_behind() -> None:
@@ -151,7 +151,7 @@ def test_a_worker_that_comes_later_gets_the_same_weights() -> None:
     ((first, _),) = engine.loaded
     with engine.again() as directory:
         assert directory != first and (directory / "model.safetensors").read_bytes() == b"new"
-        assert directory.name.startswith(leftovers.prefix())
+        assert directory.name.startswith(leftovers.directory_prefix())
     assert not directory.exists()
 
 

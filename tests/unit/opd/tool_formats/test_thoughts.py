@@ -94,10 +94,10 @@ def test_tags_that_are_special_tokens_are_thoughts_too() -> None:
     made = ChatAppender(tokenizer, [EOS])
     text = f"[THINK]\nhm\n[/THINK]\n\n{CALL % 1}"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert made.text(ids) == text
+    assert made.turn_text(ids) == text
     assert tokenizer.decode(made.without_thoughts([*ids, EOS])) == CALL % 1 + "<|im_end|>"
-    assert made.safe({"role": "assistant", "content": text})["content"] == text
-    assert "[ THINK]" in made.safe({"role": "user", "content": text})["content"]
+    assert made.make_message_safe({"role": "assistant", "content": text})["content"] == text
+    assert "[ THINK]" in made.make_message_safe({"role": "user", "content": text})["content"]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,10 @@ def test_every_state_is_that_in_which_the_student_serves(template: str) -> None:
     ]  # fmt: skip
     assert first_turns(found.rollouts) == {ids[1]: 1, ids[2]: 2}, "turns are counted on"
     shown = trace_of(found.rollouts, (), {}, TOKENIZER)
-    assert [shown.kind(segment) for segment in shown.segments] == ["main", *["continuation without thoughts"] * 2]
+    assert [shown.segment_kind(segment) for segment in shown.segments] == [
+        "main",
+        *["continuation without thoughts"] * 2,
+    ]
     assert (found.audit.turns, found.audit.forks, found.audit.sampled) == (3, 0, found.audit.trained)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opd.records.types import Rollout
-from opd.traces.choose import chosen, episodes_of, watched
+from opd.traces.choose import choose_episodes, episodes_of, watched_samples
 from tests.rows import make_rollout
 
 
@@ -30,7 +30,7 @@ STEP = [
 
 
 def test_the_best_the_worst_the_longest_and_the_first_of_each_domain() -> None:
-    assert chosen(episodes_of(STEP)) == {
+    assert choose_episodes(episodes_of(STEP)) == {
         "b": ("best", "longest"),
         "c": ("worst",),
         "a": ("first",),
@@ -40,14 +40,19 @@ def test_the_best_the_worst_the_longest_and_the_first_of_each_domain() -> None:
 
 
 def test_every_segment_of_a_chosen_episode_is_watched_and_no_answer_of_one_turn() -> None:
-    assert watched(STEP) == {"a", "b", "b+1", "c", "x", "y"}
-    assert watched(STEP[-2:]) == watched([]) == frozenset()
+    assert watched_samples(STEP) == {"a", "b", "b+1", "c", "x", "y"}
+    assert watched_samples(STEP[-2:]) == watched_samples([]) == frozenset()
 
 
 def test_where_all_are_alike_one_is_shown() -> None:
-    assert chosen(episodes_of([segment(name, reward=1.0) for name in "abc"])) == {"a": ("best", "longest", "first")}
+    assert choose_episodes(episodes_of([segment(name, reward=1.0) for name in "abc"])) == {
+        "a": ("best", "longest", "first")
+    }
 
 
 def test_a_segment_that_another_domains_expert_scores_belongs_to_its_episode() -> None:
     helped = [segment("a"), segment("a", "maps", sample_id="a+1", origin="sub_agent", parent="a")]
-    assert chosen(episodes_of(helped)) == {"a": ("longest", "first")} and watched(helped) == {"a", "a+1"}
+    assert choose_episodes(episodes_of(helped)) == {"a": ("longest", "first")} and watched_samples(helped) == {
+        "a",
+        "a+1",
+    }

@@ -34,7 +34,7 @@ def test_early_steps_stay_and_of_the_others_the_newest(tmp_path: Path) -> None:
         keep(files, step)
         seen.append(sorted(kept(paths)))
     assert seen[4] == [1, 2, 4, 5] and seen[9] == [1, 2, 4, 8, 10] and seen[-1] == [1, 2, 4, 8, 16, 23]
-    (episode,) = read_traces(paths.trace(16)).episodes
+    (episode,) = read_traces(paths.trace_file(16)).episodes
     (piece,) = episode.segments[0].pieces
     assert (episode.reward, piece.texts, piece.losses) == (16.0, ("c", "d"), (0.5, 16))
 

@@ -17,7 +17,7 @@ from opd.errors import RunError
 from opd.losses.chunked import Loss, LossHead
 from opd.losses.logits import token_logprobs
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.sampled import Sampled
+from opd.losses.sampled import SampledKL
 from opd.models.heads import Head
 from opd.models.layouts import LAYOUTS, predict_positions
 from opd.models.logit_rule import IDENTITY
@@ -87,7 +87,7 @@ def test_a_packed_forward_equals_separate_ones(lm: Any) -> None:
     packed = LAYOUTS["packed"](MIXED)
     assert packed.input_ids_B_T.shape[0] < len(MIXED), "nothing is packed, the test shows nothing"
     with torch.no_grad():
-        hidden = student(lm).hidden(packed)
+        hidden = student(lm).hidden_states(packed)
         logp = (hidden @ lm.get_output_embeddings().weight.T).log_softmax(-1)
     for ids, offset in zip(MIXED, packed.offsets, strict=True):
         torch.testing.assert_close(logp[offset : offset + len(ids)], alone(lm, ids), rtol=0, atol=1e-5)
@@ -100,7 +100,7 @@ def test_the_log_prob_of_token_t_lives_at_t_minus_1(lm: Any) -> None:
     packed = LAYOUTS["packed"](chosen)
     tokens = torch.tensor([t for ids, (a, b) in zip(chosen, spans, strict=True) for t in ids[a:b]])
     with torch.no_grad():
-        hidden = student(lm).hidden(packed)[predict_positions(packed, spans)]
+        hidden = student(lm).hidden_states(packed)[predict_positions(packed, spans)]
         found = token_logprobs(hidden, lm.get_output_embeddings().weight, tokens, IDENTITY, chunk=7)
     want = torch.cat(
         [alone(lm, ids)[range(a - 1, b - 1), ids[a:b]] for ids, (a, b) in zip(chosen, spans, strict=True) if b > a]
@@ -438,7 +438,7 @@ def test_a_sampled_mixture_weights_its_teachers_log_probs(payload: str, lm: Any,
         logqs.append(logq[mask.bool()])
         ratio = (logp.detach() - mu).exp().clamp(max=2.0)
         total = total + (mask * ratio * (logp.detach() - logq) * logp).sum() / num
-    sampled = Student(lm, Sampled(ratio_clip=2.0), chunk=16, vocab_size=76)
+    sampled = Student(lm, SampledKL(ratio_clip=2.0), chunk=16, vocab_size=76)
     loss, _ = sampled(batch, heads_of(experts), torch.full((num,), 1 / num))
     found, want = gradient_of(lm, loss), gradient_of(lm, total)
     for name in want:
@@ -569,7 +569,7 @@ class Chain:
         mu = self.student.log_softmax(-1)[flat, word]
         weight = torch.full_like(mu, 1 / (GROUP * LENGTH))
         loss, _ = chunked_objective(
-            Sampled(), hidden, torch.eye(WORDS, dtype=torch.float64), [block], weight, word, mu, chunk=1 << 16,
+            SampledKL(), hidden, torch.eye(WORDS, dtype=torch.float64), [block], weight, word, mu, chunk=1 << 16,
             vocab_size=WORDS,
         )  # fmt: skip
         (by_token,) = torch.autograd.grad(loss, hidden)

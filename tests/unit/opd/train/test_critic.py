@@ -16,7 +16,7 @@ from opd.records.types import Rollout
 from opd.train.critic import CriticEngineSpec, DeepSpeedCritic
 from opd.train.critic_rank import UpdateResult, UpdateWork
 from opd.train.schedule import LearningRate
-from opd.train.value import Critic, freeze, states
+from opd.train.value import Critic, freeze, state_indices
 from tests.credit import PlainRank, critic_options, segment
 
 
@@ -95,7 +95,7 @@ def test_values_are_those_of_the_states_before_trained_tokens_and_behind_the_las
     every = rollouts()
     packed = LAYOUTS["packed"]([[*r.prompt_ids, *r.response_ids] for r in every])
     with torch.no_grad():
-        found = model.values(packed, states(packed, every)).tolist()
+        found = model.values(packed, state_indices(packed, every)).tolist()
         wanted, behind = [], []
         for rollout in every:
             ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])

@@ -26,7 +26,7 @@ from opd.models.packing import SHARED
 from opd.payloads.hidden_states import HiddenStates
 from opd.records.types import Rollout, Sampled
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
-from opd.rollouts.episodes.trace import Sample, Trace
+from opd.rollouts.episodes.trace import EpisodeKey, Trace
 from opd.stream.schema import TargetRow, write_stream
 from opd.train.batch import micro_batch
 from opd.train.plan import plan_micro_batches, row_sizes
@@ -75,9 +75,9 @@ def forked() -> list[Rollout]:
     ):
         ids = tuple(encode(turn))
         said = Sampled(token_ids=ids, logprobs=(SAID,) * len(ids), stop_reason="stop", policy_version=2)
-        trace.continue_or_fork(encode(history)).sampled(said)
+        trace.continue_or_fork(encode(history)).append_policy_turn(said)
     assert trace.audit.forks == 1
-    return trace.rollouts(Sample(sample_id="f", group="f", step=1, domain="chat"), "done", None)
+    return trace.to_rollouts(EpisodeKey(sample_id="f", group="f", step=1, domain="chat"), "done", None)
 
 
 STEP = [*compacted(), *delegated(), *forked()]
@@ -108,7 +108,7 @@ HEADS = {rollout.domain: head(rollout.domain) for rollout in STEP}
 class Kept(Student):
     """Keeps the hidden states of its last forward pass, from which the loss reads, with their gradient."""
 
-    def hidden(self, packed: Packed) -> Tensor:
+    def hidden_states(self, packed: Packed) -> Tensor:
         self.kept = super().hidden(packed)
         self.kept.retain_grad()
         return self.kept
@@ -155,7 +155,7 @@ def predicting(packed: Packed, rollouts: Sequence[Rollout], places: Mapping[str,
     found = set()
     for index, rollout in enumerate(rollouts):
         sequence = (*rollout.prompt_ids, *rollout.response_ids)
-        flat = [packed.at(index, place) for place in range(len(sequence))]
+        flat = [packed.flat_index(index, place) for place in range(len(sequence))]
         assert [ids_N[at] for at in flat] == list(sequence)
         found |= {flat[len(rollout.prompt_ids) + place - 1] for place in places[rollout.sample_id]}
     return found
@@ -218,7 +218,7 @@ def trained(student: Kept, cut: Cut, layout: str = "packed") -> tuple[float, flo
     for index, part in enumerate(cut):
         one = TrainerRank(dataclasses.replace(rank_options(config(), VOCABULARY), world_size=len(cut)), index)
         one._engine, one._device = Engine(student), torch.device("cpu")
-        one._head = lambda source: head(source.key)  # type: ignore[method-assign]
+        one._fetch_head = lambda source: head(source.key)  # type: ignore[method-assign]
         one.use_layout(layout)
         one.begin_step(whole.of(part), {key: HeadSource(key=key, rule=IDENTITY) for key in HEADS})
         mine = write_stream([ROWS[i] for ids in part for i in ids], "float32")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from opd.models.buckets import ALIGNED
 from opd.models.weights import load_causal_lm
 from opd.train import export
-from opd.train.export import FileTensors, Sending, write_model
+from opd.train.export import FileTensors, WeightSender, write_model
 from opd.train.lora import plain_weights
 
 Make = Callable[..., Path]
@@ -29,14 +29,14 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         together.append(len(params))
         return nullcontext()
 
-    monkeypatch.setattr(export, "gathered", gathered)
+    monkeypatch.setattr(export, "gather_parameters", gathered)
     return together
 
 
 def sent(lm: Any, nbytes: int, dtype: torch.dtype = torch.float32) -> list[dict[str, torch.Tensor]]:
-    sending = Sending(FileTensors(lm, plain_weights(lm), dtype, complete=True), nbytes)
+    sending = WeightSender(FileTensors(lm, plain_weights(lm), dtype, complete=True), nbytes)
     count = sending.count
-    buckets = [sending.gather(mine=True) for _ in range(count)]
+    buckets = [sending.gather_bucket(mine=True) for _ in range(count)]
     return [dict(bucket.tensors()) for bucket in buckets if bucket is not None]
 
 
@@ -86,19 +86,19 @@ def test_experts_that_lie_in_one_weight_are_gathered_once_and_sent_in_several_bu
     fused = [param for name, param in lm.named_parameters() if name.endswith("experts.gate_up_proj")]
     limit = fused[0].nbytes // 2
     tensors = FileTensors(lm, plain_weights(lm), torch.float32, complete=True)
-    sending = Sending(tensors, limit)
-    buckets = [bucket for _ in range(sending.count) if (bucket := sending.gather(mine=True)) is not None]
+    sending = WeightSender(tensors, limit)
+    buckets = [bucket for _ in range(sending.count) if (bucket := sending.gather_bucket(mine=True)) is not None]
     assert len(one_process) == len(tensors.groups), "each weight is gathered once"
     names = [[place.name for place in bucket.places] for bucket in buckets]
     first = [any("layers.0" in name and "experts.0.gate_proj" in name for name in held) for held in names].index(True)
     assert len(buckets[first].data) <= limit and "experts" in names[first + 1][0], "the next one has the rest of them"
-    files = [name for group in tensors.planned() for name in group]
+    files = [name for group in tensors.planned_tensors() for name in group]
     assert [name for held in names for name in held] == files, "in the order of the files"
 
 
 def test_a_rank_that_only_gathers_has_no_bucket(tmp_path: Path, make_model_dir: Make, one_process: list[int]) -> None:
     lm = load_causal_lm(make_model_dir(tmp_path / "student"), torch.float32)
     tensors = FileTensors(lm, plain_weights(lm), torch.float32, complete=True)
-    sending = Sending(tensors, 40_000)
-    assert [sending.gather(mine=False) for _ in range(sending.count)] == [None] * sending.count
+    sending = WeightSender(tensors, 40_000)
+    assert [sending.gather_bucket(mine=False) for _ in range(sending.count)] == [None] * sending.count
     assert len(one_process) == len(tensors.groups), "it takes part in every one"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opd.stream.targets import Part
+from opd.stream.targets import StreamPart
 from opd.train.feed import Feed
 
 PLAN = [[["a"], ["c"], ["e"]], [["b"], ["d"], ["f"]]]
@@ -19,12 +19,12 @@ class Targets:
     """Parts in a given order, each of 10 bytes; what was taken is there."""
 
     def __init__(self, *parts: str) -> None:
-        self._parts = [Part(handle=p, nbytes=10, samples=tuple(p)) for p in parts]
+        self._parts = [StreamPart(handle=p, nbytes=10, samples=tuple(p)) for p in parts]
         self._here: set[str] = set()
         self.arrived = False
         self.slow_s = 0.0
 
-    def take(self) -> Part | None:
+    def take(self) -> StreamPart | None:
         time.sleep(self.slow_s)
         if not self._parts:
             self.arrived = True
@@ -41,7 +41,7 @@ class Targets:
 def letters_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part's handle is the letters of its rows; how real parts are cut is tests/unit/opd/stream/test_split.py's."""
 
-    def split(part: Part, rank_of: Callable[[str], int]) -> dict[int, str]:
+    def split(part: StreamPart, rank_of: Callable[[str], int]) -> dict[int, str]:
         ranks = {rank_of(letter) for letter in part.handle}
         return {rank: "".join(x for x in part.handle if rank_of(x) == rank) for rank in ranks}
 
@@ -70,7 +70,7 @@ def test_a_round_gets_what_came_since_the_last_and_a_rank_its_own_rows(
     order: tuple[str, ...], first_rank: list[list[str]], second_rank: list[list[str]]
 ) -> None:
     made = feed(*order)
-    rounds = [made.parts(index, none_at_work) for index in range(3)]
+    rounds = [made.send_rows(index, none_at_work) for index in range(3)]
     assert [own for own, _ in rounds] == first_rank
     assert [own for _, own in rounds] == second_rank
     assert made.early == 2
@@ -80,14 +80,14 @@ def test_only_waiting_with_no_round_at_work_is_counted() -> None:
     made: Any = Targets("ab", "cd", "ef")
     made.slow_s = 0.05
     fed = Feed(made, PLAN, queue_bytes=1000)
-    fed.parts(0, none_at_work)
+    fed.send_rows(0, none_at_work)
     first = fed.waited_s
     assert first >= 0.05
-    fed.parts(1, none_at_work)
+    fed.send_rows(1, none_at_work)
     assert fed.waited_s == first, "round 0 is at work"
-    fed.trained(0)
-    fed.trained(1)
-    fed.parts(2, none_at_work)
+    fed.mark_trained(0)
+    fed.mark_trained(1)
+    fed.send_rows(2, none_at_work)
     assert fed.waited_s >= first + 0.1, "the last part, and the end"
 
 
@@ -97,12 +97,12 @@ def test_a_full_queue_waits_for_the_oldest_round() -> None:
 
     def finish_oldest() -> bool:
         ended.append(len(ended))
-        made.trained(ended[-1])
+        made.mark_trained(ended[-1])
         return True
 
-    assert made.parts(0, none_at_work) == [["a"], ["b"]]
-    assert made.parts(1, finish_oldest) == [["c"], ["d"]] and ended == [0]
-    assert made.parts(2, finish_oldest) == [["e"], ["f"]] and ended[:2] == [0, 1]
+    assert made.send_rows(0, none_at_work) == [["a"], ["b"]]
+    assert made.send_rows(1, finish_oldest) == [["c"], ["d"]] and ended == [0]
+    assert made.send_rows(2, finish_oldest) == [["e"], ["f"]] and ended[:2] == [0, 1]
     assert made.peak_bytes == 10
 
 
@@ -112,25 +112,25 @@ def test_a_queue_with_room_waits_for_nobody() -> None:
     def finish_oldest() -> bool:
         raise AssertionError("nobody has to be waited for")
 
-    assert [made.parts(index, finish_oldest) for index in range(2)] == [[["a"], ["b"]], [["c"], ["d"]]]
+    assert [made.send_rows(index, finish_oldest) for index in range(2)] == [[["a"], ["b"]], [["c"], ["d"]]]
     assert made.peak_bytes == 20
 
 
 def test_what_the_next_round_needs_is_let_in_though_the_queue_is_full() -> None:
     made = feed("ef", "cd", "ab", queue=10)
-    assert made.parts(0, none_at_work) == [["e", "c", "a"], ["f", "d", "b"]]
+    assert made.send_rows(0, none_at_work) == [["e", "c", "a"], ["f", "d", "b"]]
     assert made.peak_bytes == 30
 
 
 def test_a_part_counts_until_its_last_row_is_trained() -> None:
     made = feed("ae", "b", "c", "d", "f", queue=1000)
-    made.parts(0, none_at_work)
+    made.send_rows(0, none_at_work)
     assert made._nbytes() == 20
-    made.trained(0)
+    made.mark_trained(0)
     assert made._nbytes() == 10, "e is trained in round 2"
-    made.parts(1, none_at_work)
-    made.parts(2, none_at_work)
-    made.trained(1)
+    made.send_rows(1, none_at_work)
+    made.send_rows(2, none_at_work)
+    made.mark_trained(1)
     assert made._nbytes() == 20
-    made.trained(2)
+    made.mark_trained(2)
     assert made._nbytes() == 0

@@ -21,9 +21,9 @@ from opd.payloads.hidden_states import HiddenRun
 from opd.train.lora import (
     LoraOptions,
     PlainWeight,
-    adapt,
+    add_adapters,
     changed_weights,
-    fold,
+    fold_adapters,
     lora_size,
     plain_weights,
     write_adapter,
@@ -45,7 +45,7 @@ def options(targets: Any = "all-linear", seed: int = 0, r: int = 4) -> LoraOptio
 
 def adapted(model_dir: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     lm = load_causal_lm(model_dir, dtype)
-    adapt(lm, options(**more))
+    add_adapters(lm, options(**more))
     return lm
 
 
@@ -97,17 +97,17 @@ def test_plain_weights_are_those_of_a_model_that_says_the_same(tmp_path: Path, m
     own = dict(plain.named_parameters())
     found = {weight.name: weight for weight in plain_weights(lm)}
     assert list(found) == list(own)
-    plain.load_state_dict({name: weight.value() for name, weight in found.items()}, strict=tie is False)
+    plain.load_state_dict({name: weight.read_tensor() for name, weight in found.items()}, strict=tie is False)
     assert logits(plain) == pytest.approx(logits(lm), abs=1e-5)
     assert not torch.allclose(logits(load_causal_lm(base, torch.float32)), logits(lm), atol=0.1)
     head = found["model.embed_tokens.weight"]
-    assert head.update is None and torch.equal(head.value(), head.own)
+    assert head.update is None and torch.equal(head.read_tensor(), head.own)
 
 
 def test_adapters_can_be_put_into_the_weights(tiny_model_dir: Path) -> None:
     lm = trained(adapted(tiny_model_dir))
-    wanted = {weight.name: weight.value() for weight in plain_weights(lm)}
-    fold(lm)
+    wanted = {weight.name: weight.read_tensor() for weight in plain_weights(lm)}
+    fold_adapters(lm)
     assert {name: param.shape for name, param in lm.named_parameters()} == {n: v.shape for n, v in wanted.items()}
     assert all(torch.equal(param, wanted[name]) for name, param in lm.named_parameters())
 
@@ -117,8 +117,8 @@ def test_in_bfloat16_an_update_is_added_in_float32_and_rounded_once(tiny_model_d
     (weight,) = [w for w in plain_weights(lm) if w.name == "model.layers.0.mlp.down_proj.weight"]
     assert weight.update is not None
     exact = weight.own.double() + 2 * weight.update.b_O_K.double() @ weight.update.a_K_I.double()
-    assert weight.value().dtype == torch.bfloat16
-    assert ((weight.value().double() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
+    assert weight.read_tensor().dtype == torch.bfloat16
+    assert ((weight.read_tensor().double() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def meta(family: str) -> Any:
 
 def test_biases_of_a_fused_layer_are_pushed_with_it() -> None:
     lm = meta("Qwen2")
-    adapt(lm, options(["k_proj"]))
+    add_adapters(lm, options(["k_proj"]))
     names = {w.name for w in changed_weights(lm, plain_weights(lm)) if ".0." in w.name}
     wanted = {f"model.layers.0.self_attn.{n}" for n in ("q_proj", "k_proj", "v_proj")}
     assert names == {f"{n}.{own}" for n in wanted for own in ("weight", "bias")} | {
@@ -171,7 +171,7 @@ def test_of_every_family_some_module_can_be_adapted_and_its_files_stand_apart(na
         {n.rpartition(".")[2] for n, m in lm.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
     )
     target = next((n for n in ("o_proj", "out_proj", "dense", "fc2", "c_proj", "wo") if n in linear), linear[0])
-    adapt(lm, options([target]))
+    add_adapters(lm, options([target]))
     every = plain_weights(lm)
     changed = changed_weights(lm, every)
     assert 0 < len(changed) < len(every)
@@ -249,7 +249,7 @@ def test_an_adapter_that_is_written_is_one_that_peft_and_a_merge_take(
     merge_adapter(tiny_model_dir, path, tmp_path / "merged")
     files = load_file(tmp_path / "merged" / "model.safetensors")
     for weight in plain_weights(lm):
-        assert torch.equal(files[weight.name], weight.value()), weight.name
+        assert torch.equal(files[weight.name], weight.read_tensor()), weight.name
 
 
 # Refusals
@@ -267,7 +267,7 @@ def test_an_adapter_that_is_written_is_one_that_peft_and_a_merge_take(
 def test_targets_that_are_no_linear_modules_of_the_body_are_refused(targets: list[str], found: str) -> None:
     lm = meta("Llama")
     with pytest.raises(ConfigError) as error:
-        adapt(lm, options(targets))
+        add_adapters(lm, options(targets))
     message = str(error.value)
     assert "student.lora.targets" in message and found in message
     assert "linear modules of LlamaForCausalLM" in message and ", ".join(sorted(LINEAR)) in message
@@ -276,9 +276,9 @@ def test_targets_that_are_no_linear_modules_of_the_body_are_refused(targets: lis
 
 def test_experts_in_one_tensor_are_not_passed_over_in_silence() -> None:
     with pytest.raises(ConfigError, match=r"all-linear, which cannot be had for model\.layers\.0\.mlp\.experts\."):
-        adapt(meta("Qwen3-MoE"), options())
+        add_adapters(meta("Qwen3-MoE"), options())
     lm = meta("Qwen3-MoE")
-    adapt(lm, options(["q_proj", "v_proj"]))
+    add_adapters(lm, options(["q_proj", "v_proj"]))
     assert {n.split(".")[-4] for n in adapters(lm)} == {"q_proj", "v_proj"}
     assert not any("experts" in weight.name for weight in changed_weights(lm, plain_weights(lm)))
 
@@ -286,10 +286,10 @@ def test_experts_in_one_tensor_are_not_passed_over_in_silence() -> None:
 @pytest.mark.parametrize("targets", ["all-linear", ["c_attn"]])
 def test_modules_whose_weights_lie_the_other_way_round_are_refused(targets: Any) -> None:
     with pytest.raises(ConfigError, match=r"transformer\.h\.0\.attn\.c_attn\n  wanted: .* it has none"):
-        adapt(meta("GPT-2"), options(targets))
+        add_adapters(meta("GPT-2"), options(targets))
 
 
 def test_what_peft_will_not_adapt_is_refused_in_its_words() -> None:
     """A Mamba mixer reads this weight without running the module."""
     with pytest.raises(ConfigError, match=r"student\.lora\.targets\n  found:  .*'out_proj' is incompatible with Mamba"):
-        adapt(meta("Falcon-H1"), options(["out_proj"]))
+        add_adapters(meta("Falcon-H1"), options(["out_proj"]))

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import nn
 
-from opd.train.optimizer import AdamWOptions, adamw
+from opd.train.optimizer import AdamWOptions, build_adamw
 
 OPTIONS = AdamWOptions(betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
 RATE = 1e-2
@@ -32,7 +32,7 @@ def by_hand(weight: torch.Tensor, gradients: list[torch.Tensor], decay: float) -
 def test_it_is_the_published_rule_and_decays_matrices_only() -> None:
     model = module(97)
     start = [param.detach().double() for param in model.parameters()]
-    one, seen = adamw(model, OPTIONS, lr=RATE), [[], []]  # type: tuple[torch.optim.AdamW, list[list[torch.Tensor]]]
+    one, seen = build_adamw(model, OPTIONS, lr=RATE), [[], []]  # type: tuple[torch.optim.AdamW, list[list[torch.Tensor]]]
     for _ in range(3):
         for param, kept in zip(model.parameters(), seen, strict=True):
             param.grad = torch.randn_like(param)
@@ -49,7 +49,7 @@ def test_a_rank_with_a_part_of_a_weight_has_the_bits_of_the_whole() -> None:
     whole = nn.Parameter(torch.randn(6_500, 1))
     cuts = (0, 1, 3_271, 6_500)
     parts = [nn.Parameter(whole.detach()[a:b].clone()) for a, b in itertools.pairwise(cuts)]
-    steps = [adamw(nn.ParameterList(owned), OPTIONS, lr=RATE) for owned in ([whole], parts)]
+    steps = [build_adamw(nn.ParameterList(owned), OPTIONS, lr=RATE) for owned in ([whole], parts)]
     for _ in range(3):
         whole.grad = torch.randn_like(whole)
         for part, (a, b) in zip(parts, itertools.pairwise(cuts), strict=True):
@@ -61,7 +61,7 @@ def test_a_rank_with_a_part_of_a_weight_has_the_bits_of_the_whole() -> None:
 
 def test_a_step_makes_no_tensor_of_a_weight_s_size() -> None:
     model = module(977)
-    one = adamw(model, OPTIONS, lr=RATE)
+    one = build_adamw(model, OPTIONS, lr=RATE)
     for _ in range(2):  # the first step makes the moments
         for param in model.parameters():
             param.grad = torch.ones_like(param)

@@ -18,7 +18,7 @@ from opd.train import rank
 from opd.train.batch import micro_batch
 from opd.train.deepspeed import _policy_report, _scored_share
 from opd.train.plan import RowSize, plan_micro_batches
-from opd.train.policy import Comparison, PolicyTotals, PolicyWork, RankPolicy, policy_work
+from opd.train.policy import GradientComparison, PolicyTotals, PolicyWork, RankPolicy, policy_work
 from opd.train.rank import RankWork
 from opd.train.student import Student
 from opd.train.totals import row_weights, token_weights
@@ -84,7 +84,7 @@ def trained(student: Student, cuts: Sequence[Sequence[str]], given: PolicyWork) 
     weights = row_weights(STEP, "token_mean", {})
     for ids in cuts:
         batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
-        advantage, weight = given.tokens(batch, ids)
+        advantage, weight = given.token_advantages(batch, ids)
         divergence = token_weights(batch, [weights[i] for i in ids])
         loss, stats = student(batch, heads(), divergence, advantage, weight * given.weight)
         loss.backward()
@@ -137,16 +137,16 @@ def test_the_policy_gradient_is_told_from_the_sum() -> None:
 
     total = [torch.zeros(5), torch.zeros(3)]
     divergence, policy = [torch.zeros(5), torch.zeros(3)], [torch.zeros(5), torch.zeros(3)]
-    comparison = Comparison()
+    comparison = GradientComparison()
     for _ in range(3):
         d, p = some(), some()
         before = [t + x for t, x in zip(total, d, strict=True)]
         total = [t + x for t, x in zip(before, p, strict=True)]
         comparison.begin(before)
-        comparison.end(total)
+        comparison.note_after_pass(total)
         divergence = [t + x for t, x in zip(divergence, d, strict=True)]
         policy = [t + x for t, x in zip(policy, p, strict=True)]
-    found = comparison.result(total, 0.5)
+    found = comparison.compare_gradients(total, 0.5)
     d, p = torch.cat(divergence) / 0.5, torch.cat(policy) / 0.5
     assert found.divergence_sq == pytest.approx(float(d.square().sum()), rel=1e-4)
     assert found.policy_sq == pytest.approx(float(p.square().sum()), rel=1e-4)
@@ -196,7 +196,7 @@ class Rank(rank.TrainerRank):
         self._student = student
         self.lasts: list[bool] = []
 
-    def _head(self, source: Any) -> Any:
+    def _fetch_head(self, source: Any) -> Any:
         return source
 
     def add_gradients(self, loss: torch.Tensor, *, last: bool) -> None:
@@ -270,7 +270,7 @@ def test_each_stream_is_a_mean_over_what_was_scored_of_its_own(lost: str, compar
     assert own is not None
     batch = micro_batch([(ROWS[r.sample_id],) for r in left], torch.float32)
     ids = [r.sample_id for r in left]
-    advantage, weight = own.tokens(batch, ids)
+    advantage, weight = own.token_advantages(batch, ids)
     divergence = token_weights(batch, [row_weights(left, "token_mean", DOMAIN_WEIGHTS)[i] for i in ids])
     loss, _ = student(batch, heads(), divergence, advantage, weight * own.weight)
     loss.backward()

@@ -24,7 +24,7 @@ from opd.payloads.hidden_states import HiddenRun
 from opd.payloads.sampled_logprobs import SampledBlock
 from opd.records.types import DomainStats, PositionStats, Rollout
 from opd.stream.schema import TargetRow, write_stream
-from opd.stream.targets import Part
+from opd.stream.targets import StreamPart
 from opd.train import deepspeed, rank, zero
 from opd.train.batch import gather_samples, leave_one_out, micro_batch
 from opd.train.optimizer import parameter_groups
@@ -51,23 +51,23 @@ def stream(*ids: str, dtype: str = "float32") -> np.ndarray:
     return np.frombuffer(write_stream([row(i) for i in ids], dtype), dtype=np.uint8)
 
 
-def begun(work: RankWork = WORK) -> rank._Step:
-    return rank._Step(work, {}, 76)
+def begun(work: RankWork = WORK) -> rank._StepInput:
+    return rank._StepInput(work, {}, 76)
 
 
 def test_a_rank_takes_its_own_rows_as_they_come() -> None:
     step = begun()
-    step.receive([stream("a")])
+    step.keep_rows([stream("a")])
     assert step.micro_batch(["a"]).token_N.tolist() == [0, 1]
     with pytest.raises(RunError, match=r"step 3: no teacher scored \['c'\]"):
         step.micro_batch(["c"])
-    step.receive([stream("c", dtype="float32")])
+    step.keep_rows([stream("c", dtype="float32")])
     batch = step.micro_batch(["c"])
     assert (batch.domains, batch.row_lengths) == (("d",), (2,))
     with pytest.raises(RunError, match="no teacher scored"):
         step.micro_batch(["c"])  # what is trained is forgotten
     with pytest.raises(AssertionError, match="b is of another rank"):
-        step.receive([stream("b")])
+        step.keep_rows([stream("b")])
 
 
 def test_streams_of_another_payload_are_taken_too() -> None:
@@ -76,7 +76,7 @@ def test_streams_of_another_payload_are_taken_too() -> None:
         return np.frombuffer(write_stream(rows, "bfloat16", "sampled_logprobs"), dtype=np.uint8)
 
     step = begun()
-    step.receive([part("a"), part("c")])
+    step.keep_rows([part("a"), part("c")])
     (block,) = step.micro_batch(["c"]).blocks
     assert isinstance(block, SampledBlock)
     assert block.logprob_N.tolist() == [-0.5, -1.5]
@@ -89,7 +89,7 @@ def test_a_micro_batch_may_be_empty() -> None:
 
 def test_a_row_that_came_twice_for_another_stops_the_step() -> None:
     step = begun()
-    step.receive([stream("a", "a")])
+    step.keep_rows([stream("a", "a")])
     with pytest.raises(RunError, match="sample a: scored by t 1, t 1; the weights of its teachers do not add up to 1"):
         step.micro_batch(["a"])
 
@@ -249,7 +249,7 @@ def test_of_the_heads_that_stay_the_one_unused_for_longest_goes_first(in_process
     one._device = torch.device("cpu")
     rules = dict.fromkeys("ab", IDENTITY) | {"c": LogitRule(scale=2.0)}
     for key in "abacab":  # c drives out b, for a was used after it; b then drives out c
-        head = one._head(source_at(owner, key, rules[key]))
+        head = one._fetch_head(source_at(owner, key, rules[key]))
         assert (float(head.weight_V_D.mean()), head.rule) == ("abc".index(key), rules[key])
     assert "".join(owner.asked) == "abcb"
 
@@ -364,22 +364,22 @@ class Targets:
         self._left = list(ids)
         self._taken: set[str] = set()
         self._handle = handle
-        self.collected: list[Part] = []
+        self.collected: list[StreamPart] = []
 
-    def take(self) -> Part | None:
+    def take(self) -> StreamPart | None:
         part = self.collected.pop(0) if self.collected else self._next()
         self._taken |= set(part.samples if part else ())
         return part
 
-    def _next(self) -> Part | None:
+    def _next(self) -> StreamPart | None:
         if not self._left:
             self.arrived = True
             return None
         sample_id = self._left.pop(0)
         if sample_id in self._broken:
             self.quarantined[sample_id] = "not finite"
-            return Part(handle=stream(), nbytes=1, samples=())
-        return Part(handle=self._handle(sample_id), nbytes=10, samples=(sample_id,))
+            return StreamPart(handle=stream(), nbytes=1, samples=())
+        return StreamPart(handle=self._handle(sample_id), nbytes=10, samples=(sample_id,))
 
     def collect(self) -> None:
         while (part := self._next()) is not None:
@@ -438,7 +438,7 @@ def test_the_layout_is_the_first_that_is_right_on_every_rank(in_process: Any) ->
         trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(ranks=ranks), 9))
         trainer.wait_ready()
         chosen[ranks] = trainer.layout
-        assert {made.object.layout for made in trainer._ranks}  # type: ignore[attr-defined] == {trainer.layout.layout}
+        assert {made.object.layout for made in trainer._ranks} == {trainer.layout.layout}  # type: ignore[attr-defined]
     assert (chosen[1].layout, dict(chosen[1].tried)) == ("packed", {"packed": 0.5})
     assert (chosen[2].layout, dict(chosen[2].tried)) == (
         "padded",
@@ -632,7 +632,7 @@ def test_ranks_meet_where_the_cluster_reaches_rank_0(
         assert address == met_at
         return SimpleNamespace(getsockname=lambda: (met_at, 4711))
 
-    monkeypatch.setattr(zero, "listening", listening)
+    monkeypatch.setattr(zero, "open_listener", listening)
     in_process.replace = Rank
     two = config(ranks=2)
     elsewhere = two.model_copy(update={"cluster": two.cluster.model_copy(update={"address": address})})
@@ -671,7 +671,7 @@ def by_teachers(*parts: tuple[str, str, float], **changes: Any) -> np.ndarray:
 
 def test_rows_of_all_teachers_are_gathered() -> None:
     step = begun()
-    step.receive([by_teachers(("a", "t", 0.25), ("c", "t", 0.5)), by_teachers(("a", "s", 0.75))])
+    step.keep_rows([by_teachers(("a", "t", 0.25), ("c", "t", 0.5)), by_teachers(("a", "s", 0.75))])
     (run,) = step.micro_batch(["a"]).blocks
     assert isinstance(run, HiddenRun)
     assert run.weights == (0.75, 0.25), "in the order of their names"

@@ -13,7 +13,7 @@ from pipelines.specs import learning_rate
 def rates(**changes: Any) -> list[float]:
     values: dict[str, Any] = {"steps": 10, "samples_per_step": 1, "lr": 2.0}
     config = TrainerConfig(**values | changes)
-    return [learning_rate(config).at(step) for step in range(1, config.steps + 1)]
+    return [learning_rate(config).rate_at_step(step) for step in range(1, config.steps + 1)]
 
 
 def test_constant() -> None:

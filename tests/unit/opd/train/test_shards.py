@@ -36,7 +36,7 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(then: int, now: int, tm
         assert shards.adam_step == 7
         for name, flat in WHOLE.items():
             size = -(-flat.numel() // now)  # of every rank, as ZeRO-3 pads
-            parts = [shards.part(name, flat.numel(), rank * size, size) for rank in range(now)]
+            parts = [shards.read_slice(name, flat.numel(), rank * size, size) for rank in range(now)]
             assert {len(part) for part in parts} == {size}
             whole = torch.cat(parts)
             assert torch.equal(whole[: flat.numel()], flat)
@@ -51,7 +51,7 @@ def test_a_rank_beyond_the_end_holds_nothing() -> None:
 
 def test_a_part_of_another_size_than_planned_is_not_read(tmp_path: Path) -> None:
     with Shards(write(tmp_path / "c", 2)) as shards, pytest.raises(AssertionError):
-        shards.part("a", 9, 0, 5)
+        shards.read_slice("a", 9, 0, 5)
 
 
 def test_the_plan_is_rank_zeros_and_plain_json(tmp_path: Path) -> None:

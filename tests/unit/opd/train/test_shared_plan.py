@@ -79,7 +79,7 @@ def test_the_plan_shares_prompts_if_the_layout_does(
     made = trainer(in_process, rollout, shared)
     assert made.layout.layout == layout
     assert [(rank.tried, rank.layout) for rank in in_process.workers] == [(tried, layout)] * 2
-    plan = made.plan(ROWS)
+    plan = made.plan_micro_batches(ROWS)
     assert sorted(i for parts in plan for ids in parts for i in ids) == sorted(r.sample_id for r in ROWS)
     if layout == "shared":
         assert [[sorted(ids) for ids in parts] for parts in plan] == [

@@ -25,7 +25,7 @@ from opd.payloads.sampled_logprobs import SampledLogprobs
 from opd.records.types import Rollout
 from opd.stream.schema import TargetRow, write_stream
 from opd.train import deepspeed
-from opd.train.lora import adapt, without_adapters
+from opd.train.lora import add_adapters, without_adapters
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.student import Student
 from pipelines.specs import rank_options, trainer_spec
@@ -109,7 +109,7 @@ class Engine(Still):
     def __init__(self, options: RankOptions) -> None:
         assert options.lora
         lm = load_causal_lm(options.model_dir, getattr(torch, options.dtype))
-        adapt(lm, options.lora)
+        add_adapters(lm, options.lora)
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for param in lm.parameters():
@@ -152,7 +152,7 @@ class Case:
         rank = TrainerRank(dataclasses.replace(self.options, start=start if asks else None, world_size=1), 0)
         engine: Any = Engine(self.options)
         rank._engine, rank._device, rank._layout = engine, torch.device("cpu"), self.layout
-        rounds = start.rounds([self.micro_batches], mine) if asks else NONE
+        rounds = start.scored_micro_batches([self.micro_batches], mine) if asks else NONE
         weights = {r.sample_id: 0.01 + 0.001 * place for place, r in enumerate(mine)}
         work = RankWork(step=1, lr=0.0, micro_batches=self.micro_batches, weights=weights, start_rounds=rounds)
         teaching = [name for name in self.models if not (asks and name == "student")]
@@ -259,7 +259,7 @@ def test_all_ranks_ask_in_the_same_micro_batches_or_none_does(in_process: Any, t
     assert (start.name, dict(start.weights), start.payload) == ("start student", {"beyond": -0.5}, "hidden_states")
     beyond, plain = IDS[0], IDS[-1]
     plan = [[[plain], [plain], [beyond], []], [[], [beyond], [plain], [plain]]]
-    assert start.rounds(plan, ROLLOUTS) == {1, 2}
+    assert start.scored_micro_batches(plan, ROLLOUTS) == {1, 2}
 
     in_process.replace = Rank
     trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(tmp_path), 76))
@@ -298,5 +298,5 @@ def test_a_layout_of_nothing_is_a_padding_token(models: dict[str, Path]) -> None
     student: Any = SimpleNamespace(lm=Engine(options).module.lm, hidden=hidden)
     plain = [r for r in ROLLOUTS if r.domain == "plain"]
     for layout in LAYOUTS:
-        assert options.start.rows(student, plain, layout, torch.float32, torch.device("cpu")) == []
+        assert options.start.score_rollouts(student, plain, layout, torch.float32, torch.device("cpu")) == []
     assert [packed.input_ids_B_T.tolist()[0][0] for packed in asked] == [0] * len(LAYOUTS)

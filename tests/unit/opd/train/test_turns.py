@@ -118,7 +118,7 @@ class Driven:
         one = rank.TrainerRank(self.options, index)
         one._engine, one._device = StillEngine(self.model_dir), torch.device("cpu")
         one._engine.module = one._engine.student
-        one._head = lambda source: head()  # type: ignore[method-assign]
+        one._fetch_head = lambda source: head()  # type: ignore[method-assign]
         work = RankWork(
             step=1, lr=0.1, micro_batches=tuple(map(tuple, part)), first_turns=first_turns(STEP),
             weights={i: weights[i] for ids in part for i in ids},

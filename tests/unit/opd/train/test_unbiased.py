@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from opd.losses.reverse_kl import ReverseKL
-from opd.losses.sampled import Sampled
+from opd.losses.sampled import SampledKL
 from opd.payloads.hidden_states import TeacherBlock
 from opd.payloads.sampled_logprobs import SampledBlock
 from opd.records.types import Rollout
@@ -148,7 +148,7 @@ def gradients(w: World, s: Setting, columns: dict[str, list[Any]]) -> tuple[Tens
     token, eye = torch.tensor(columns["token"]), torch.eye(V, dtype=torch.float64)
     found = []
     for objective, block in (
-        (Sampled(*s.clips), SampledBlock(q, baseline if s.baseline else None)),
+        (SampledKL(*s.clips), SampledBlock(q, baseline if s.baseline else None)),
         (ReverseKL(), TeacherBlock(w.teacher[place[0], place[1]], eye)),
     ):
         table = w.student.clone().requires_grad_()

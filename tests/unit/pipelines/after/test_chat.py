@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from cli import app
 from opd.errors import ConfigError, ModelError, PromptError
-from pipelines.after.chat import Chat, ChatOptions, talk
+from pipelines.after.chat import Chat, ChatOptions, run_dialogue
 from pipelines.after.models import find_model
 from tests.conftest import CHARACTERS, put_in_front
 
@@ -51,21 +51,21 @@ def greedy(path: Path, text: str) -> str:
 def test_a_dialogue_goes_through_the_template_and_a_plain_line_does_not(tiny_model_dir: Path) -> None:
     shown: list[str] = []
     talker = chat(tiny_model_dir)
-    first = talker.answer("ab", shown.append)
+    first = talker.answer_line("ab", shown.append)
     assert talker.templated and first == "".join(shown) == greedy(tiny_model_dir, "ab=")
-    assert talker.answer("cd", shown.append) == greedy(tiny_model_dir, f"ab{first}cd=")
-    talker.forget()
-    assert talker.answer("cd", shown.append) == greedy(tiny_model_dir, "cd=")
+    assert talker.answer_line("cd", shown.append) == greedy(tiny_model_dir, f"ab{first}cd=")
+    talker.forget_dialogue()
+    assert talker.answer_line("cd", shown.append) == greedy(tiny_model_dir, "cd=")
     plain = chat(tiny_model_dir, plain=True)
-    assert [plain.answer("ab", shown.append) for _ in range(2)] == [greedy(tiny_model_dir, "ab")] * 2
+    assert [plain.answer_line("ab", shown.append) for _ in range(2)] == [greedy(tiny_model_dir, "ab")] * 2
 
 
 def test_a_plain_line_begins_as_the_tokenizer_has_it(tiny_model_dir: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
     put_in_front(AutoTokenizer.from_pretrained(model)).save_pretrained(model)
-    shown = chat(model, plain=True).answer("ab", lambda text: None)
+    shown = chat(model, plain=True).answer_line("ab", lambda text: None)
     assert shown == greedy(model, "ab") != greedy(tiny_model_dir, "ab")
-    assert chat(model).answer("ab", lambda text: None) == greedy(tiny_model_dir, "ab="), "its template writes none"
+    assert chat(model).answer_line("ab", lambda text: None) == greedy(tiny_model_dir, "ab="), "its template writes none"
 
 
 def test_an_answer_has_its_special_tokens_but_for_the_end(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -75,38 +75,40 @@ def test_an_answer_has_its_special_tokens_but_for_the_end(tiny_model_dir: Path, 
     tokenizer.save_pretrained(model)
     said = greedy(tiny_model_dir, "ab")
     assert said and greedy(model, "ab") == "", "every letter is a special token now"
-    assert chat(model, plain=True).answer("ab", lambda text: None) == said
+    assert chat(model, plain=True).answer_line("ab", lambda text: None) == said
     ids = tokenizer(f"ab{said}")["input_ids"]
     assert len(ids) == 2 + NEW, "none of its tokens ends it"
     config = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [2, ids[3]]}))
-    assert chat(model, plain=True).answer("ab", lambda text: None) == said[: said.index(said[1])], "one more end token"
+    assert chat(model, plain=True).answer_line("ab", lambda text: None) == said[: said.index(said[1])], (
+        "one more end token"
+    )
 
 
 def test_the_oldest_turns_are_forgotten_when_the_context_is_full(tiny_model_dir: Path) -> None:
     talker = chat(tiny_model_dir, max_new_tokens=8)
-    talker.answer("a" * 500, lambda text: None)
+    talker.answer_line("a" * 500, lambda text: None)
     assert len(talker._turns) == 2
-    talker.answer("b" * 20, lambda text: None)
+    talker.answer_line("b" * 20, lambda text: None)
     assert [turn["role"] for turn in talker._turns] == ["user", "assistant"], "a turn goes with its answer"
     assert talker._turns[0]["content"] == "b" * 20
     with pytest.raises(PromptError, match="this line\n  found:  601 tokens\n  wanted: fewer than 512"):
-        talker.answer("c" * 600, lambda text: None)
+        talker.answer_line("c" * 600, lambda text: None)
 
 
 def test_a_system_message_needs_a_template(tiny_model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="--system"):
         chat(tiny_model_dir, plain=True, system="be short")
-    assert chat(tiny_model_dir, system="x").answer("ab", lambda text: None) == greedy(tiny_model_dir, "xab=")
+    assert chat(tiny_model_dir, system="x").answer_line("ab", lambda text: None) == greedy(tiny_model_dir, "xab=")
 
 
 def test_an_error_ends_a_terminals_answer_and_a_scripts_talk(tiny_model_dir: Path) -> None:
     told: list[str] = []
     shown: list[str] = []
-    talk(chat(tiny_model_dir, plain=True), ["c" * 600, "", "ab"], shown.append, told.append, patient=True)
+    run_dialogue(chat(tiny_model_dir, plain=True), ["c" * 600, "", "ab"], shown.append, told.append, patient=True)
     assert "this line" in told[0] and "".join(shown) == f"\n{greedy(tiny_model_dir, 'ab')}\n"
     with pytest.raises(PromptError):
-        talk(chat(tiny_model_dir, plain=True), ["c" * 600, "ab"], shown.append, told.append, patient=False)
+        run_dialogue(chat(tiny_model_dir, plain=True), ["c" * 600, "ab"], shown.append, told.append, patient=False)
 
 
 def test_without_a_terminal_it_answers_the_lines_of_its_input(tiny_model_dir: Path) -> None:

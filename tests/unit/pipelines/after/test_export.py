@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opd.errors import ConfigError, ModelError, OpdError, RunDirError, RunError
-from pipelines.after.export import ExportOptions, export
+from pipelines.after.export import ExportOptions, export_model
 from pipelines.after.models import Found, find_model
 
 CONVERTER = """#!/bin/sh
@@ -30,7 +30,7 @@ def test_a_copy_in_shards_of_another_dtype_is_what_transformers_would_make(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out" / "model"
-    files = export(found(tiny_model_dir), output, ExportOptions(dtype="bfloat16", max_shard_bytes=20_000))
+    files = export_model(found(tiny_model_dir), output, ExportOptions(dtype="bfloat16", max_shard_bytes=20_000))
     shards = [file for file in files if file.suffix == ".safetensors"]
     assert len(shards) > 2 and all(file.stat().st_size < 22_000 for file in shards)
     index = json.loads((output / "model.safetensors.index.json").read_text())
@@ -45,14 +45,14 @@ def test_a_copy_in_shards_of_another_dtype_is_what_transformers_would_make(
 
 
 def test_a_plain_copy_has_the_same_bits(tiny_model_dir: Path, tmp_path: Path) -> None:
-    export(found(tiny_model_dir), tmp_path / "out", ExportOptions())
+    export_model(found(tiny_model_dir), tmp_path / "out", ExportOptions())
     mine, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "out", tiny_model_dir))
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_what_an_architecture_wants_in_float32_stays_so(make_mixture_dir: Callable[..., Path], tmp_path: Path) -> None:
     source = make_mixture_dir(tmp_path / "model", "deepseek_v3")
-    export(found(source), tmp_path / "out", ExportOptions(dtype="bfloat16"))
+    export_model(found(source), tmp_path / "out", ExportOptions(dtype="bfloat16"))
     kinds = {name: tensor.dtype for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items()}
     biases = {kind for name, kind in kinds.items() if name.endswith("e_score_correction_bias")}
     assert biases == {torch.float32} and kinds["model.norm.weight"] == torch.bfloat16
@@ -62,7 +62,7 @@ def test_directories_beside_the_weights_stay_behind(make_model_dir: Callable[...
     source = make_model_dir(tmp_path / "model")
     for name in ("LICENSES", "tokenizer", "README.md"):
         (source / name).mkdir()
-    files = export(found(source), tmp_path / "out", ExportOptions())
+    files = export_model(found(source), tmp_path / "out", ExportOptions())
     assert all(file.is_file() for file in files) and "tokenizer.json" in [file.name for file in files]
 
 
@@ -72,9 +72,9 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused(make_model_dir: Callable
     tensors["model.norm.weight"][3] = 70_000.0
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"(?s)tensor `model.norm.weight`.*bfloat16"):
-        export(found(source), tmp_path / "out", ExportOptions(dtype="float16"))
+        export_model(found(source), tmp_path / "out", ExportOptions(dtype="float16"))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    export(found(source), tmp_path / "out", ExportOptions(dtype="bfloat16"))
+    export_model(found(source), tmp_path / "out", ExportOptions(dtype="bfloat16"))
 
 
 def test_an_architecture_that_transformers_does_not_know_is_refused(
@@ -84,7 +84,7 @@ def test_an_architecture_that_transformers_does_not_know_is_refused(
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"model_type": "newest"}))
     with pytest.raises(ModelError, match="newest"):
-        export(found(source), tmp_path / "out", ExportOptions(dtype="bfloat16"))
+        export_model(found(source), tmp_path / "out", ExportOptions(dtype="bfloat16"))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -100,7 +100,7 @@ def test_gguf_is_written_by_the_converter(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     converter(tmp_path, "ok", monkeypatch)
-    files = export(found(tiny_model_dir), tmp_path / "out", ExportOptions(gguf=True))
+    files = export_model(found(tiny_model_dir), tmp_path / "out", ExportOptions(gguf=True))
     (file,) = [file for file in files if file.suffix == ".gguf"]
     assert file.name == f"{tiny_model_dir.name}-float32.gguf" and file.read_text() == "GGUF\n"
 
@@ -112,12 +112,12 @@ def test_a_refused_or_failed_export_leaves_nothing(
     monkeypatch.setenv("PATH", str(tmp_path / "there"))
     options = ExportOptions(gguf=True)
     with pytest.raises(ConfigError, match=r"convert_hf_to_gguf\.py on PATH"):
-        export(found(tiny_model_dir), tmp_path / "out", options)
+        export_model(found(tiny_model_dir), tmp_path / "out", options)
     with pytest.raises(RunDirError, match="something that exists"):
-        export(found(tiny_model_dir), tmp_path / "there", options)
+        export_model(found(tiny_model_dir), tmp_path / "there", options)
     converter(tmp_path, "fail", monkeypatch)
     with pytest.raises(RunError, match=r"ended with 1, and nothing was exported:\n.*--outtype f32"):
-        export(found(tiny_model_dir), tmp_path / "out", options)
+        export_model(found(tiny_model_dir), tmp_path / "out", options)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bin", "there"]
 
 

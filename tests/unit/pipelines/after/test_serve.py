@@ -20,7 +20,7 @@ from opd.errors import ConfigError
 from opd.machine import leftovers
 from opd.machine.address import Address
 from pipelines.after.models import Found, find_model
-from pipelines.after.serve import ServeOptions, check_serving, command, environment
+from pipelines.after.serve import ServeOptions, check_serving, server_command, server_environment
 
 ROOT = Path(__file__).parents[4]
 SERVER = """
@@ -44,17 +44,17 @@ def here(**more: Any) -> ServeOptions:
 
 def test_the_server_has_the_settings_of_the_merge(world: Any, tiny_model_dir: Path) -> None:
     model = find_model(tiny_model_dir, print)
-    assert "--dtype" not in command(model, here()) and "VLLM_CPU_KVCACHE_SPACE" not in environment(model)
+    assert "--dtype" not in server_command(model, here()) and "VLLM_CPU_KVCACHE_SPACE" not in server_environment(model)
     world.data["rollout"] |= {"dtype": "bfloat16", "kv_cache_gib": 2}
     world.data["student"]["chat_template_kwargs"] = {"enable_thinking": False}
     merged = Found(path=tiny_model_dir, info=model.info, config=load_pipeline(world.write()))
-    words = command(merged, here(more=["--enable-lora"]))
+    words = server_command(merged, here(more=["--enable-lora"]))
     pairs = dict(itertools.pairwise(words))
     assert (pairs["--model"], pairs["--host"]) == (str(tiny_model_dir), "127.0.0.1")
     assert (pairs["--served-model-name"], pairs["--dtype"], pairs["--max-model-len"]) == ("two", "bfloat16", "32")
     assert pairs["--default-chat-template-kwargs"] == '{"enable_thinking": false}'
-    assert words[-1] == "--enable-lora" and environment(merged)["VLLM_CPU_KVCACHE_SPACE"] == "2"
-    own = command(merged, here(name="mine", dtype="float32", max_model_len=16))
+    assert words[-1] == "--enable-lora" and server_environment(merged)["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    own = server_command(merged, here(name="mine", dtype="float32", max_model_len=16))
     assert {"mine", "float32", "16"} < set(own) and "bfloat16" not in own
 
 
@@ -63,7 +63,7 @@ def test_nothing_is_compiled_on_cpus_unless_the_user_says_so(
     cpus: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelines.after.serve.is_for_cpus", lambda: cpus)
-    words = command(find_model(tiny_model_dir, print), here(more=["--no-enforce-eager"]))
+    words = server_command(find_model(tiny_model_dir, print), here(more=["--no-enforce-eager"]))
     assert words[-1] == "--no-enforce-eager" and ("--enforce-eager" in words) is cpus
 
 
@@ -73,7 +73,7 @@ def test_a_latent_attention_is_that_of_a_merge(
 ) -> None:
     """On cores with AMX the one that vLLM would choose takes no float32."""
     monkeypatch.setattr("pipelines.after.serve.is_for_cpus", lambda: cpus)
-    words = command(find_model(make_mixture_dir(tmp_path / "deep", "deepseek_v3"), print), here())
+    words = server_command(find_model(make_mixture_dir(tmp_path / "deep", "deepseek_v3"), print), here())
     assert (("--attention-backend", "CPU_MLA") in itertools.pairwise(words)) is cpus
 
 
@@ -109,7 +109,7 @@ def test_the_process_becomes_the_server(tiny_model_dir: Path, tmp_path: Path) ->
         assert pid == process.pid and words[:2] == ["--model", str(tiny_model_dir)] and words[-2:] == ["--seed", "3"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 7, "signals and exit code are the server's"
-        assert sockets in leftovers.sweep()
+        assert sockets in leftovers.remove_orphans()
     finally:
         process.kill()
         process.communicate()

@@ -16,7 +16,7 @@ from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import DomainScore, Evaluation
 from pipelines.baselines import run
-from pipelines.baselines.jobs import open_run, plan
+from pipelines.baselines.jobs import open_run, plan_jobs
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.manifest import manifest_of
 
@@ -46,13 +46,13 @@ def imitated(monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path) -> list[int]
         shutil.copytree(tiny_model_dir, job.model)
         return run._Found(scores={"upper": SCORE}, tokens=10 * steps[-1])
 
-    monkeypatch.setattr(run, "_imitate", imitate)
+    monkeypatch.setattr(run, "_run_imitation", imitate)
     return steps
 
 
 def compute(config: PipelineConfig, root: Path, *methods: str) -> tuple[list[BaselineResult], list[str]]:
     lines: list[str] = []
-    return run.compute(plan(config, root, methods, None, None), lines.append), lines
+    return run.compute_results(plan_jobs(config, root, methods, None, None), lines.append), lines
 
 
 def test_a_result_says_what_it_is_of(world: Any, imitated: list[int]) -> None:
@@ -143,8 +143,8 @@ def test_a_shorter_merge_of_other_steps_is_begun_anew(world: Any, monkeypatch: p
     monkeypatch.setattr(run.merging, "start", start)
     for steps in (20, 40):
         finish(root, config, steps)
-        jobs = plan(open_run(root), root, ["opd"], [0.5], None)
-        run.compute(jobs, print, keep_models=True)
+        jobs = plan_jobs(open_run(root), root, ["opd"], [0.5], None)
+        run.compute_results(jobs, print, keep_models=True)
     assert began == [10, 20]
 
 
@@ -163,8 +163,8 @@ def test_a_shorter_merge_of_other_settings_or_prompts_is_begun_anew(
     monkeypatch.setattr(run.merging, "resume", lambda root: pytest.fail("its prompts or settings are others"))
 
     def compute_half() -> None:
-        jobs = plan(load_pipeline(world.write()), tmp_path / "out", ["opd"], [0.5], None)
-        run.compute(jobs, print, keep_models=True)
+        jobs = plan_jobs(load_pipeline(world.write()), tmp_path / "out", ["opd"], [0.5], None)
+        run.compute_results(jobs, print, keep_models=True)
 
     compute_half()
     if not finished:
@@ -192,8 +192,8 @@ def test_a_shorter_merge_of_the_same_is_resumed(world: Any, monkeypatch: pytest.
     monkeypatch.setattr(run.merging, "start", start)
     monkeypatch.setattr(run.merging, "resume", resume)
     for _ in range(2):
-        jobs = plan(load_pipeline(world.write()), tmp_path / "out", ["opd"], [0.5], None)
-        run.compute(jobs, print, keep_models=True)
+        jobs = plan_jobs(load_pipeline(world.write()), tmp_path / "out", ["opd"], [0.5], None)
+        run.compute_results(jobs, print, keep_models=True)
         jobs[0].result.unlink()
         (jobs[0].shorter_run.report).unlink()
         world.data["logging"] = {"tensorboard": False}

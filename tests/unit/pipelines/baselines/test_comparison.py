@@ -15,9 +15,9 @@ from opd.errors import PromptError, RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import DomainScore, Evaluation
 from pipelines.baselines import comparison as comparing
-from pipelines.baselines.comparison import SeedMean, compare, mean_headroom
+from pipelines.baselines.comparison import SeedMean, mean_headroom, run_comparison
 from pipelines.baselines.jobs import BaselineJob
-from pipelines.baselines.run import compute as compute_baselines
+from pipelines.baselines.run import compute_results
 
 
 def scores(**accuracy: float) -> dict[str, DomainScore]:
@@ -115,7 +115,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> FakeRuns:
     fake = FakeRuns()
     monkeypatch.setattr(comparing.merging, "start", fake.start)
     monkeypatch.setattr(comparing.merging, "resume", fake.resume)
-    monkeypatch.setattr(comparing, "compute", fake.compute)
+    monkeypatch.setattr(comparing, "compute_results", fake.compute)
     return fake
 
 
@@ -125,7 +125,7 @@ METHODS = ["ties", "dare_ties", "off_policy", "mixed_sft", "opd"]
 @pytest.mark.usefixtures("with_completions")
 def test_a_table_with_verdicts_at_equal_shares(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     root = tmp_path / "compared"
-    rows = compare(load_pipeline(world.write()), root, [0, 1, 2], METHODS, [0.1, 1.0], lambda line: None)
+    rows = run_comparison(load_pipeline(world.write()), root, [0, 1, 2], METHODS, [0.1, 1.0], lambda line: None)
     assert [(r.method, r.share, r.verdict) for r in rows] == [
         ("opd", 1.0, ""),
         ("opd", 0.1, ""),
@@ -151,9 +151,11 @@ def test_seeds_after_the_first_may_have_no_baseline_at_all(
     world: Any, runs: FakeRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        comparing, "compute", lambda jobs, tell: runs.compute(jobs, tell) if jobs else compute_baselines(jobs, tell)
+        comparing,
+        "compute_results",
+        lambda jobs, tell: runs.compute(jobs, tell) if jobs else compute_results(jobs, tell),
     )
-    (row,) = compare(load_pipeline(world.write()), tmp_path / "out", [0, 1], ["ties"], [1.0], lambda line: None)
+    (row,) = run_comparison(load_pipeline(world.write()), tmp_path / "out", [0, 1], ["ties"], [1.0], lambda line: None)
     assert (row.accuracy.by_seed, row.verdict, runs.computed) == ((0.4,), "", ["seed-0/ties"])
     assert (tmp_path / "out" / "comparison.svg").exists()
 
@@ -161,7 +163,7 @@ def test_seeds_after_the_first_may_have_no_baseline_at_all(
 @pytest.mark.usefixtures("with_completions")
 def test_the_files(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     root = tmp_path / "compared"
-    compare(load_pipeline(world.write()), root, [0, 1], METHODS, [0.1, 1.0], lambda line: None)
+    run_comparison(load_pipeline(world.write()), root, [0, 1], METHODS, [0.1, 1.0], lambda line: None)
     data = json.loads((root / "comparison.json").read_text())
     assert (data["format"], data["seeds"], data["before"]["mean"]) == (1, [0, 1], pytest.approx(0.3))
     assert len(data["rows"]) == 8
@@ -183,7 +185,7 @@ def test_the_picture_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "comparison.svg").write_text("the one before")
     monkeypatch.setattr(Figure, "savefig", full_disk)
     with pytest.raises(OSError, match="No space"):
-        comparing.draw([], tmp_path / "comparison.svg")
+        comparing.draw_comparison([], tmp_path / "comparison.svg")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("comparison.svg", "the one before")]
 
 
@@ -194,22 +196,22 @@ def test_an_interrupted_merge_goes_on_and_a_finished_one_is_left(world: Any, run
         runs.start(config.model_copy(update={"seed": seed}), root / f"seed-{seed}")
     (root / "seed-1" / "report.json").unlink()
     runs.merges.clear()
-    compare(config, root, [0, 1, 2], ["opd"], [1.0], lambda line: None)
+    run_comparison(config, root, [0, 1, 2], ["opd"], [1.0], lambda line: None)
     assert runs.merges == ["resume seed-1", "start seed-2 seed 2"]
 
 
 def test_one_seed_says_nothing_about_who_is_better(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     config = load_pipeline(world.write())
-    rows = compare(config, tmp_path / "out", [0], ["ties", "off_policy", "opd"], [0.1, 1.0], lambda line: None)
+    rows = run_comparison(config, tmp_path / "out", [0], ["ties", "off_policy", "opd"], [0.1, 1.0], lambda line: None)
     assert {row.verdict for row in rows} == {""}
 
 
 def test_results_of_another_merge_are_not_mixed_in(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     config = load_pipeline(world.write())
-    compare(config, tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+    run_comparison(config, tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
     world.data["trainer"]["lr"] = 0.5
     with pytest.raises(RunDirError, match=r"seed-0\n  found:  a merge with other settings: trainer\n"):
-        compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+        run_comparison(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_results_of_another_merge_are_not_mixed_in(world: Any, runs: FakeRuns, t
 def test_a_setting_that_decides_a_number_is_not_changed_half_way(
     section: str, change: Any, world: Any, runs: FakeRuns, tmp_path: Path
 ) -> None:
-    compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+    run_comparison(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
     if section == "domains":
         world.data["domains"]["upper"] |= change
     elif section == "student":
@@ -232,18 +234,18 @@ def test_a_setting_that_decides_a_number_is_not_changed_half_way(
     else:
         world.data[section] = change
     with pytest.raises(RunDirError, match=rf"seed-0\n  found:  a merge with other settings: {section}\n"):
-        compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+        run_comparison(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
 
 
 def test_seeds_go_on_with_the_beginning_that_the_first_one_has(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     """A comparison that an earlier release began has no begin token in front of its prompts."""
     config = load_pipeline(world.write())
-    compare(config, tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+    run_comparison(config, tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
     file = tmp_path / "compared" / "seed-0" / "pipeline.yaml"
     recorded = json.loads(file.read_text())
     del recorded["student"]["add_special_tokens"]
     file.write_text(json.dumps(recorded))
-    compare(config, tmp_path / "compared", [0, 1], ["opd"], [1.0], lambda line: None)
+    run_comparison(config, tmp_path / "compared", [0, 1], ["opd"], [1.0], lambda line: None)
     begun = load_pipeline(tmp_path / "compared" / "seed-1" / "pipeline.yaml")
     assert runs.merges[1:] == ["start seed-1 seed 1"] and begun.student.add_special_tokens is False
 
@@ -254,14 +256,14 @@ def test_seeds_of_an_older_release_beside_others_are_named(
 ) -> None:
     world.data["domains"]["upper"]["weight"] = 3
     config, told = load_pipeline(world.write()), list[str]()
-    compare(config, tmp_path / "c", [0, 1], ["ties"], [1.0], told.append)
+    run_comparison(config, tmp_path / "c", [0, 1], ["ties"], [1.0], told.append)
     assert not any("release" in line for line in told)
     for seed, number in enumerate(formats):
         root = tmp_path / "c" / f"seed-{seed}"
         recorded = json.loads((root / "pipeline.yaml").read_text())
         (root / "manifest.json").write_text(json.dumps({"format": number, "config": recorded}))
     told.clear()
-    compare(config, tmp_path / "c", [0, 1], ["ties"], [1.0], told.append)
+    run_comparison(config, tmp_path / "c", [0, 1], ["ties"], [1.0], told.append)
     found = [line for line in told if "decided otherwise how many prompts of each domain" in line]
     assert [line.split(": ")[1] for line in found] == said
 
@@ -269,14 +271,16 @@ def test_seeds_of_an_older_release_beside_others_are_named(
 def test_a_task_file_of_the_harness_is_the_same_by_another_path(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     (world.root / "mine.yaml").touch()
     world.data["evaluate"] = {"lm_eval": [str(world.root / "mine.yaml")]}
-    compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+    run_comparison(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
     world.data["evaluate"] = {"lm_eval": ["mine.yaml"]}  # a run directory has it as an absolute path
-    compare(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
+    run_comparison(load_pipeline(world.write()), tmp_path / "compared", [0], ["opd"], [1.0], lambda line: None)
     assert runs.merges == ["start seed-0 seed 0"]
 
 
 def test_what_a_baseline_lacks_is_told_before_the_first_merge(world: Any, runs: FakeRuns, tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="no completion"):
-        compare(load_pipeline(world.write()), tmp_path / "out", [0], ["opd", "mixed_sft"], [1.0], lambda line: None)
+        run_comparison(
+            load_pipeline(world.write()), tmp_path / "out", [0], ["opd", "mixed_sft"], [1.0], lambda line: None
+        )
     assert runs.merges == []
     assert not (tmp_path / "out").exists()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from opd.evaluation.statistics import Z, interval
+from opd.evaluation.statistics import Z, confidence_interval
 from opd.records.scores import DomainScore
 from pipelines.baselines.difference import Difference, compare_methods, t_quantile
 
@@ -16,7 +16,7 @@ ROUNDS = 400
 
 def score(right: Sequence[float], *, kept: bool = True) -> DomainScore:
     """`kept`: as this release writes it, with the score of each question."""
-    low, high = interval([[one] for one in right])
+    low, high = confidence_interval([[one] for one in right])
     return DomainScore(
         accuracy=float(np.mean(right)),
         stderr=0.0,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from experts.episodes.encode import EpisodeEncoder
-from experts.episodes.play import Play, play_tasks
+from experts.episodes.play import PlaySettings, play_tasks
 from experts.episodes.rows import has_episodes, read_episodes
 from experts.sft import IGNORED, encode_lines
 from opd.config import load_pipeline
@@ -76,7 +76,7 @@ def written(world: Any) -> list[Rollout]:
 
 
 def test_tokens_and_mask_are_those_of_experts_training(acting: Any) -> None:
-    file = put(acting.root / "mazes.jsonl", play_tasks("maze", tasks(6), Play(mistakes=0.4, max_turns=8)))
+    file = put(acting.root / "mazes.jsonl", play_tasks("maze", tasks(6), PlaySettings(mistakes=0.4, max_turns=8)))
     assert '"weight": 0' in file.read_text(), "there is something to mask"
     found = written(acting)
     _, inputs = opened(acting)
@@ -103,7 +103,7 @@ def test_what_the_student_is_trained_on(acting: Any, tmp_path: Path, monkeypatch
     """Both kinds of files in one training, by a budget of tokens that are learned."""
     config, inputs = opened(acting)
     seen: list[Any] = []
-    monkeypatch.setattr("experts.sft.imitate", lambda model, examples, *_, **__: seen.extend(examples))
+    monkeypatch.setattr("experts.sft.train_on_text", lambda model, examples, *_, **__: seen.extend(examples))
     asked: list[list[Prompt]] = []
 
     @contextmanager

@@ -108,7 +108,7 @@ def test_what_an_environment_wrote_is_read_and_not_learned(
 ) -> None:
     config, inputs = learning
     seen: list[Any] = []
-    monkeypatch.setattr("experts.sft.imitate", lambda model, examples, *_, **__: seen.extend(examples))
+    monkeypatch.setattr("experts.sft.train_on_text", lambda model, examples, *_, **__: seen.extend(examples))
 
     @contextmanager
     def author() -> Iterator[imitation.Author]:
@@ -262,7 +262,7 @@ def test_a_step_is_whole_prompts_and_whole_micro_batches(
     room = config.rollout.max_model_len
     trainer = config.trainer.model_copy(update={"micro_batch_tokens": 10 * room})
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"n": n}), "trainer": trainer})
-    shape = imitation._shape(config, samples)
+    shape = imitation._micro_batch_shape(config, samples)
     assert shape.samples % n == 0 and shape.micro_batch <= 10
     fewest = -(-samples // n)
     assert fewest * n <= shape.samples <= fewest * n + n * shape.accumulate

@@ -10,7 +10,7 @@ import pytest
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError, RunDirError
-from pipelines.baselines.jobs import METHODS, open_run, parse_methods, parse_seeds, parse_shares, plan, scaled
+from pipelines.baselines.jobs import METHODS, open_run, parse_methods, parse_seeds, parse_shares, plan_jobs, scale_steps
 
 
 @pytest.fixture
@@ -35,16 +35,16 @@ def domains(tokens: int) -> dict[str, object]:
 
 
 def test_a_share_shrinks_steps_and_warm_up(config: PipelineConfig) -> None:
-    tenth = scaled(config, 0.1)
+    tenth = scale_steps(config, 0.1)
     assert (tenth.trainer.steps, tenth.trainer.warmup_steps) == (4, 1)
     assert tenth.trainer.samples_per_step == 4
     assert tenth.evaluate.every == 0, "a short merge is measured at its end"
-    assert scaled(config, 0.001).trainer.steps == 1
-    assert scaled(config, 1.0).trainer == config.trainer
+    assert scale_steps(config, 0.001).trainer.steps == 1
+    assert scale_steps(config, 1.0).trainer == config.trainer
 
 
 def test_methods_that_train_come_once_a_share_and_the_others_once(config: PipelineConfig, tmp_path: Path) -> None:
-    jobs = plan(config, tmp_path / "none", ["linear", "off_policy"], [0.5, 1.0], None)
+    jobs = plan_jobs(config, tmp_path / "none", ["linear", "off_policy"], [0.5, 1.0], None)
     assert [(j.name, j.share, j.config.trainer.steps, j.budget) for j in jobs] == [
         ("linear", None, 40, None),
         ("off_policy-0.5", 0.5, 20, None),
@@ -54,19 +54,19 @@ def test_methods_that_train_come_once_a_share_and_the_others_once(config: Pipeli
 
 def test_the_budget_is_what_the_merge_trained_on(config: PipelineConfig, tmp_path: Path) -> None:
     write_run(tmp_path / "run", config, [100, 200])
-    jobs = plan(config, tmp_path / "run", ["mixed_sft", "slerp"], [0.25], None)
+    jobs = plan_jobs(config, tmp_path / "run", ["mixed_sft", "slerp"], [0.25], None)
     assert [j.budget for j in jobs] == [{"a": 112.5 * 10, "b": 37.5 * 10}, None]
 
 
 def test_another_seed_has_its_own_name_and_is_no_part_of_the_run(config: PipelineConfig, tmp_path: Path) -> None:
     write_run(tmp_path / "run", config, [100])
-    [same] = plan(config, tmp_path / "run", ["opd"], None, 7)
-    [other] = plan(config, tmp_path / "run", ["opd"], None, 8)
-    [shorter] = plan(config, tmp_path / "run", ["opd"], [0.5], None)
+    [same] = plan_jobs(config, tmp_path / "run", ["opd"], None, 7)
+    [other] = plan_jobs(config, tmp_path / "run", ["opd"], None, 8)
+    [shorter] = plan_jobs(config, tmp_path / "run", ["opd"], [0.5], None)
     assert (same.name, same.own_run, same.merge.root) == ("opd-1", True, tmp_path / "run")
     assert (other.name, other.own_run, other.config.seed) == ("opd-1-seed-8", False, 8)
     assert (shorter.own_run, shorter.merge.root) == (False, tmp_path / "run" / "baselines" / "runs" / "opd-0.5")
-    [fresh] = plan(config, tmp_path / "none", ["opd"], None, None)
+    [fresh] = plan_jobs(config, tmp_path / "none", ["opd"], None, None)
     assert not fresh.own_run, "there is no merge that could be it"
 
 
@@ -97,7 +97,7 @@ def test_seeds_that_are_none_or_repeated_or_too_many_are_refused(text: str) -> N
 
 def test_a_share_of_a_merge_of_weights_is_refused(config: PipelineConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a merge of weights has no tokens"):
-        plan(config, tmp_path / "none", ["linear", "ties"], [0.5], None)
+        plan_jobs(config, tmp_path / "none", ["linear", "ties"], [0.5], None)
 
 
 def test_a_run_directory_without_a_pipeline_or_metrics_is_refused(config: PipelineConfig, tmp_path: Path) -> None:
@@ -116,4 +116,4 @@ def test_a_run_directory_without_a_pipeline_or_metrics_is_refused(config: Pipeli
     with pytest.raises(ConfigError, match="--share"):
         open_run(root, ["trainer.steps=1", "trainer.lr_scheduler_type=constant"])
     with pytest.raises(RunDirError, match="no steps"):
-        plan(config, root, ["off_policy"], None, None)
+        plan_jobs(config, root, ["off_policy"], None, None)

@@ -12,7 +12,7 @@ import pytest
 from experts.model_dir import inspect_model
 from opd.errors import ModelError, RunError
 from pipelines.baselines import mergekit
-from pipelines.baselines.mergekit import environment, environment_dir, merge_weights
+from pipelines.baselines.mergekit import environment_dir, merge_weights, mergekit_environment
 
 RECIPES = {"merged-a": {"merge_method": "linear"}, "merged-b": {"merge_method": "ties"}}
 
@@ -89,15 +89,15 @@ def test_it_is_installed_once_and_by_its_hash(tmp_path: Path, monkeypatch: pytes
     for unproven in ("onething==1.0\n", f"onething==1.0 --hash=sha256:{'0' * 64}\n"):
         requirements.write_text(unproven)
         with pytest.raises(RunError, match="installation of mergekit failed"):
-            environment(lines.append)
+            mergekit_environment(lines.append)
         assert not environment_dir().exists()
 
     requirements.write_text(f"onething==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
-    home = environment(lines.append)
+    home = mergekit_environment(lines.append)
     assert (home / "onething.py").is_file()
     assert len(lines) == 3
     wheel.unlink()
-    assert environment(lines.append) == home
+    assert mergekit_environment(lines.append) == home
     assert len(lines) == 3, "it was there"
 
 
@@ -105,5 +105,5 @@ def test_without_an_index_the_message_says_what_works(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(RunError, match="off_policy, mixed_sft and opd work without it"):
-        environment(lambda line: None)
+        mergekit_environment(lambda line: None)
     assert [p.name for p in environment_dir().parent.iterdir() if p.suffix != ".lock"] == []

@@ -17,7 +17,7 @@ from opd.errors import ConfigError, RunDirError
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.types import Completion, Prompt
 from pipelines.baselines import run
-from pipelines.baselines.jobs import plan
+from pipelines.baselines.jobs import plan_jobs
 from pipelines.baselines.mergekit import Recipe
 from pipelines.inputs.read import read_inputs
 
@@ -61,13 +61,13 @@ def engine(monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path) -> FakeEngine:
 
     monkeypatch.setattr(run, "rollout_engine", rollout_engine)
     monkeypatch.setattr(run, "merge_weights", merge_weights)
-    monkeypatch.setattr(run, "environment", lambda tell: Path("home"))
+    monkeypatch.setattr(run, "mergekit_environment", lambda tell: Path("home"))
     return fake
 
 
 def compute(config: PipelineConfig, root: Path, *methods: str, keep: bool = False) -> tuple[list[Any], list[str]]:
     lines: list[str] = []
-    return run.compute(plan(config, root, methods, None, None), lines.append, keep), lines
+    return run.compute_results(plan_jobs(config, root, methods, None, None), lines.append, keep), lines
 
 
 def test_the_strength_is_chosen_by_validation_and_not_by_the_exam(
@@ -180,8 +180,8 @@ def test_a_shorter_merge_is_run_measured_and_removed(
         evaluated(root, 0.5)
 
     monkeypatch.setattr(run.merging, "start", start)
-    jobs = plan(load_pipeline(world.write()), tmp_path / "out", ["opd"], [0.5], None)
-    [found] = run.compute(jobs, lambda line: None)
+    jobs = plan_jobs(load_pipeline(world.write()), tmp_path / "out", ["opd"], [0.5], None)
+    [found] = run.compute_results(jobs, lambda line: None)
     assert started == [(1, tmp_path / "out" / "baselines" / "runs" / "opd-0.5")]
     assert (found.accuracy, found.tokens) == (0.5, 80)
     assert not started[0][1].exists()

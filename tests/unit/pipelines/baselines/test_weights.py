@@ -17,12 +17,12 @@ from pipelines.inputs.read import read_inputs
 
 def test_a_method_with_a_strength_starts_from_the_student(world: Any) -> None:
     student = read_inputs(load_pipeline(world.write())).student
-    recipe = WEIGHT_METHODS["ties"].recipe(student, [Path("a"), Path("b")], 0.5)
+    recipe = WEIGHT_METHODS["ties"].mergekit_recipe(student, [Path("a"), Path("b")], 0.5)
     assert recipe["base_model"] == student.path
     assert recipe["parameters"] == {"lambda": 0.5, "density": 0.2}
     assert [m["model"] for m in recipe["models"]] == ["a", "b"]
     assert recipe["out_dtype"] == "float32"
-    assert "base_model" not in WEIGHT_METHODS["linear"].recipe(student, [Path("a")], None)
+    assert "base_model" not in WEIGHT_METHODS["linear"].mergekit_recipe(student, [Path("a")], None)
 
 
 def test_experts_of_other_shapes_are_named(world: Any, make_model_dir: Callable[..., Path]) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opd.records.types import Probe, Rollout, Teacher
-from pipelines.check.comparison import Comparer, Comparison
+from pipelines.check.comparison import Comparer, TeacherComparison
 from teachers.scorers import ScorerOptions
 from tests.rows import make_rollout
 
@@ -68,7 +68,7 @@ def test_figures_are_those_of_plain_transformers(
         for position, token in enumerate(ids[1:], start=1):
             (prompt_nll if position < len(t.prompt_ids) else answer_nll).append(-float(logq[position - 1, token]))
     comparer = Comparer(tiny_model_dir, options(vocab_size))
-    found = comparer.compare(Teacher(name="rev", model_dir=expert_dirs["rev"]), responses, texts)
+    found = comparer.compare_teacher(Teacher(name="rev", model_dir=expert_dirs["rev"]), responses, texts)
     means = [sum(x) / len(x) for x in (kl, agree, prompt_nll, answer_nll)]
     assert [found.kl, found.overlap, found.prompt_nll, found.answer_nll] == pytest.approx(means, abs=1e-5)
 
@@ -76,15 +76,15 @@ def test_figures_are_those_of_plain_transformers(
 def test_a_teacher_in_parts_compares_as_a_whole_one(tiny_model_dir: Path, expert_dirs: dict[str, Path]) -> None:
     """What a merge may use of each device is not asked: the comparison is in float32, and the student is there too."""
     teacher = Teacher(name="rev", model_dir=expert_dirs["rev"])
-    whole = Comparer(tiny_model_dir, options()).compare(teacher, RESPONSES, TEXTS)
+    whole = Comparer(tiny_model_dir, options()).compare_teacher(teacher, RESPONSES, TEXTS)
     tight = options(device_map="auto", max_memory={"cpu": 1})
-    assert Comparer(tiny_model_dir, tight).compare(teacher, RESPONSES, TEXTS) == whole and not whole.broken
+    assert Comparer(tiny_model_dir, tight).compare_teacher(teacher, RESPONSES, TEXTS) == whole and not whole.broken
 
 
 def test_the_student_is_itself(tiny_model_dir: Path, expert_dirs: dict[str, Path]) -> None:
     comparer = Comparer(tiny_model_dir, options())
-    comparer.compare(Teacher(name="rev", model_dir=expert_dirs["rev"]), RESPONSES, [])
-    itself = comparer.compare(Teacher(name="student", model_dir=tiny_model_dir), RESPONSES, [])
+    comparer.compare_teacher(Teacher(name="rev", model_dir=expert_dirs["rev"]), RESPONSES, [])
+    itself = comparer.compare_teacher(Teacher(name="student", model_dir=tiny_model_dir), RESPONSES, [])
     assert itself.kl is not None and itself.kl < 1e-6
     assert (itself.overlap, itself.prompt_nll, itself.answer_nll) == (1.0, None, None)
 
@@ -104,6 +104,6 @@ def test_a_teacher_that_cannot_be_used_says_why(
         state[tensor][40] = torch.nan
         save_file(state, broken / "model.safetensors", {"format": "pt"})
     comparer = Comparer(tiny_model_dir, options())
-    found = comparer.compare(teacher, RESPONSES, TEXTS)
-    assert found == Comparison(broken=found.broken) and found.broken.startswith("teacher bad: ")
-    assert comparer.compare(Teacher(name="rev", model_dir=expert_dirs["rev"]), RESPONSES, TEXTS).broken == ""
+    found = comparer.compare_teacher(teacher, RESPONSES, TEXTS)
+    assert found == TeacherComparison(broken=found.broken) and found.broken.startswith("teacher bad: ")
+    assert comparer.compare_teacher(Teacher(name="rev", model_dir=expert_dirs["rev"]), RESPONSES, TEXTS).broken == ""

@@ -14,13 +14,13 @@ import pytest
 from opd.config import load_pipeline
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.types import Completion, Prompt, Rollout, RolloutBatch, Teacher
-from pipelines.check.comparison import Comparison
-from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, judge, judge_student
-from pipelines.check.measure import CheckReport, measure, teacher_rows, template_findings
+from pipelines.check.comparison import TeacherComparison
+from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, judge_student, judge_teachers
+from pipelines.check.measure import CheckReport, measure_teachers, teacher_rows, template_findings
 from pipelines.inputs.read import read_inputs
 from tests.rows import make_rollout
 
-FINE = Comparison(kl=0.3, overlap=0.8, prompt_nll=5.0, answer_nll=0.2)
+FINE = TeacherComparison(kl=0.3, overlap=0.8, prompt_nll=5.0, answer_nll=0.2)
 VOCABULARY = 76
 
 
@@ -32,7 +32,7 @@ def one(student: float | None, expert: float | None, **changes: Any) -> Measured
 
 
 def judged(*measured: MeasuredTeacher) -> list[Finding]:
-    return list(judge(measured, VOCABULARY))
+    return list(judge_teachers(measured, VOCABULARY))
 
 
 # Accuracy
@@ -165,7 +165,7 @@ def test_a_guess_is_no_verdict_where_something_speaks_for_the_expert(
 
 @pytest.mark.parametrize("registered", [True, False])
 def test_a_command_of_the_registry_is_named_for_its_experts_alone(registered: bool) -> None:
-    (finding,) = judged(one(0.1, None, compared=Comparison(broken="torn"), registered=registered))
+    (finding,) = judged(one(0.1, None, compared=TeacherComparison(broken="torn"), registered=registered))
     assert ("opd experts verify" in finding.fix) == registered and "experts.a" in finding.fix
 
 
@@ -176,7 +176,7 @@ def test_what_is_not_a_number_is_garbled_on_either_side(prompt: float, answer: f
 
 
 def test_a_broken_teacher_says_why_and_nothing_else() -> None:
-    broken = Comparison(broken="teacher a: output head is not finite")
+    broken = TeacherComparison(broken="teacher a: output head is not finite")
     (finding,) = judged(one(0.1, None, compared=broken))
     assert finding.level == "fail" and "output head is not finite" in finding.message
 
@@ -191,13 +191,13 @@ def test_far_apart_is_a_warning(overlap: float | None, warned: bool) -> None:
 @pytest.mark.parametrize(
     ("itself", "fails"),
     [
-        (Comparison(kl=9e-5), False),
-        (Comparison(kl=2e-4), True),
-        (Comparison(kl=math.nan), True),
-        (Comparison(broken="teacher student: output head is not finite"), True),
+        (TeacherComparison(kl=9e-5), False),
+        (TeacherComparison(kl=2e-4), True),
+        (TeacherComparison(kl=math.nan), True),
+        (TeacherComparison(broken="teacher student: output head is not finite"), True),
     ],
 )
-def test_the_student_is_no_distance_from_itself(itself: Comparison, fails: bool) -> None:
+def test_the_student_is_no_distance_from_itself(itself: TeacherComparison, fails: bool) -> None:
     found = list(judge_student(itself))
     assert [(f.level, f.domain) for f in found] == ([("fail", "")] if fails else [])
 
@@ -257,24 +257,24 @@ class FakeEngine:
         raise AssertionError
 
 
-TORN = Comparison(broken="teacher: torn")
-GARBLED = Comparison(kl=9.0, overlap=0.0, prompt_nll=5.0, answer_nll=5.0)
+TORN = TeacherComparison(broken="teacher: torn")
+GARBLED = TeacherComparison(kl=9.0, overlap=0.0, prompt_nll=5.0, answer_nll=5.0)
 
 
 def measured_with(
-    world: Any, engine: FakeEngine, elsewhere: str = "", **special: Comparison
+    world: Any, engine: FakeEngine, elsewhere: str = "", **special: TeacherComparison
 ) -> tuple[list[MeasuredTeacher], list[Any]]:
     """With every teacher in good order but the `special` ones, unless `elsewhere`; also what was compared."""
     config = load_pipeline(world.write())
     calls = []
 
-    def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> Comparison:
+    def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> TeacherComparison:
         calls.append((teacher.name, responses, texts))
         if teacher.name in special and {t.domain for t in texts} == {elsewhere}:
             return FINE
         return special.get(teacher.name, FINE)
 
-    itself, rows = measure(config, read_inputs(config), engine, engine, compare, lambda line: None)
+    itself, rows = measure_teachers(config, read_inputs(config), engine, engine, compare, lambda line: None)
     assert itself == FINE
     return rows, calls
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from cli import app
 from pipelines.doctor import examine, machine, packages, traps
-from pipelines.doctor.finding import Finding, failed, ok
+from pipelines.doctor.finding import DoctorFinding, failed_finding, ok_finding
 
 GIB = 1 << 30
 Usage = namedtuple("Usage", "total used free")
@@ -49,7 +49,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return there
 
 
-def told(findings: Iterator[Finding]) -> list[tuple[str, str, str]]:
+def told(findings: Iterator[DoctorFinding]) -> list[tuple[str, str, str]]:
     """Level, name and fix of what is not all right."""
     return [(one.level, one.name, one.fix) for one in findings if one.level != "ok"]
 
@@ -185,8 +185,10 @@ def test_a_directory_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_command(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(examine, "machine_findings", lambda: iter([ok("memory", "plenty")]))
-    monkeypatch.setattr(examine, "trap_findings", lambda: iter([failed("locks", "none", "a local disk")] * broken))
+    monkeypatch.setattr(examine, "machine_findings", lambda: iter([ok_finding("memory", "plenty")]))
+    monkeypatch.setattr(
+        examine, "trap_findings", lambda: iter([failed_finding("locks", "none", "a local disk")] * broken)
+    )
     monkeypatch.setattr(examine, "package_findings", lambda imports: asked.append(imports) or iter([]))
     shown = CliRunner().invoke(app, ["doctor"])
     lines = ["ok       memory: plenty"] + ["failed   locks: none", "         fix: a local disk"] * broken

@@ -24,18 +24,18 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_a_whole_environment_has_no_problems() -> None:
-    assert doctor.problems() == []
+    assert doctor.find_problems() == []
 
 
 @pytest.mark.parametrize("engine", doctor.ENGINES)
 def test_an_engine_that_does_not_import_is_named(engine: str, importable: dict[str, str]) -> None:
     importable[engine] = "libfoo.so.1: cannot open shared object file"
-    (problem,) = doctor.problems()
+    (problem,) = doctor.find_problems()
     assert f"import {engine} fails: libfoo.so.1" in problem
     assert "install the package again" in problem
 
 
 def test_torchvision_built_for_cuda_is_to_be_removed(importable: dict[str, str]) -> None:
     importable["transformers.models.llama.modeling_llama"] = "operator torchvision::nms does not exist"
-    (problem,) = doctor.problems()
+    (problem,) = doctor.find_problems()
     assert "pip uninstall -y torchvision torchaudio torchcodec" in problem

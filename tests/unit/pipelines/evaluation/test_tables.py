@@ -29,12 +29,12 @@ def found(name: str, tasks: list[tuple[int, list[float]]]) -> Evaluation:
 def evaluated(
     monkeypatch: pytest.MonkeyPatch, models: dict[str, Evaluation], *, side_by_side: bool = False
 ) -> EvaluateOutput:
-    monkeypatch.setattr(command, "find", lambda pipeline: Path(pipeline))
+    monkeypatch.setattr(command, "find_pipeline", lambda pipeline: Path(pipeline))
     monkeypatch.setattr(command, "load_pipeline", lambda file, overrides: None)
     monkeypatch.setattr(command, "with_all_domains", lambda config: Config())
     monkeypatch.setattr(command, "evaluate_models", lambda *_: models)
     options = EvaluateOptions(models=[Path(name) for name in models], pipeline="p.yaml", side_by_side=side_by_side)
-    return command.evaluate(options, print)
+    return command.run_evaluation(options, print)
 
 
 class Config:

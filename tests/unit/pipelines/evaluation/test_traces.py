@@ -8,11 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from cli import app
-from opd.records.scores import Answer, Evaluation
+from opd.records.scores import Evaluation, ScoredAnswer
 
 
-def answer(domain: str, number: int, turns: int | None = 2, text: str = "policy: n\nenvironment: a wall") -> Answer:
-    return Answer(
+def answer(
+    domain: str, number: int, turns: int | None = 2, text: str = "policy: n\nenvironment: a wall"
+) -> ScoredAnswer:
+    return ScoredAnswer(
         domain=domain, prompt_id=f"{domain}/{number}", prompt="go:", answer="", text=text, score=0.5, tokens=7, turns=turns,
         invalid_calls=number,
     )  # fmt: skip

@@ -15,9 +15,9 @@ from transformers import AutoConfig, PhiConfig, PhiForCausalLM
 
 from opd.config import load_pipeline
 from opd.errors import ConfigError, ModelError
-from opd.rollouts.divided import indivisible
+from opd.rollouts.divided import find_indivisible_part
 from opd.rollouts.engine_args import CPU_ONLY, OURS, REFUSED
-from opd.rollouts.served import CPU_ATTENTION, _architectures, _supported_sizes, engine_arguments, refusal
+from opd.rollouts.served import CPU_ATTENTION, _served_architectures, _supported_sizes, engine_arguments, find_refusal
 from pipelines.inputs.read import read_inputs, read_teachers
 
 Make = Callable[..., Path]
@@ -175,14 +175,14 @@ def test_what_vllm_cannot_serve_on_a_cpu(
     if model_type == "qwen3_5_text":
         there = importlib.util.find_spec
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torchvision" else there(name))
-    answer = refusal(AutoConfig.for_model(model_type, **settings), architecture, dtype, cpu=True)
+    answer = find_refusal(AutoConfig.for_model(model_type, **settings), architecture, dtype, cpu=True)
     assert (answer and found and found in answer.found) or answer is found is None
 
 
 def test_the_installed_vllm_is_understood() -> None:
     """If its source changes so that nothing is read, nothing would be refused either."""
-    assert {"LlamaForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM"} <= _architectures()
-    assert "BertModel" not in _architectures()
+    assert {"LlamaForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM"} <= _served_architectures()
+    assert "BertModel" not in _served_architectures()
     assert {32, 64, 128} <= set(_supported_sizes(CPU_ATTENTION)) and 16 not in _supported_sizes(CPU_ATTENTION)
 
 
@@ -233,7 +233,7 @@ def test_heads_that_the_processes_of_an_engine_cannot_divide(
         head_dim=32,
     )
     config = AutoConfig.from_pretrained(world.root / "base")
-    refused = indivisible(config, size, "rollout.tensor_parallel_size")
+    refused = find_indivisible_part(config, size, "rollout.tensor_parallel_size")
     assert (refused and refused.where) == found
 
 

@@ -13,7 +13,7 @@ from opd.config import load_pipeline
 from opd.environments.maze import Maze
 from opd.errors import ConfigError
 from pipelines.inputs.drift import check_drift, drift_options
-from pipelines.inputs.memory import estimate
+from pipelines.inputs.memory import estimate_memory
 from pipelines.inputs.read import read_inputs
 
 
@@ -44,7 +44,10 @@ def test_an_expert_that_is_a_whole_model_writes(acting: Any) -> None:
     )
     del acting.data["domains"]["reverse"]["environment"]["teacher_turns"]
     plain = load_pipeline(acting.write())
-    both = (sum(need.nbytes for need in estimate(given, inputs) if "rollout" in need.what) for given in (config, plain))
+    both = (
+        sum(need.nbytes for need in estimate_memory(given, inputs) if "rollout" in need.what)
+        for given in (config, plain)
+    )
     assert next(both) == 2 * next(both), "the expert has an engine of its own"
 
 

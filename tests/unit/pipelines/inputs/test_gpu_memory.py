@@ -14,7 +14,16 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.environments.maze import Maze
 from opd.errors import ConfigError
 from pipelines.inputs import gpu_memory, memory
-from pipelines.inputs.gpu_memory import ASLEEP, CONTEXT, Role, gpu_sizes, phases, place, refuse_crowded_gpus, roles
+from pipelines.inputs.gpu_memory import (
+    ASLEEP,
+    CONTEXT,
+    Role,
+    gpu_roles,
+    gpu_sizes,
+    memory_phases,
+    place_roles,
+    refuse_crowded_gpus,
+)
 from pipelines.inputs.read import Inputs, read_inputs
 
 GIB = 1 << 30
@@ -63,12 +72,12 @@ def test_a_merge_on_the_cpu_asks_nothing_of_a_gpu(inputs: Any, monkeypatch: pyte
 
 def test_what_each_role_takes(inputs: Any) -> None:
     config, found = on_one_gpu(inputs[0]), inputs[1]
-    engine, teacher, rank = roles(config, found)
+    engine, teacher, rank = gpu_roles(config, found)
     assert (engine.share, engine.least) == (0.5, 4 * PARAMETERS)
     assert (teacher.kept, teacher.share) == (4 * PARAMETERS, 0)
     assert rank.kept == (20 + 4) * PARAMETERS + memory.heads_bytes(config, found)
     assert rank.passing == 4 * PARAMETERS + memory.micro_batch_bytes(config, found)
-    halves = roles(changed(config, trainer={"ranks": 2}, cluster={"trainer_gpus": 1}), found)
+    halves = gpu_roles(changed(config, trainer={"ranks": 2}, cluster={"trainer_gpus": 1}), found)
     assert [role.kept - memory.heads_bytes(config, found) for role in halves[2:]] == [(10 + 4) * PARAMETERS] * 2
 
 
@@ -76,7 +85,7 @@ def test_a_lora_trainer_keeps_a_copy_of_the_weights_and_the_state_of_its_adapter
     world.data["student"]["lora"] = {"r": 4, "targets": ["q_proj"]}
     config = on_one_gpu(load_pipeline(world.write()))
     found = read_inputs(config)
-    *_, rank = roles(config, found)
+    *_, rank = gpu_roles(config, found)
     assert found.trained == 2 * 4 * 2 * 64
     assert rank.kept == 4 * PARAMETERS + (20 + 4) * found.trained + memory.heads_bytes(config, found)
 
@@ -91,7 +100,7 @@ def test_a_critic_beside_a_lora_trainer_converts_all_of_its_gradients(world: Any
         "rollout": {"max_model_len": 8},
         "objective": {"chunk": 1},
     }
-    *_, rank, critic = roles(changed(config, **tiny), found)
+    *_, rank, critic = gpu_roles(changed(config, **tiny), found)
     assert critic.what == "critic rank" and critic.kept == (20 + 4) * PARAMETERS
     assert rank.passing < critic.passing == 4 * PARAMETERS + 4 * PARAMETERS, "gathered weights, gradients in float32"
 
@@ -111,9 +120,9 @@ def test_an_expert_that_writes_turns_has_a_share_of_its_own(acting: Any, monkeyp
 def test_teachers_elsewhere_take_nothing_and_an_engine_its_share(inputs: Any) -> None:
     config, found = on_one_gpu(inputs[0]), inputs[1]
     served = changed(config, teachers={"engine": "flight", "address": "grpc://127.0.0.1:1"})
-    assert [role.what for role in roles(served, found)] == ["rollout engine", "trainer rank"]
+    assert [role.what for role in gpu_roles(served, found)] == ["rollout engine", "trainer rank"]
     engine = changed(config, teachers={"engine": "vllm", "gpu_memory_utilization": 0.2})
-    assert [(r.what, r.share) for r in roles(engine, found)][1] == ("scoring engine", 0.2)
+    assert [(r.what, r.share) for r in gpu_roles(engine, found)][1] == ("scoring engine", 0.2)
 
 
 def test_teachers_that_stay_are_counted(inputs: Any) -> None:
@@ -121,7 +130,7 @@ def test_teachers_that_stay_are_counted(inputs: Any) -> None:
     one, _ = memory.scoring_bytes(config, found)
 
     def kept(gpu_memory: int) -> int:
-        (role,) = roles(changed(config, teachers={"gpu_memory": gpu_memory}, cluster={"teacher_gpus": 1}), found)
+        (role,) = gpu_roles(changed(config, teachers={"gpu_memory": gpu_memory}, cluster={"teacher_gpus": 1}), found)
         return role.kept
 
     assert [kept(n) for n in (0, 1, one, one + 1, 2 * one, 3 * one)] == [one, one, one, one + 1, 2 * one, 2 * one]
@@ -133,9 +142,9 @@ def test_a_divided_teacher_has_its_share_on_each_gpu_and_the_rest_in_memory(inpu
 
     def teacher(gpus: int, max_memory: dict[Any, int]) -> tuple[int, int]:
         given = {"device_map": "auto", "max_memory": max_memory}
-        (one,) = roles(changed(config, teachers=given, cluster={"teacher_gpus": gpus}), found)
+        (one,) = gpu_roles(changed(config, teachers=given, cluster={"teacher_gpus": gpus}), found)
         assert one.passing == passing, "a pass is on one GPU at a time"
-        needs = memory.estimate(changed(config, teachers=given, cluster={"teacher_gpus": gpus}), found)
+        needs = memory.estimate_memory(changed(config, teachers=given, cluster={"teacher_gpus": gpus}), found)
         return one.kept, sum(need.nbytes for need in needs if need.what.startswith("teachers"))
 
     body = found.body(found.student)
@@ -145,7 +154,7 @@ def test_a_divided_teacher_has_its_share_on_each_gpu_and_the_rest_in_memory(inpu
     assert teacher(2, {0: 1000, 1: 2000, "cpu": GIB}) == (2000, weights - 3000)
     assert teacher(1, {0: 1000, "cpu": 5000, "disk": GIB}) == (1000, 5000), "what stays in files is no memory"
     on_cpu = changed(config, teachers={"device_map": "auto", "max_memory": {"cpu": 5000, "disk": GIB}})
-    sizes = {need.what: need.nbytes for need in memory.estimate(on_cpu, found)}
+    sizes = {need.what: need.nbytes for need in memory.estimate_memory(on_cpu, found)}
     assert sizes["teachers: weights"] == 2 * 5000, "two experts"
 
 
@@ -176,16 +185,16 @@ def role(gpus: float, what: str = "r", **more: Any) -> Role:
     ],
 )
 def test_fractions_share_a_gpu_as_far_as_they_add_up(gpus: list[float], placed: list[list[float]]) -> None:
-    assert [[r.gpus for r in together] for together in place([role(g) for g in gpus])] == placed
+    assert [[r.gpus for r in together] for together in place_roles([role(g) for g in gpus])] == placed
 
 
 def test_an_engine_that_sleeps_leaves_its_share_to_those_who_compute() -> None:
     trainer = role(0.4, "trainer", kept=10 * GIB, passing=20 * GIB)
     engine = role(0.6, "engine", share=0.5, share_key="k", sleeps=True)
-    writing, computing = phases([engine, trainer])
+    writing, computing = memory_phases([engine, trainer])
     assert writing.total(80 * GIB) == 2 * CONTEXT + 50 * GIB
     assert computing.total(80 * GIB) == ASLEEP + CONTEXT + 30 * GIB
-    (always,) = phases([role(0.6, "engine", share=0.5, share_key="k"), trainer])
+    (always,) = memory_phases([role(0.6, "engine", share=0.5, share_key="k"), trainer])
     assert always.total(80 * GIB) == 2 * CONTEXT + 70 * GIB
 
 
@@ -306,7 +315,7 @@ def test_a_divided_engine_is_on_several_gpus_with_a_part_of_the_weights_on_each(
         teachers={"engine": "vllm", "tensor_parallel_size": 2},
         cluster={"rollout_gpus": 1, "teacher_gpus": 1},
     )
-    engine, teacher = roles(config, inputs[1])
+    engine, teacher = gpu_roles(config, inputs[1])
     assert (engine.gpus, engine.least) == (2, 2 * PARAMETERS)
     assert (teacher.gpus, teacher.least) == (2, 2 * PARAMETERS)
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [80 * GIB] * 3)

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from opd.config import PipelineConfig
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from pipelines.inputs import gpu_memory
-from pipelines.inputs.gpu_memory import place, refuse_crowded_gpus, roles
+from pipelines.inputs.gpu_memory import gpu_roles, place_roles, refuse_crowded_gpus
 from pipelines.inputs.read import read_inputs
 
 PAGE = Path(__file__).parents[4] / "docs" / "gpu.md"
@@ -26,7 +26,7 @@ def recipes() -> list[dict[str, Any]]:
 
 def test_there_is_one_and_it_loads() -> None:
     (recipe,) = recipes()
-    config = validate(PipelineConfig, recipe, PAGE)
+    config = validate_section(PipelineConfig, recipe, PAGE)
     assert config.rollout.sleep and config.trainer.ranks == 1
 
 
@@ -35,8 +35,8 @@ def test_it_is_one_gpu_and_fits_there(world: Any, monkeypatch: pytest.MonkeyPatc
     (recipe,) = recipes()
     kept = {key: world.data[key] for key in ("student", "experts", "domains")}
     recipe["rollout"] |= {"max_model_len": 64, "max_new_tokens": 8}
-    config = validate(PipelineConfig, recipe | kept, PAGE)
+    config = validate_section(PipelineConfig, recipe | kept, PAGE)
     inputs = read_inputs(config)
-    assert len(place(roles(config, inputs))) == 1
+    assert len(place_roles(gpu_roles(config, inputs))) == 1
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [24 << 30])
     assert refuse_crowded_gpus(config, inputs) == []

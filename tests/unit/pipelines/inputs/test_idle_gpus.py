@@ -8,7 +8,7 @@ import pytest
 
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.read import refuse_what_is_not_here
 
@@ -16,7 +16,7 @@ SERVED = {"engine": "flight", "address": "grpc://localhost:1"}
 
 
 def pipeline(data: dict[str, Any], **sections: Any) -> PipelineConfig:
-    return validate(PipelineConfig, data | sections, "p.yaml")
+    return validate_section(PipelineConfig, data | sections, "p.yaml")
 
 
 @pytest.mark.parametrize(

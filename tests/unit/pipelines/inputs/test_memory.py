@@ -12,7 +12,7 @@ from opd.errors import ConfigError
 from pipelines.inputs import machine_memory, memory
 from pipelines.inputs.beside_gpus import Need
 from pipelines.inputs.machine_memory import machine_bytes
-from pipelines.inputs.memory import estimate, fix, need_rows, refuse_too_large, shortage
+from pipelines.inputs.memory import describe_shortage, estimate_memory, need_rows, refuse_too_large, suggest_fix
 from pipelines.inputs.read import Inputs, read_inputs
 
 PARAMETERS, VOCABULARY, WIDTH = 87_104, 76, 64
@@ -31,7 +31,7 @@ def lines(given: tuple[PipelineConfig, Inputs], **sections: dict[str, Any]) -> d
     data = config.model_dump()
     merged = {name: keys if "kind" in keys else data[name] | keys for name, keys in sections.items()}
     changed = PipelineConfig.model_validate(data | merged)
-    return {need.what: need.nbytes for need in estimate(changed, inputs)}
+    return {need.what: need.nbytes for need in estimate_memory(changed, inputs)}
 
 
 def test_the_tiny_model_is_what_it_was(given: Any) -> None:
@@ -110,7 +110,7 @@ def test_a_bucket_bounds_what_a_rank_holds_beside_its_shares(given: Any) -> None
 def test_what_a_rank_needs_is_its_part_of_the_ranks_lines(given: Any) -> None:
     config, inputs = given
     two = PipelineConfig.model_validate(config.model_dump() | {"trainer": config.trainer.model_dump() | {"ranks": 2}})
-    needs = estimate(two, inputs)
+    needs = estimate_memory(two, inputs)
     trainer = sum(need.nbytes for need in needs if need.what.startswith("trainer: "))
     assert memory.rank_bytes(needs) == memory.TRAINER_PROCESS + trainer // 2
     shown = f"{memory.rank_bytes(needs) / 2**30:.2f}"
@@ -251,13 +251,13 @@ def test_a_steps_rows_grow_with_responses_and_width(given: Any) -> None:
         next(iter(config["domains"].values()))["environment"] = {"name": "m:Maze", **limits}
         config["trainer"] |= small["trainer"]
         config["rollout"] |= {"max_new_tokens": 8, "max_model_len": 64}
-        acting = {n.what: n.nbytes for n in estimate(PipelineConfig.model_validate(config), given[1])}
+        acting = {n.what: n.nbytes for n in estimate_memory(PipelineConfig.model_validate(config), given[1])}
         assert acting[what] == 2 * 10 * most * (WIDTH * 4 + 16)
     top = {"teachers": {"payload": "top_k"}, "objective": {"kind": "top_k", "k": 5}}
     config = given[0].model_dump() | {"objective": {"kind": "top_k", "k": 5}}
     config["teachers"] |= top["teachers"]
     config["trainer"] |= small["trainer"]
-    found = {n.what: n.nbytes for n in estimate(PipelineConfig.model_validate(config), given[1])}
+    found = {n.what: n.nbytes for n in estimate_memory(PipelineConfig.model_validate(config), given[1])}
     assert found[what] == 2 * 80 * (8 * 5 + 16)
 
 
@@ -291,12 +291,12 @@ NEEDS = [
 
 def test_the_sum_is_refused_with_its_parts_and_keys_largest_first(given: Any) -> None:
     config = given[0]
-    found = shortage(config, NEEDS, (9 << 29) - 1)
+    found = describe_shortage(config, NEEDS, (9 << 29) - 1)
     assert (
         found == "about 4.50 GiB of memory for a machine with 4.50: 3.00 large + 1.00 medium + 0.50 small + 0.00 none"
     )
-    assert fix(NEEDS) == "lower c.d, e.f, a.b"
-    assert shortage(config, NEEDS, 9 << 29) is None
+    assert suggest_fix(NEEDS) == "lower c.d, e.f, a.b"
+    assert describe_shortage(config, NEEDS, 9 << 29) is None
     assert need_rows(NEEDS)[1] == ("large", "3.00", "c.d, e.f")
     assert need_rows(NEEDS)[-2:] == [("together", "4.50", ""), ("this machine", f"{machine_bytes() / 2**30:.2f}", "")]
 
@@ -304,11 +304,11 @@ def test_the_sum_is_refused_with_its_parts_and_keys_largest_first(given: Any) ->
 def test_other_machines_are_not_judged_by_this_one(given: Any) -> None:
     config = given[0]
     remote = config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": "10.0.0.1:6379"})})
-    assert shortage(remote, NEEDS, 1) is None
+    assert describe_shortage(remote, NEEDS, 1) is None
 
 
 def test_a_merge_that_does_not_fit_is_refused(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    total = sum(need.nbytes for need in estimate(*given))
+    total = sum(need.nbytes for need in estimate_memory(*given))
     monkeypatch.setattr(memory, "machine_bytes", lambda: total)
     refuse_too_large(*given)
     monkeypatch.setattr(memory, "machine_bytes", lambda: total - 1)

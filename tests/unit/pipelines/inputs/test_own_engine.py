@@ -10,7 +10,7 @@ import pytest
 
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from pipelines.inputs.at_once import refuse_at_once
 from pipelines.inputs.own_engine import METHODS
 from pipelines.inputs.read import read_inputs
@@ -48,7 +48,7 @@ def pipeline(world: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(engine: str, **sections: Any) -> PipelineConfig:
         data = world.data | {"rollout": world.data["rollout"] | {"engine": f"{NAME}:{engine}"}} | sections
-        return validate(PipelineConfig, data, "p.yaml")
+        return validate_section(PipelineConfig, data, "p.yaml")
 
     return make
 

@@ -13,7 +13,7 @@ from opd.config import load_pipeline
 from opd.errors import PromptError, RunDirError
 from opd.prompts import MixedPrompts
 from pipelines.inputs.read import Inputs, read_inputs
-from pipelines.merging.changes import accept_changes, identity, refuse_changed_inputs
+from pipelines.merging.changes import accept_changes, refuse_changed_inputs, run_identity
 from pipelines.merging.manifest import manifest_of
 
 
@@ -108,7 +108,7 @@ def test_a_resume_is_bound_to_the_rows_and_not_to_their_place(world: Any) -> Non
     found = manifest_of(config, read_inputs(config))
     assert len(accept_changes(recorded["config"], found["config"], Path("manifest.json"))) == 1
     refuse_changed_inputs(recorded, found, Path("manifest.json"))
-    assert identity(found) == identity(recorded)
+    assert run_identity(found) == run_identity(recorded)
 
     world.data["domains"]["upper"]["prompts"]["limit"] = 4
     config = load_pipeline(world.write())

@@ -15,7 +15,7 @@ from experts.registry import Registry
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError, ModelError, OpdError, PromptError
 from opd.files import blake3_file
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from opd.verifiers.exact import ExactMatch
 from pipelines.inputs.prompts import load_exams
 from pipelines.inputs.read import inspect_student, load_tokenizer, read_inputs
@@ -310,7 +310,7 @@ def test_reading_writes_nothing(world: Any) -> None:
 def test_an_unknown_verifier_is_refused_with_the_known_ones(world: Any) -> None:
     world.data["domains"]["upper"]["eval"]["verifier"] = "exact_mach"
     with pytest.raises(ConfigError) as error:
-        read_inputs(validate(PipelineConfig, world.data, "p.yaml"))
+        read_inputs(validate_section(PipelineConfig, world.data, "p.yaml"))
     assert "domains.upper.eval.verifier" in str(error.value)
     assert "exact_mach" in str(error.value)
     assert "exact_match" in str(error.value)

@@ -12,7 +12,7 @@ from opd.config import load_pipeline
 from opd.credit.ema import Ema
 from opd.credit.group import Group
 from opd.credit.leave_one_out import LeaveOneOut
-from opd.credit.none import NoBaseline
+from opd.credit.none import NoBaselineCredit
 from opd.errors import PromptError
 from pipelines.build import credit_of
 from pipelines.inputs.read import read_inputs
@@ -44,7 +44,7 @@ def test_where_the_domain_takes_no_part_its_rows_need_no_answer(world: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("baseline", "made"), [("leave_one_out", LeaveOneOut), ("group", Group), ("ema", Ema), ("none", NoBaseline)]
+    ("baseline", "made"), [("leave_one_out", LeaveOneOut), ("group", Group), ("ema", Ema), ("none", NoBaselineCredit)]
 )
 def test_every_baseline_has_its_credit(baseline: str, made: type, world: Any) -> None:
     world.data["objective"] = {"reward": {"baseline": baseline}}

@@ -12,7 +12,7 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.config.objectives import OBJECTIVES, objective_config
 from opd.errors import ConfigError
 from opd.records.types import Teacher
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from pipelines.inputs.read import read_inputs
 from pipelines.inputs.routes import Expert, asked_by_trainer, route_domains
 
@@ -29,7 +29,7 @@ def routed(
     info: Any, domains: dict[str, Any], experts: dict[str, str] = EXPERTS, **objective: Any
 ) -> tuple[dict[str, list[tuple[str, float]]], list[str]]:
     """Domain -> names and weights, and the notices; `domains` are values of `domains.*.teachers`, None for none."""
-    config = validate(
+    config = validate_section(
         PipelineConfig,
         {
             "name": "n",

@@ -23,7 +23,7 @@ from pipelines.inputs import template_date
 from pipelines.inputs.read import read_inputs
 from pipelines.merging import rounds
 from pipelines.merging import run as merging
-from pipelines.merging.longer import longer
+from pipelines.merging.longer import plan_extension
 from pipelines.specs import rollout_spec
 from tests.conftest import build_tokenizer, put_in_front
 
@@ -54,7 +54,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 def begin(world: Any) -> Path:
     root: Path = world.root / "run"
     with pytest.raises(RunError, match="it would start now"):
-        rounds.begin(load_pipeline(world.write()), root, print).carry_out()
+        rounds.begin_rounds(load_pipeline(world.write()), root, print).carry_out()
     return root
 
 
@@ -147,7 +147,7 @@ def test_a_run_of_the_release_before_goes_on_with_a_warning_and_is_bound_from_th
     del old["config"]["student"]["template_date"]
     (root / "manifest.json").write_text(json.dumps(old))
     said: list[list[str]] = []
-    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, notices, signals: said.append(notices) or {})
+    monkeypatch.setattr(merging, "_run_session", lambda run, checkpoint, notices, signals: said.append(notices) or {})
     add_a_space(world.root / "base" / "config.json")
     merging.resume(root)
     (notice,) = said[0]
@@ -193,7 +193,7 @@ def test_a_run_that_was_begun_under_other_rules_says_so_once(
     root = begin(world)
     (root / "manifest.json").write_text(json.dumps(manifest_of(root) | {"format": 3}))
     notices: list[list[str]] = []
-    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, found, signals: notices.append(found) or {})
+    monkeypatch.setattr(merging, "_run_session", lambda run, checkpoint, found, signals: notices.append(found) or {})
     merging.resume(root)
     merging.resume(root)
     assert notices[1] == []
@@ -207,10 +207,10 @@ def test_other_rules_are_not_spoken_of_where_no_step_follows(
     root: Path = request.getfixturevalue("interrupted")  # with the checkpoint of its last step
     (root / "manifest.json").write_text(json.dumps(manifest_of(root) | {"format": 3}))
     notices: list[list[str]] = []
-    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, found, signals: notices.append(found) or {})
+    monkeypatch.setattr(merging, "_run_session", lambda run, checkpoint, found, signals: notices.append(found) or {})
     merging.resume(root)
     assert notices == [[]] and manifest_of(root)["format"] == 3
-    merging.extend(root, longer(RunPaths(root), 1)).carry_out()
+    merging.extend(root, plan_extension(RunPaths(root), 1)).carry_out()
     assert any("how many prompts of each domain" in notice for notice in notices[1])
 
 
@@ -219,10 +219,10 @@ def test_rounds_are_bound_alike(world: Any) -> None:
     world.data["rounds"] = 2
     root = begin(world)
     with pytest.raises(RunError, match="it would start now"):
-        rounds.reopen(root, None, None, "latest", print).carry_out()
+        rounds.reopen_rounds(root, None, None, "latest", print).carry_out()
     add_a_space(world.root / "base" / "tokenizer_config.json")
     with pytest.raises(RunDirError, match=r"student changed since the run began: tokenizer_config.json"):
-        rounds.reopen(root, None, None, "latest", print).carry_out()
+        rounds.reopen_rounds(root, None, None, "latest", print).carry_out()
 
 
 # The day of the prompts
@@ -277,7 +277,7 @@ def test_a_resume_on_another_day_has_the_same_prompts(
     root = begin(world)
     calendar.now = date(2026, 11, 21)
     runs: list[Any] = []
-    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, notices, _: runs.append((run, notices)) or {})
+    monkeypatch.setattr(merging, "_run_session", lambda run, checkpoint, notices, _: runs.append((run, notices)) or {})
     merging.resume(root)
     merging.resume(root, load_pipeline(world.write()))  # a file that says no day
     for run, notices in runs:
@@ -294,7 +294,7 @@ def test_every_round_has_the_day_of_the_first(world: Any, calendar: type[Calenda
     plan = json.loads((root / "rounds.json").read_text())["rounds"]
     assert [one["config"]["student"]["template_date"] for one in plan] == ["2026-11-20"] * 2
     with pytest.raises(RunError, match="it would start now"):
-        rounds.reopen(root, None, None, "latest", print).carry_out()
+        rounds.reopen_rounds(root, None, None, "latest", print).carry_out()
     begun = yaml.safe_load((root / "round-1" / "pipeline.yaml").read_text())
     assert begun["student"]["template_date"] == "2026-11-20"
 
@@ -353,7 +353,7 @@ def test_an_older_run_goes_on_without_a_begin_token(beginning: Any, monkeypatch:
     root = begin(beginning)
     as_an_older_release_wrote_it(root)
     runs: list[Any] = []
-    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, notices, _: runs.append((run, notices)) or {})
+    monkeypatch.setattr(merging, "_run_session", lambda run, checkpoint, notices, _: runs.append((run, notices)) or {})
     merging.resume(root)
     merging.resume(root, load_pipeline(beginning.write()))  # a file that does not say it
     for run, notices in runs:
@@ -371,7 +371,7 @@ def test_older_rounds_go_on_without_a_begin_token(beginning: Any) -> None:
     root = begin(beginning)
     as_an_older_release_wrote_it(root)
     for config in (None, load_pipeline(beginning.write())):
-        work = rounds.reopen(root, config, None, "latest", print)
+        work = rounds.reopen_rounds(root, config, None, "latest", print)
         assert isinstance(work, rounds.Rounds)
         assert [one.student.add_special_tokens for one in work.configs] == [False, False]
         with pytest.raises(RunError, match="it would start now"):
@@ -395,7 +395,7 @@ def test_an_older_run_goes_on_without_columns_that_it_passed_over(
     assert read_inputs(load_run_pipeline(root / "pipeline.yaml")).prompts["upper"][0].text[0]["role"] == "system"
     as_an_older_release_wrote_it(root)
     runs: list[Any] = []
-    monkeypatch.setattr(merging, "_session", lambda run, checkpoint, notices, _: runs.append((run, notices)) or {})
+    monkeypatch.setattr(merging, "_run_session", lambda run, checkpoint, notices, _: runs.append((run, notices)) or {})
     merging.resume(root)
     merging.resume(root, load_pipeline(world.write()))
     for run, notices in runs:
@@ -410,7 +410,7 @@ def test_older_rounds_with_domains_of_their_own_go_on_without_these_columns(worl
     root = begin(world)
     as_an_older_release_wrote_it(root)
     for config in (None, load_pipeline(world.write())):
-        work = rounds.reopen(root, config, None, "latest", print)
+        work = rounds.reopen_rounds(root, config, None, "latest", print)
         assert isinstance(work, rounds.Rounds)
         found = [domain.prompts for one in work.configs for domain in one.domains.values()]
         assert [getattr(prompts, "columns", {}) for prompts in found] == [dict.fromkeys(OF_CHATS)] * 4
@@ -430,7 +430,7 @@ def test_an_older_run_on_registered_prompts_with_these_columns_is_refused(
         del world.data["domains"][domain]["prompts"]
     world.data |= {"experts": {"use": "all"}, "registry": str(world.root / "registry")}
     root = begin(world)
-    monkeypatch.setattr(merging, "_session", lambda *_: {})
+    monkeypatch.setattr(merging, "_run_session", lambda *_: {})
     merging.resume(root)
     as_an_older_release_wrote_it(root)
     if column == "system":

@@ -22,15 +22,15 @@ from opd.run import checkpoints
 from opd.run.paths import RunPaths
 from opd.stream import written
 from pipelines.merging import run as merging
-from pipelines.merging.branch import DECIDE_EXAMS, _same_writers, branch
-from pipelines.merging.changes import among
+from pipelines.merging.branch import DECIDE_EXAMS, _same_writers, begin_branch
+from pipelines.merging.changes import matches_pattern
 from pipelines.merging.origin import Origin, origin_of
 from tests.unit.pipelines.merging.test_longer import files
 
 
 def begin(origin: Path, root: Path, *overrides: str, step: int = 1) -> Any:
     config = load_pipeline(origin / "pipeline.yaml", [*overrides])
-    return branch(config, Origin(RunPaths(origin), step), root)
+    return begin_branch(config, Origin(RunPaths(origin), step), root)
 
 
 def with_written(origin: Path) -> None:
@@ -53,7 +53,9 @@ def test_a_branch_has_the_steps_before_it_and_leaves_its_origin_alone(interrupte
     (event,) = manifest["lineage"]
     assert (event["run"], event["step"]) == (str(interrupted), 1)
     assert event["changed"]["trainer.lr"] == [1e-06, 0.5] and "objective.kind" in event["changed"]
-    ours, theirs = (checkpoints.verify(run / "checkpoints" / "step-000001").identity for run in (root, interrupted))
+    ours, theirs = (
+        checkpoints.verify_checkpoint(run / "checkpoints" / "step-000001").identity for run in (root, interrupted)
+    )
     assert ours == manifest["identity"] != theirs, "a checkpoint of this run, not of its origin"
     with pytest.raises(RunError, match="it would start now"):
         merging.resume(root)  # it is a run like any other
@@ -76,7 +78,7 @@ def test_what_was_written_ahead_goes_along_if_it_would_be_written_again(
     listed = json.loads((path / "checkpoint.json").read_text())["files"]
     assert {name: (path / name).exists() for name in written.FILES} == dict.fromkeys(written.FILES, kept)
     assert {name: name in listed for name in written.FILES} == dict.fromkeys(written.FILES, kept)
-    checkpoints.verify(path)
+    checkpoints.verify_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,8 @@ def test_exams_of_the_origin_are_not_taken_again(change: str, kept: bool, interr
 
 def test_a_guard_decides_exams() -> None:
     assert all(
-        among(key, DECIDE_EXAMS) for key in (("guard",), ("guard", "rules"), ("domains", "upper", "guard", "rules"))
+        matches_pattern(key, DECIDE_EXAMS)
+        for key in (("guard",), ("guard", "rules"), ("domains", "upper", "guard", "rules"))
     )
 
 
@@ -145,7 +148,7 @@ def test_an_origin_may_be_one_that_can_only_be_read(
             begin(interrupted, tmp_path / "branch")
     begin(interrupted, tmp_path / "branch")
     taken = tmp_path / "branch" / "checkpoints" / "step-000001"
-    assert checkpoints.verify(taken).step == 1
+    assert checkpoints.verify_checkpoint(taken).step == 1
     assert taken.stat().st_mode & 0o700 == 0o700, "the new run can delete it"
 
 
@@ -199,7 +202,9 @@ def test_balanced_domains_must_be_those_whose_records_there_are(interrupted: Pat
     config = load_pipeline(interrupted / "pipeline.yaml", ["balance=tokens"])
     fewer = {name: one for name, one in config.domains.items() if name == "upper"}
     with pytest.raises(ConfigError, match=r"domains\n  found:  upper\n  wanted: reverse, upper"):
-        branch(config.model_copy(update={"domains": fewer}), Origin(RunPaths(interrupted), 1), tmp_path / "branch")
+        begin_branch(
+            config.model_copy(update={"domains": fewer}), Origin(RunPaths(interrupted), 1), tmp_path / "branch"
+        )
 
 
 def test_another_student_or_a_damaged_checkpoint_is_refused_and_leaves_nothing(

@@ -17,11 +17,11 @@ from pipelines.merging.changes import (
     SAME_BUT_FOR_ROUNDING,
     SAME_WEIGHTS,
     accept_changes,
-    among,
     changed_keys,
-    identity,
+    matches_pattern,
     refuse_changed_inputs,
     refuse_foreign,
+    run_identity,
     version_warnings,
 )
 
@@ -234,7 +234,7 @@ def test_every_pattern_names_a_key() -> None:
         (("domains", "d", "prompts"), ("domains", "d", "eval", "prompts")), (None, None)
     )  # paths, as `identity` sees them
     for pattern in (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING):
-        assert any(among(key, [pattern]) for key in keys), pattern
+        assert any(matches_pattern(key, [pattern]) for key in keys), pattern
 
 
 @pytest.mark.parametrize(
@@ -269,13 +269,13 @@ def manifest(**changes: Any) -> dict[str, Any]:
 
 
 def checkpoint(facts: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(Path("run/checkpoints/step-000005"), 5, 5, 2, json.loads(json.dumps(identity(facts))))
+    return Checkpoint(Path("run/checkpoints/step-000005"), 5, 5, 2, json.loads(json.dumps(run_identity(facts))))
 
 
 def test_a_checkpoint_of_this_run_is_taken() -> None:
-    refuse_foreign(checkpoint(manifest()), identity(manifest()))
+    refuse_foreign(checkpoint(manifest()), run_identity(manifest()))
     other = manifest(config=config(trainer__ranks=1, trainer__steps=9, checkpoint__every=2))
-    refuse_foreign(checkpoint(other), identity(manifest()))
+    refuse_foreign(checkpoint(other), run_identity(manifest()))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_a_checkpoint_of_this_run_is_taken() -> None:
 )
 def test_a_checkpoint_of_another_run_is_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(RunDirError, match=named):
-        refuse_foreign(checkpoint(manifest(**changes)), identity(manifest()))
+        refuse_foreign(checkpoint(manifest(**changes)), run_identity(manifest()))
 
 
 def test_prompts_may_move_but_not_change() -> None:

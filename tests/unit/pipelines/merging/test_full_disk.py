@@ -15,9 +15,9 @@ import torch
 from opd.config import load_pipeline
 from opd.config.sections import CheckpointConfig
 from opd.errors import StorageError
-from opd.files import storing
+from opd.files import raise_storage_errors
 from opd.records.types import Prompt, RolloutBatch, WrittenFile
-from opd.run.checkpoints import CheckpointStore, choose
+from opd.run.checkpoints import CheckpointStore, choose_checkpoint
 from opd.run.paths import RunPaths
 from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PartRecord, write_stream
@@ -25,7 +25,7 @@ from opd.stream.targets import Asked, Expected, TargetStream
 from opd.train.shards import write_shard
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.directory import says_what_is_intact
-from pipelines.merging.run import Run, _export
+from pipelines.merging.run import MergeRun, _export_model
 from tests.rows import make_rollout, make_row
 
 FULL = "could not be written: No space left on device"
@@ -58,7 +58,7 @@ class OneRank:
     def export(self, path: Path) -> None:
         from safetensors.torch import save_file
 
-        with storing(path):
+        with raise_storage_errors(path):
             save_file({"x": torch.zeros(self.numel)}, path / "model.safetensors")
 
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_leaves_the_one_before(run: RunPaths) -> None:
     assert FULL in str(error.value)
     assert "intact: checkpoint of step 5\n" in str(error.value)
     assert f"opd merge --resume {run.root}" in str(error.value)
-    found = choose(run.checkpoints, "latest", print)
+    found = choose_checkpoint(run.checkpoints, "latest", print)
     assert found is not None
     assert found.step == 5
     assert [p.name for p in run.checkpoints.iterdir()] == ["step-000005"], "the half checkpoint made room"
@@ -106,8 +106,8 @@ def test_the_target_log_leaves_the_steps_before(run: RunPaths, in_process: Any) 
             Asked(rollouts=[rollout], teachers=teachers, kind=("float32", "hidden_states"), max_quarantined=0), heads={},
         )  # fmt: skip
         log.record(step, 0, prompts, RolloutBatch(rollouts=(rollout,), quarantined=()), targets)
-        targets.collect()
-        targets.settle()
+        targets.wait_for_parts()
+        targets.wait_for_sinks()
 
     write(1, 20_000)
     with pytest.raises(StorageError, match=FULL):
@@ -118,17 +118,17 @@ def test_the_target_log_leaves_the_steps_before(run: RunPaths, in_process: Any) 
 
 def test_the_export_leaves_the_checkpoint_and_the_model_before(run: RunPaths, world: Any) -> None:
     config, rank = load_pipeline(world.write()), OneRank()
-    merge = Run(config=config, inputs=read_inputs(config), paths=run, identity={})
+    merge = MergeRun(config=config, inputs=read_inputs(config), paths=run, identity={})
     saver = checkpoints(run, rank)
     saver.save(2, 2)
     saver.committed(wait=True)
     parts: Any = SimpleNamespace(trainer=rank)
-    _export(parts, merge)
+    _export_model(parts, merge)
     before = {p.name: p.read_bytes() for p in run.model.iterdir()}
     assert {"model.safetensors", "tokenizer.json", "README.md"} <= set(before)
     rank.numel = 200_000
     with pytest.raises(StorageError, match=FULL) as error, says_what_is_intact(run):
-        _export(parts, merge)
+        _export_model(parts, merge)
     assert "intact: checkpoint of step 2\n" in str(error.value)
     assert {p.name: p.read_bytes() for p in run.model.iterdir()} == before
     assert sorted(p.name for p in run.root.iterdir()) == ["checkpoints", "model"]

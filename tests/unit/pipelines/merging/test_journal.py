@@ -54,7 +54,7 @@ def test_what_the_display_is_told_is_written_down(tmp_path: Path) -> None:
         yield Heard()
 
     paths = RunPaths(tmp_path)
-    with Journal(paths) as journal, journal.beside(displays)(Beginning("two", tmp_path, 4)) as shown:
+    with Journal(paths) as journal, journal.write_beside(displays)(Beginning("two", tmp_path, 4)) as shown:
         for number in range(30):
             shown.say(f"line {number}")
         shown.doing("train")

@@ -11,18 +11,18 @@ import yaml
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import RunDirError, RunError
-from opd.run.lineage import commands, events_until, sentences
+from opd.run.lineage import events_until, format_events, list_commands
 from opd.run.paths import RunPaths
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from pipelines.merging import run as merging
-from pipelines.merging.longer import Longer, longer
+from pipelines.merging.longer import Extension, plan_extension
 from pipelines.specs import learning_rate
 
 
 def extend(root: Path, more: int) -> None:
     """Up to where the workers would start."""
     with pytest.raises(RunError, match="it would start now"):
-        merging.extend(root, longer(RunPaths(root), more)).carry_out()
+        merging.extend(root, plan_extension(RunPaths(root), more)).carry_out()
 
 
 def files(root: Path) -> dict[Path, bytes]:
@@ -40,7 +40,7 @@ def decaying(root: Path, kind: str = "linear") -> None:
 def rates(root: Path) -> list[float]:
     config = load_pipeline(root / "pipeline.yaml")
     rate = learning_rate(config.trainer)
-    return [rate.at(step) for step in range(1, config.trainer.steps + 1)]
+    return [rate.rate_at_step(step) for step in range(1, config.trainer.steps + 1)]
 
 
 def test_an_extended_run_is_the_longer_run_from_its_last_checkpoint_on(interrupted: Path) -> None:
@@ -53,8 +53,8 @@ def test_an_extended_run_is_the_longer_run_from_its_last_checkpoint_on(interrupt
     assert manifest["config"] == after
     (event,) = manifest["lineage"]
     assert (event["event"], event["after_step"], event["steps"]) == ("extended", 2, [2, 5])
-    assert sentences([event]) == ["extended after step 2 from 2 to 5 steps"]
-    assert commands(manifest) == [manifest["command"], event["command"]]
+    assert format_events([event]) == ["extended after step 2 from 2 to 5 steps"]
+    assert list_commands(manifest) == [manifest["command"], event["command"]]
     with pytest.raises(RunError, match="it would start now"):
         merging.resume(interrupted)  # it goes on to step 5, and asks for nothing
 
@@ -65,9 +65,9 @@ def test_under_a_decay_the_steps_taken_keep_their_rates(kind: str, interrupted: 
     short = rates(interrupted)
     extend(interrupted, 4)
     whole = load_pipeline(interrupted / "pipeline.yaml").trainer.model_copy(update={"extended": ()})
-    assert rates(interrupted) == [*short, *(learning_rate(whole).at(step) for step in range(3, 7))]
+    assert rates(interrupted) == [*short, *(learning_rate(whole).rate_at_step(step) for step in range(3, 7))]
     (event,) = json.loads((interrupted / "manifest.json").read_text())["lineage"]
-    assert sentences([event])[0].endswith(f"up to there the {kind} decay was that of 2 steps")
+    assert format_events([event])[0].endswith(f"up to there the {kind} decay was that of 2 steps")
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear"])
@@ -87,7 +87,7 @@ def test_a_kill_between_manifest_and_pipeline_loses_no_extension(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
         with pytest.raises(InterruptedError):
-            merging.extend(interrupted, longer(RunPaths(interrupted), 3)).carry_out()
+            merging.extend(interrupted, plan_extension(RunPaths(interrupted), 3)).carry_out()
     with pytest.raises(RunError, match="it would start now"):
         merging.resume(interrupted)
     assert not RunPaths(interrupted).next_pipeline.exists()
@@ -103,19 +103,19 @@ def test_a_kill_between_manifest_and_pipeline_loses_no_extension(
 def test_the_rates_of_a_run_that_was_extended_twice_and_of_its_branch(world: Any) -> None:
     world.data["trainer"] |= {"steps": 4, "lr_scheduler_type": "linear"}
     config = load_pipeline(world.write())
-    twice = Longer(more=6, at=7).pipeline(Longer(more=4, at=4).pipeline(config)).trainer
+    twice = Extension(more=6, at=7).extended_pipeline(Extension(more=4, at=4).extended_pipeline(config)).trainer
     assert [(one.at, one.steps) for one in twice.extended] == [(4, 4), (7, 8)] and twice.steps == 14
     # A branch that starts at step 2 has taken steps whose decay would have ended at step 4.
-    early = Longer(more=6, at=3).pipeline(Longer(more=4, at=4).pipeline(config))
+    early = Extension(more=6, at=3).extended_pipeline(Extension(more=4, at=4).extended_pipeline(config))
     assert [(one.at, one.steps) for one in early.trainer.extended] == [(3, 4)]
-    validate(PipelineConfig, early.model_dump(mode="json"), "pipeline.yaml")
+    validate_section(PipelineConfig, early.model_dump(mode="json"), "pipeline.yaml")
 
 
 def test_the_same_command_again_does_not_add_its_steps_twice(interrupted: Path) -> None:
     extend(interrupted, 3)
     before = files(interrupted)
     with pytest.raises(RunDirError, match=r"extended to 5 steps and has come to step 2\n.*\n.*--resume"):
-        merging.extend(interrupted, longer(RunPaths(interrupted), 3))
+        merging.extend(interrupted, plan_extension(RunPaths(interrupted), 3))
     assert files(interrupted) == before
 
 
@@ -123,7 +123,7 @@ def test_without_a_checkpoint_a_run_cannot_be_made_longer(interrupted: Path) -> 
     for step in (1, 2):
         (interrupted / "checkpoints" / f"step-{step:06d}").rename(interrupted / f"away-{step}")
     with pytest.raises(RunDirError, match="found:  no checkpoint"):
-        longer(RunPaths(interrupted), 3)
+        plan_extension(RunPaths(interrupted), 3)
 
 
 def test_a_round_cannot_be_made_longer(interrupted: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_round_cannot_be_made_longer(interrupted: Path) -> None:
         root.mkdir(exist_ok=True)
         (root / "pipeline.yaml").touch()
         with pytest.raises(RunDirError, match="a merge in several rounds"):
-            longer(RunPaths(root), 3)
+            plan_extension(RunPaths(root), 3)
 
 
 def test_a_branch_has_only_the_past_of_its_start() -> None:

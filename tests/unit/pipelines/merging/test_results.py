@@ -12,13 +12,13 @@ import pytest
 from opd.config import load_pipeline
 from opd.live.displays import Silence
 from opd.live.progress import RunReporter
-from opd.records.scores import DomainScore, Evaluation, combined
+from opd.records.scores import DomainScore, Evaluation, combine_evaluations
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from pipelines.evaluation.lm_eval import lm_eval_text
 from pipelines.inputs.read import as_teacher, read_inputs
-from pipelines.merging.results import of_merged, take_back, trained
-from pipelines.merging.run import Run, _before_and_experts
+from pipelines.merging.results import of_merged, take_back, trained_so_far
+from pipelines.merging.run import MergeRun, _before_and_experts
 
 SCORE = DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=6)
 
@@ -78,7 +78,7 @@ def test_what_monitors_saw_in_steps_that_are_taken_again_is_of_the_past(
     monkeypatch.setattr("pipelines.merging.results.write_report", lambda root: {})
     ended.monitors.mkdir()
     for step in (7, 10, 20):
-        ended.alarms(step).write_text("{}")
+        ended.alarms_file(step).write_text("{}")
     take_back(ended, 10, 20)
     assert list(ended.alarms_by_step()) == [7, 10]
 
@@ -107,7 +107,7 @@ def test_a_finished_merge_keeps_everything(ended: RunPaths) -> None:
 def test_the_exam_of_a_merged_model_says_what_it_is_of(
     ended: RunPaths, tiny_model_dir: Path, expert_dirs: dict[str, Path]
 ) -> None:
-    found = of_merged(exam(), tiny_model_dir, *trained(ended.metrics))
+    found = of_merged(exam(), tiny_model_dir, *trained_so_far(ended.metrics))
     assert (found.step, found.tokens, set(found.weights)) == (20, 200, {"reverse", "upper"})
     other = of_merged(exam(), expert_dirs["up"], 20, 200)
     assert not set(found.weights.values()) & set(other.weights.values())
@@ -118,9 +118,9 @@ def test_the_exam_of_a_merged_model_says_what_it_is_of(
 def test_of_several_exams_each_domain_keeps_its_model() -> None:
     first = exam(step=20, tokens=200, weights={"reverse": "a", "upper": "a"})
     other = Evaluation(model="x", scores={"upper": SCORE}, step=0, tokens=0, weights={"upper": "b"})
-    found = combined([first, other], "both")
+    found = combine_evaluations([first, other], "both")
     assert (found.step, found.tokens, found.weights) == (None, None, {"reverse": "a", "upper": "b"})
-    assert combined([first, first], "both").step == 20
+    assert combine_evaluations([first, first], "both").step == 20
 
 
 class Measuring:
@@ -146,7 +146,7 @@ def test_student_and_experts_are_measured_again_if_the_file_is_of_others(world: 
     config = load_pipeline(world.write())
     paths = RunPaths(world.root / "run")
     paths.root.mkdir()
-    run = Run(config=config, inputs=read_inputs(config), paths=paths, identity={})
+    run = MergeRun(config=config, inputs=read_inputs(config), paths=paths, identity={})
     shown = Silence()
 
     def measure() -> list[str]:

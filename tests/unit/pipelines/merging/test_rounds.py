@@ -66,7 +66,7 @@ class Engines:
         self.signals_at = ""
         """The event at which somebody presses Ctrl-C."""
 
-    def session(self, run: merging.Run, checkpoint: Any, notices: Any, signals: Any) -> dict[str, Any]:
+    def session(self, run: merging.MergeRun, checkpoint: Any, notices: Any, signals: Any) -> dict[str, Any]:
         config, inputs, paths = run.config, run.inputs, run.paths
         self._name, self._signals = paths.root.name, signals
         self.load(config.student.model)
@@ -148,9 +148,9 @@ def scores(accuracy: Mapping[str, float]) -> dict[str, DomainScore]:
 def engines(world: Any, monkeypatch: pytest.MonkeyPatch) -> Engines:
     world.data["rounds"] = 2
     found = Engines(world.root / "base")
-    monkeypatch.setattr(merging, "_session", found.session)
+    monkeypatch.setattr(merging, "_run_session", found.session)
     monkeypatch.setattr(rounds, "evaluate_models", found.elsewhere)
-    monkeypatch.setattr("opd.report.page.render", lambda *_: "")
+    monkeypatch.setattr("opd.report.page.render_page", lambda *_: "")
     return found
 
 
@@ -162,8 +162,8 @@ def run(world: Any) -> Callable[..., dict[str, Any]]:
         said.clear()
         root = world.root / "run"
         if resumed:
-            return rounds.reopen(root, None, overrides, wanted, said.append).carry_out()
-        return rounds.begin(load_pipeline(world.write()), root, said.append).carry_out()
+            return rounds.reopen_rounds(root, None, overrides, wanted, said.append).carry_out()
+        return rounds.begin_rounds(load_pipeline(world.write()), root, said.append).carry_out()
 
     return go
 
@@ -362,7 +362,7 @@ def test_inputs_that_change_while_a_round_goes_on_end_before_the_next(
     with pytest.raises(RunDirError, match="experts changed"):
         config = load_pipeline(world.root / "run" / "round-1" / "pipeline.yaml")
         whole: Any = SimpleNamespace(root=world.root / "run", tell=said.append)
-        rounds._begin(config, 1, plan["rounds"], whole, TERMINAL)
+        rounds._begin_round(config, 1, plan["rounds"], whole, TERMINAL)
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -414,7 +414,7 @@ def test_a_damaged_plan_is_named(engines: Engines, run: Callable[..., Any], worl
 def test_other_methods_take_one_round(target: str, engines: Engines, run: Callable[..., Any], world: Any) -> None:
     if target == "pipeline":
         with pytest.raises(ConfigError, match="rounds=1"):
-            jobs.plan(load_pipeline(world.write()), world.root / "x", ["opd"], None, None)
+            jobs.plan_jobs(load_pipeline(world.write()), world.root / "x", ["opd"], None, None)
         return
     run()
     with pytest.raises(RunDirError, match="run/round-1"):
@@ -517,7 +517,7 @@ def test_what_makes_another_exam(changed: dict[str, Any], same: bool, tmp_path: 
     paths = RunPaths(tmp_path)
     paths.evaluation.mkdir()
     for name in ("after", "expert"):
-        Evaluation(model=name, scores=scores({"d": 0.5})).save(paths.exam(name))
+        Evaluation(model=name, scores=scores({"d": 0.5})).save(paths.evaluation_file(name))
 
     def facts(**own: Any) -> dict[str, Any]:
         exam = changed.get("eval", {"holdout": 0.1})
@@ -552,13 +552,13 @@ def test_public_tasks_of_the_student_before_are_those_of_the_last_round(
     )
     session = engines.session
 
-    def with_tasks(run: merging.Run, *rest: Any) -> Any:
+    def with_tasks(run: merging.MergeRun, *rest: Any) -> Any:
         report = session(run, *rest)
         engines.event("tasks")
         lm_eval_merge(run.config, run.paths.model, run.paths.lm_eval)
         return report
 
-    monkeypatch.setattr(merging, "_session", with_tasks)
+    monkeypatch.setattr(merging, "_run_session", with_tasks)
     world.data["evaluate"] = {"lm_eval": ["gsm8k"]}
     engines.fail_at = "round-1: tasks"  # the report is there, the tasks are not
     with pytest.raises(RunError, match="killed"):

@@ -29,15 +29,15 @@ from opd.records.scores import DomainScore, Evaluation
 from opd.records.types import Teacher
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
-from opd.settings.yaml_files import validate
+from opd.settings.yaml_files import validate_section
 from pipelines.evaluation import lm_eval
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.inputs.read import read_inputs
 from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
 from pipelines.merging.changes import refuse_changed_inputs
-from pipelines.merging.manifest import manifest_of, resolved
-from pipelines.merging.run import Run, _before_and_experts, _export, _leave_early, _refuse_fewer_steps
+from pipelines.merging.manifest import manifest_of, resolve_pipeline
+from pipelines.merging.run import MergeRun, _before_and_experts, _export_model, _leave_early, _refuse_fewer_steps
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ def test_a_resume_needs_neither_the_current_directory_nor_a_guess(
     mixed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     config = load_pipeline(mixed.write())
-    data = resolved(config, read_inputs(config))
+    data = resolve_pipeline(config, read_inputs(config))
     assert {n: e["base"] for n, e in data["experts"].items()} == {"rev": None, "up": str(mixed.root / "base")}
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    again = read_inputs(validate(PipelineConfig, data, "pipeline.yaml"))
+    again = read_inputs(validate_section(PipelineConfig, data, "pipeline.yaml"))
     assert again.teachers["upper"].adapter_dir == mixed.root / "adapters" / "up"
 
 
@@ -178,7 +178,7 @@ def test_a_run_that_began_meanwhile_is_not_replaced(world: Any, monkeypatch: pyt
 
 
 def test_a_run_that_begins_clears_what_killed_commands_left_and_no_more(world: Any) -> None:
-    number, start, namespace = leftovers.mark().split("-")
+    number, start, namespace = leftovers.driver_mark().split("-")
     gone = world.root / f".tmp-run-{2**22 + 1}-{start}-{namespace}"  # above the largest number of a process
     elsewhere = world.root / f".tmp-run-{number}-{start}-{int(namespace) + 1}"
     for directory in (gone, elsewhere):
@@ -195,8 +195,8 @@ def test_a_resume_finds_local_tasks_and_verifiers_from_anywhere(world: Any, monk
     world.data["evaluate"] = {"lm_eval": ["gsm8k", "tasks/mine.yaml"]}
     world.data["domains"]["upper"]["eval"]["verifier"] = {"kind": "regex", "pattern": "(.*)"}
     config = load_pipeline(world.write())
-    data = yaml.safe_load(yaml.safe_dump(resolved(config, read_inputs(config))))
-    again = validate(PipelineConfig, data, "pipeline.yaml")
+    data = yaml.safe_load(yaml.safe_dump(resolve_pipeline(config, read_inputs(config))))
+    again = validate_section(PipelineConfig, data, "pipeline.yaml")
     assert again.evaluate.lm_eval.tasks == ["gsm8k", str(world.root / "tasks" / "mine.yaml")]
     assert again.domains["upper"].eval.verifier == config.domains["upper"].eval.verifier  # type: ignore[union-attr]
 
@@ -224,7 +224,7 @@ class Measuring:
 def test_student_and_experts_are_measured_once_in_a_run(world: Any) -> None:
     config = load_pipeline(world.write())
     paths = RunPaths(world.root / "run")
-    run = Run(config=config, inputs=read_inputs(config), paths=paths, identity={})
+    run = MergeRun(config=config, inputs=read_inputs(config), paths=paths, identity={})
     paths.root.mkdir()
     shown = Silence()
 
@@ -315,7 +315,7 @@ def test_a_death_that_a_step_cannot_mend_starts_all_again_from_the_last_checkpoi
             raise WorkerDied(f"trainer rank 0: death {len(seen)}")
         return {"steps": 2}
 
-    monkeypatch.setattr(merging, "_session", session)
+    monkeypatch.setattr(merging, "_run_session", session)
     assert merging.resume(interrupted) == {"steps": 2}
     assert [step for step, _ in seen] == [2] * sessions
     for number, (_, notices) in enumerate(seen[1:], start=1):
@@ -331,7 +331,7 @@ def test_after_a_signal_no_worker_is_started_again(interrupted: Path, monkeypatc
         signals.number = signal.SIGTERM
         raise WorkerDied("rollout worker 0: ended")
 
-    monkeypatch.setattr(merging, "_session", session)
+    monkeypatch.setattr(merging, "_run_session", session)
     told = r"last checkpoint of step 2; go on with .* no worker is started again: rollout worker 0: ended$"
     with pytest.raises(Interrupted, match=told) as ended:
         merging.resume(interrupted)
@@ -346,7 +346,7 @@ def test_too_many_deaths_end_the_run_with_the_last_one(interrupted: Path, monkey
         died.append(1)
         raise WorkerDied(f"rollout worker 0: death {len(died)}")
 
-    monkeypatch.setattr(merging, "_session", session)
+    monkeypatch.setattr(merging, "_run_session", session)
     with pytest.raises(RunError, match="death 2"):
         merging.resume(interrupted, overrides=["cluster.max_restarts=1"])
     assert len(died) == 2
@@ -361,7 +361,7 @@ def test_a_worker_that_fails_to_start_twice_for_one_reason_ends_the_run(
     def session(*_: Any) -> Any:
         raise WorkerDied(f"rollout worker 0: (pid={next(pids)}) died", start_error=next(reasons))
 
-    monkeypatch.setattr(merging, "_session", session)
+    monkeypatch.setattr(merging, "_run_session", session)
     with pytest.raises(RunError, match="pid=3"):
         merging.resume(interrupted, overrides=["cluster.max_restarts=8"])
 
@@ -373,14 +373,14 @@ def test_another_failure_is_not_tried_again(interrupted: Path, monkeypatch: pyte
         tried.append(1)
         raise RunError("step 3: gradient norm nan")
 
-    monkeypatch.setattr(merging, "_session", session)
+    monkeypatch.setattr(merging, "_run_session", session)
     with pytest.raises(RunError, match="gradient norm nan"):
         merging.resume(interrupted)
     assert len(tried) == 1
 
 
 def test_a_run_records_how_it_was_called_and_what_it_is_made_of(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "_session", lambda *_: {})
+    monkeypatch.setattr(merging, "_run_session", lambda *_: {})
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/opd", "merge", "pipeline.yaml", "--set", "name=a b"])
     merging.start(load_pipeline(world.write()), world.root / "run")
     manifest = json.loads((world.root / "run" / "manifest.json").read_text())
@@ -407,7 +407,7 @@ def test_an_adapter_is_left_beside_the_model_if_it_is_wanted(world: Any, wanted:
     config, paths = load_pipeline(world.write()), RunPaths(world.root / "run")
     paths.root.mkdir()
     parts: Any = SimpleNamespace(trainer=Exporting())
-    _export(parts, Run(config=config, inputs=read_inputs(config), paths=paths, identity={}))
+    _export_model(parts, MergeRun(config=config, inputs=read_inputs(config), paths=paths, identity={}))
     assert (paths.model / "model.safetensors").read_text() == "merged" and (paths.model / "tokenizer.json").is_file()
     assert sorted(p.name for p in paths.root.iterdir()) == (["adapter", "model"] if wanted == "adapter" else ["model"])
     if wanted == "adapter":
@@ -420,23 +420,23 @@ def test_directories_named_like_tokenizer_files_do_not_cost_the_model(world: Any
     config, paths = load_pipeline(world.write()), RunPaths(world.root / "run")
     paths.root.mkdir()
     parts: Any = SimpleNamespace(trainer=Exporting())
-    _export(parts, Run(config=config, inputs=read_inputs(config), paths=paths, identity={}))
+    _export_model(parts, MergeRun(config=config, inputs=read_inputs(config), paths=paths, identity={}))
     assert {"model.safetensors", "tokenizer.json", "README.md"} <= {p.name for p in paths.model.iterdir()}
 
 
 def test_a_student_that_was_moved_away_leaves_the_merged_weights(world: Any) -> None:
     config, paths = load_pipeline(world.write()), RunPaths(world.root / "run")
-    run = Run(config=config, inputs=read_inputs(config), paths=paths, identity={})
+    run = MergeRun(config=config, inputs=read_inputs(config), paths=paths, identity={})
     paths.root.mkdir()
     student = world.root / "base"
     student.rename(student.with_name("elsewhere"))
     parts: Any = SimpleNamespace(trainer=Exporting())
     with pytest.raises(RunError, match="no tokenizer files") as error:
-        _export(parts, run)
+        _export_model(parts, run)
     kept = next(path for path in paths.root.rglob("model.safetensors"))
     assert kept.read_text() == "merged" and str(kept.parent) in str(error.value)
     student.with_name("elsewhere").rename(student)
-    _export(parts, run)
+    _export_model(parts, run)
     assert [p.name for p in paths.root.iterdir()] == ["model"]
 
 

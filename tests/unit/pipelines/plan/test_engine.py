@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pipelines.plan.cost import Seconds
-from pipelines.plan.engine import EngineCost, write
+from pipelines.plan.engine import EngineCost, simulate_writing
 
 COST = EngineCost(
     prefill=lambda tokens: Seconds(compute=tokens),
@@ -40,12 +40,12 @@ def test_events_take_as_long_as_steps(slots: int) -> None:
     chance = random.Random(slots)
     lengths = [chance.randint(1, 40) for _ in range(25)]
     spent, steps = slowly(7, lengths, slots)
-    wrote = write(7, [[length] for length in lengths], slots, COST)
+    wrote = simulate_writing(7, [[length] for length in lengths], slots, COST)
     assert wrote.steps == steps
     assert wrote.spent.parts() == pytest.approx(spent.parts())
     assert wrote.sequences == pytest.approx(sum(lengths) / steps)
 
 
 def test_a_prompt_is_read_once_for_its_responses() -> None:
-    wrote = write(7, [[3, 3], [3, 3]], 8, COST)
+    wrote = simulate_writing(7, [[3, 3], [3, 3]], 8, COST)
     assert wrote.spent.compute == 2 * 7 and wrote.steps == 3

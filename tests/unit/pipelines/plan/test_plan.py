@@ -14,50 +14,50 @@ from typer.testing import CliRunner
 from cli import app
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
-from pipelines.catalog import find, planned
+from pipelines.catalog import find_pipeline, shipped_plans
 from pipelines.inputs.idle_gpus import refuse_idle_gpus
-from pipelines.inputs.memory import estimate
+from pipelines.inputs.memory import estimate_memory
 from pipelines.inputs.read import read_inputs
 from pipelines.plan import measure
 from pipelines.plan.models import read_models
-from pipelines.plan.plan import Plan, make_plan
+from pipelines.plan.plan import MergePlan, make_plan
 from pipelines.plan.shapes import read_shape
 from pipelines.plan.spec import ClusterSpec, load_spec, shipped_specs, with_lengths
-from pipelines.plan.tables import short, tables
+from pipelines.plan.tables import format_short, plan_tables
 
 PLANS = Path(__file__).parents[4] / "docs" / "results" / "plans.json"
 SHIPPED = {"merge-7b": "8-gpus", "merge-70b": "32-gpus", "merge-744b": "256-gpus"}
 
 
-def plan(name: str, cluster: str, changes: Sequence[str] = (), **sections: Any) -> Plan:
-    config = load_pipeline(find(name), list(changes))
+def plan(name: str, cluster: str, changes: Sequence[str] = (), **sections: Any) -> MergePlan:
+    config = load_pipeline(find_pipeline(name), list(changes))
     data = load_spec(cluster).model_dump()
     return make_plan(config, ClusterSpec.model_validate(data | {k: data[k] | v for k, v in sections.items()}))
 
 
-def seconds(made: Plan) -> dict[str, float]:
+def seconds(made: MergePlan) -> dict[str, float]:
     return {phase.name: phase.seconds for phase in made.phases}
 
 
-def held(made: Plan, role: str) -> dict[str, float]:
+def held(made: MergePlan, role: str) -> dict[str, float]:
     return {one.part: one.nbytes for one in made.memory if one.role == role}
 
 
 @pytest.fixture(scope="module")
-def shipped() -> dict[str, Plan]:
+def shipped() -> dict[str, MergePlan]:
     return {name: plan(name, cluster) for name, cluster in SHIPPED.items()}
 
 
-def test_every_shipped_plan_fits_and_stands_among_the_results(shipped: dict[str, Plan]) -> None:
+def test_every_shipped_plan_fits_and_stands_among_the_results(shipped: dict[str, MergePlan]) -> None:
     """A formula or a rate that changes has to be seen: `python docs/make_reference.py` writes the file anew."""
-    assert set(planned()) == set(SHIPPED) and set(SHIPPED.values()) < set(shipped_specs())
+    assert set(shipped_plans()) == set(SHIPPED) and set(SHIPPED.values()) < set(shipped_specs())
     recorded = json.loads(PLANS.read_text(encoding="utf-8"))
     for name, made in shipped.items():
         assert made.fits, name
-        assert {one.title: [list(row) for row in one.rows] for one in tables(made)} == recorded[name], name
+        assert {one.title: [list(row) for row in one.rows] for one in plan_tables(made)} == recorded[name], name
 
 
-def test_744_billion_in_two_days(shipped: dict[str, Plan]) -> None:
+def test_744_billion_in_two_days(shipped: dict[str, MergePlan]) -> None:
     """Machines pass the weights on; rank 0 is slower, which copies all of them twice, as text on the page says."""
     made = shipped["merge-744b"]
     pushed = seconds(made)["sync"]
@@ -72,7 +72,7 @@ def test_744_billion_in_two_days(shipped: dict[str, Plan]) -> None:
     assert made.hours == pytest.approx(made.steps * made.step_s / 3600)
 
 
-def test_a_rank_holds_its_share_of_18_bytes_a_parameter(shipped: dict[str, Plan]) -> None:
+def test_a_rank_holds_its_share_of_18_bytes_a_parameter(shipped: dict[str, MergePlan]) -> None:
     made = shipped["merge-70b"]
     rank = held(made, "trainer rank")
     state = rank["weights"] + rank["gradients"] + rank["optimiser"]
@@ -80,13 +80,13 @@ def test_a_rank_holds_its_share_of_18_bytes_a_parameter(shipped: dict[str, Plan]
     summed = "gradients on their way to the sum over ranks"
     assert (rank[summed], held(shipped["merge-7b"], "trainer rank")[summed]) == (4 * 100_000_000, 4 * 500_000_000)
     assert held(made, "rollout engine")["weights"] == pytest.approx(2 * 70_553_706_496 / 8)
-    layer = read_models(load_pipeline(find("merge-744b"))).student
+    layer = read_models(load_pipeline(find_pipeline("merge-744b"))).student
     experts = 256 * 3 * 6144 * 2048
     assert layer.body.largest == experts
     assert held(shipped["merge-744b"], "trainer rank")["gathered weights"] == 2 * experts
 
 
-def test_bytes_of_a_step(shipped: dict[str, Plan]) -> None:
+def test_bytes_of_a_step(shipped: dict[str, MergePlan]) -> None:
     made = shipped["merge-7b"]
     sent = {one.what: one.nbytes for one in made.traffic}
     assert sent["new weights"] == 8 * 2 * 7_615_616_512
@@ -148,7 +148,7 @@ def test_new_weights_through_shared_memory_stay_on_one_machine() -> None:
     with pytest.raises(ConfigError, match=r"set sync\.kind to network"):
         plan("merge-70b", "32-gpus", ["sync.kind=shared_memory"])
 
-    def beside(devices: int) -> Plan:
+    def beside(devices: int) -> MergePlan:
         engine, scorer = {"workers": 1, "devices": devices}, {"workers": 1}
         own = {"placement": {"shared": False, "ranks": 8, "rollout": engine, "teachers": scorer}}
         return plan("merge-7b", "32-gpus", ["rollout.sleep=false"], **own)
@@ -178,12 +178,12 @@ def test_a_divided_teacher_takes_as_long_as_on_one_gpu() -> None:
     assert passes == pytest.approx(round(passes)) and passes > 20 * 100
 
 
-def test_what_a_merge_refuses_is_not_planned(shipped: dict[str, Plan]) -> None:
+def test_what_a_merge_refuses_is_not_planned(shipped: dict[str, MergePlan]) -> None:
     for name in shipped:
-        refuse_idle_gpus(load_pipeline(find(name)))
+        refuse_idle_gpus(load_pipeline(find_pipeline(name)))
     data = load_spec("8-gpus").model_dump() | {"placement": None}
     with pytest.raises(ConfigError, match=r"cluster\.teacher_gpus"):
-        config = load_pipeline(find("merge-7b"), ["cluster.teacher_gpus=8"])
+        config = load_pipeline(find_pipeline("merge-7b"), ["cluster.teacher_gpus=8"])
         make_plan(config, ClusterSpec.model_validate(data))
 
 
@@ -197,14 +197,14 @@ def test_a_machine_more_costs_a_buckets_time() -> None:
 
     one, two, five = map(pushed, (1, 2, 5))
     spec = load_spec("8-gpus")
-    numbers = read_models(load_pipeline(find("merge-7b"))).student
+    numbers = read_models(load_pipeline(find_pipeline("merge-7b"))).student
     bucket = 2 * numbers.head
     link = spec.factors.link.share
     each = 4.01 / 4 * bucket / (spec.links.between * link) + 2 * bucket / (spec.links.load * link)
     assert two - one == pytest.approx(each, rel=0.1) and five - one == pytest.approx(4 * (two - one))
 
 
-def test_a_push_over_the_network_reaches_each_machine_once(shipped: dict[str, Plan]) -> None:
+def test_a_push_over_the_network_reaches_each_machine_once(shipped: dict[str, MergePlan]) -> None:
     sent = {one.what: one for one in shipped["merge-70b"].traffic}["new weights"]
     assert sent.nbytes == pytest.approx(3 * 4.01 / 4 * 2 * 70_553_706_496) and "object store" in sent.link
     assert not any("push" in note for note in shipped["merge-70b"].notes)
@@ -255,8 +255,8 @@ def test_a_student_that_leaves_no_room_for_a_sequence_is_planned_too(name: str) 
 def test_the_sum_is_that_of_opd_check(world: Any) -> None:
     """A merge that is on disk: the plan's sum, from configs alone, is the check's, from weights."""
     config = load_pipeline(world.write())
-    wanted = {need.what: need.nbytes for need in estimate(config, read_inputs(config))}
-    found = {need.what: need.nbytes for need in estimate(config, read_models(config).inputs)}
+    wanted = {need.what: need.nbytes for need in estimate_memory(config, read_inputs(config))}
+    found = {need.what: need.nbytes for need in estimate_memory(config, read_models(config).inputs)}
     processes = "processes, Ray and prompts"
     assert {k: v for k, v in found.items() if k != processes} == {k: v for k, v in wanted.items() if k != processes}
     made = make_plan(config, load_spec("two-cores"))
@@ -367,11 +367,11 @@ def test_a_mixture_and_a_large_layer_are_not_measured(name: str) -> None:
 
 
 def test_numbers_are_short() -> None:
-    assert [short(value) for value in (0, 999, 999.9, 7_615_616_512)] == ["0 ", "999 ", "1 k", "7.62 G"]
+    assert [format_short(value) for value in (0, 999, 999.9, 7_615_616_512)] == ["0 ", "999 ", "1 k", "7.62 G"]
 
 
 def test_a_lora_student_trains_and_pushes_less() -> None:
-    data = load_pipeline(find("merge-7b")).model_dump()
+    data = load_pipeline(find_pipeline("merge-7b")).model_dump()
     data["student"]["lora"] = {"r": 16}
     made = make_plan(PipelineConfig.model_validate(data), load_spec("8-gpus"))
     whole = plan("merge-7b", "8-gpus")

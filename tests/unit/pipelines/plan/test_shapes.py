@@ -87,7 +87,7 @@ def test_an_indexer_limits_what_a_token_looks_at() -> None:
 
 def test_adapters_are_two_matrices_for_each_target() -> None:
     small = read_shape(Path("models/qwen2.5-7b"))
-    trained, pushed = small.lora(8, ["q_proj", "v_proj"])
+    trained, pushed = small.lora_numbers(8, ["q_proj", "v_proj"])
     assert trained == 28 * 8 * (3584 + 3584 + 3584 + 512)
     assert pushed == 28 * 3584 * (3584 + 512)
 
@@ -115,11 +115,11 @@ def test_adapters_of_all_linear_modules_are_those_of_transformers(kind: str) -> 
 
 def test_targets_may_be_the_ends_of_full_names() -> None:
     large = read_shape(Path("models/llama-3-70b"))
-    every, _ = large.lora(8, ["q_proj"])
-    assert large.lora(8, ["self_attn.q_proj"])[0] == every
-    assert large.lora(8, ["10.self_attn.q_proj", "layers.3.self_attn.q_proj"])[0] == 2 * every // 80
-    assert large.lora(8, ["0.self_attn.q_proj"])[0] == every // 80
-    assert large.lora(8, ["mlp.q_proj"]) == (0, 0)
+    every, _ = large.lora_numbers(8, ["q_proj"])
+    assert large.lora_numbers(8, ["self_attn.q_proj"])[0] == every
+    assert large.lora_numbers(8, ["10.self_attn.q_proj", "layers.3.self_attn.q_proj"])[0] == 2 * every // 80
+    assert large.lora_numbers(8, ["0.self_attn.q_proj"])[0] == every // 80
+    assert large.lora_numbers(8, ["mlp.q_proj"]) == (0, 0)
 
 
 @pytest.mark.parametrize(("kind", "window"), [("mistral", 64), ("phi3", 64), ("qwen2", None)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from opd.errors import ConfigError
-from pipelines.propose.given import Flags, by_expert, complete, experts_of, name_of
+from pipelines.propose.given import Flags, by_expert, complete_flags, experts_of, name_of
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_the_home_directory_is_found_where_a_shell_leaves_it(here: Path, monkeyp
     monkeypatch.setenv("HOME", str(here))
     assert experts_of(["exact=~/math"]) == {"exact": here / "math"}
     flags = Flags(student=Path("base"), experts=("exact=~/math",), prompts=("exact=~/math.csv",), bases=("~/base",))
-    (expert,) = complete(flags, None, lambda _: None).experts.values()
+    (expert,) = complete_flags(flags, None, lambda _: None).experts.values()
     assert expert.prompts == here / "math.csv"
 
 
@@ -102,7 +102,7 @@ def answers(*given: str) -> Callable[[str, str], str]:
 def test_what_no_flag_says_is_asked_until_it_is_right() -> None:
     told: list[str] = []
     asked = answers("bas", "base", "math", "low", "law", "", "other.csv", "other.parquet", "law-train.jsonl")
-    given = complete(Flags(), asked, told.append)
+    given = complete_flags(Flags(), asked, told.append)
     assert given.student == Path("base")
     assert {name: (e.model, e.prompts) for name, e in given.experts.items()} == {
         "math": (Path("math"), Path("other.parquet")),
@@ -113,7 +113,7 @@ def test_what_no_flag_says_is_asked_until_it_is_right() -> None:
 
 def test_what_flags_say_is_not_asked() -> None:
     flags = Flags(student=Path("base"), experts=("math", "law"), prompts=("law=other.parquet",))
-    given = complete(flags, answers("math.csv"), lambda line: None)
+    given = complete_flags(flags, answers("math.csv"), lambda line: None)
     assert given.experts["math"].prompts == Path("math.csv") and given.experts["law"].prompts == Path("other.parquet")
 
 
@@ -133,5 +133,5 @@ def test_what_flags_say_is_not_asked() -> None:
 )
 def test_what_is_missing_without_a_terminal_is_refused(flags: Flags, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        complete(flags, None, lambda line: None)
+        complete_flags(flags, None, lambda line: None)
     assert all(word in str(error.value) for word in words), str(error.value)

@@ -21,8 +21,8 @@ import pipelines.propose.machine
 from cli import app
 from opd.config import load_pipeline
 from opd.config.prompts import PromptsConfig
-from pipelines.catalog import shipped
-from pipelines.inputs.memory import estimate, shortage
+from pipelines.catalog import shipped_pipelines
+from pipelines.inputs.memory import describe_shortage, estimate_memory
 from pipelines.inputs.read import read_inputs
 from pipelines.propose.machine import Machine
 from pipelines.propose.shipped import RECIPES
@@ -79,7 +79,7 @@ def test_one_command_writes_a_pipeline_that_a_merge_accepts(three: Path) -> None
 
     config = load_pipeline(three / "pipeline.yaml")
     inputs = read_inputs(config)
-    assert shortage(config, estimate(config, inputs), LAPTOP.memory) is None
+    assert describe_shortage(config, estimate_memory(config, inputs), LAPTOP.memory) is None
     assert list(inputs.experts) == list(inputs.prompts) == ["rev", "up", "low"]
     assert inputs.experts["low"].adapter is not None and inputs.experts["low"].info.path == str(three / "base")
     assert {name: len(exam.prompts) for name, exam in inputs.exams.items()} == {
@@ -174,13 +174,13 @@ def test_texts_are_said_by_a_user_if_the_template_has_words(three: Path) -> None
 def test_a_merge_that_is_too_large_is_made_smaller(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert opd(*THREE, *FILES).exit_code == 0
     config = load_pipeline(three / "pipeline.yaml")
-    needed = sum(need.nbytes for need in estimate(config, read_inputs(config)))
+    needed = sum(need.nbytes for need in estimate_memory(config, read_inputs(config)))
     small = Machine(cores=2, memory=needed - 1)
     monkeypatch.setattr("pipelines.propose.machine.this_machine", lambda: small)
     assert opd(*THREE, *FILES, "--force").exit_code == 0
     config = load_pipeline(three / "pipeline.yaml")
     assert config.trainer.ranks == 1
-    assert shortage(config, estimate(config, read_inputs(config)), small.memory) is None
+    assert describe_shortage(config, estimate_memory(config, read_inputs(config)), small.memory) is None
     assert "made smaller until the merge fits into memory: one trainer rank" in (three / "pipeline.yaml").read_text()
 
 
@@ -188,7 +188,7 @@ def test_a_student_trains_adapters_if_it_is_said(three: Path) -> None:
     assert opd(*THREE, *FILES, "--lora").exit_code == 0
     config = load_pipeline(three / "pipeline.yaml")
     assert config.student.lora is not None and config.student.lora.r == 16 and config.trainer.lr == LORA_RATE
-    assert shortage(config, estimate(config, read_inputs(config)), LAPTOP.memory) is None
+    assert describe_shortage(config, estimate_memory(config, read_inputs(config)), LAPTOP.memory) is None
     assert "more memory than there is" not in (three / "pipeline.yaml").read_text()
 
 
@@ -326,7 +326,7 @@ def test_a_refusal_imports_nothing_heavy(three: Path) -> None:
 
 
 def test_every_shipped_pipeline_can_be_copied() -> None:
-    assert set(RECIPES) == set(shipped())
+    assert set(RECIPES) == set(shipped_pipelines())
     page = (ROOT / "docs" / "init.md").read_text()
     assert re.findall(r"^\| `([\w-]+)` \|", page.partition("## A shipped pipeline")[2], re.MULTILINE) == list(RECIPES)
 

@@ -8,7 +8,7 @@ import pytest
 
 from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError
-from teachers.flight.access import Endpoint, endpoint, read_roots, read_token
+from teachers.flight.access import ListenAddress, parse_endpoint, read_roots, read_token
 
 
 @pytest.fixture(autouse=True)
@@ -29,42 +29,42 @@ Files = tuple[Path, Path]
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:8815", "[::1]:8815"])
 def test_on_this_machine_everything_is_optional(listen: str, certificate: Files, token_file: Path) -> None:
-    bare = endpoint(listen, None, None, None)
+    bare = parse_endpoint(listen, None, None, None)
     assert (bare.tls, bare.token) == (None, None)
-    full = endpoint(listen, *certificate, token_file)
+    full = parse_endpoint(listen, *certificate, token_file)
     assert (full.token, full.tls and full.tls.key) == ("s3cret", certificate[1].read_bytes())
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "teachers.example:1", "127.0.0.2:1"])
 def test_other_machines_need_tls_and_a_token(listen: str, certificate: Files, token_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"without TLS and a token\n"):
-        endpoint(listen, None, None, None)
+        parse_endpoint(listen, None, None, None)
     with pytest.raises(ConfigError, match=r"without TLS\n"):
-        endpoint(listen, None, None, token_file)
+        parse_endpoint(listen, None, None, token_file)
     with pytest.raises(ConfigError, match=r"without a token\n"):
-        endpoint(listen, *certificate, None)
-    assert endpoint(listen, *certificate, token_file).token == "s3cret"
+        parse_endpoint(listen, *certificate, None)
+    assert parse_endpoint(listen, *certificate, token_file).token == "s3cret"
 
 
 def test_the_token_may_come_from_the_environment(certificate: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPD_TEACHERS_TOKEN", "by-env")
-    assert endpoint("0.0.0.0:1", *certificate, None).token == "by-env"
+    assert parse_endpoint("0.0.0.0:1", *certificate, None).token == "by-env"
     monkeypatch.setenv("OPD_TEACHERS_TOKEN", "")
     with pytest.raises(ConfigError, match="OPD_TEACHERS_TOKEN\n  found:  an empty token"):
-        endpoint("0.0.0.0:1", *certificate, None)
+        parse_endpoint("0.0.0.0:1", *certificate, None)
 
 
 @pytest.mark.parametrize("listen", ["", "8815", ":8815", "127.0.0.1", "127.0.0.1:", "::1:8815", "a b:1", "h:65536"])
 def test_what_is_no_address(listen: str) -> None:
     with pytest.raises(ConfigError, match=r"--listen\n"):
-        endpoint(listen, None, None, None)
+        parse_endpoint(listen, None, None, None)
 
 
 def test_half_a_certificate_is_refused(certificate: Files, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one of the two"):
-        endpoint("127.0.0.1:0", certificate[0], None, None)
+        parse_endpoint("127.0.0.1:0", certificate[0], None, None)
     with pytest.raises(ConfigError, match=r"--tls-key\n.*nowhere"):
-        endpoint("127.0.0.1:0", certificate[0], tmp_path / "nowhere", None)
+        parse_endpoint("127.0.0.1:0", certificate[0], tmp_path / "nowhere", None)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o620])
@@ -90,12 +90,12 @@ def test_no_token_and_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_the_url_is_what_a_pipeline_needs(certificate: Files) -> None:
-    def url(door: Endpoint) -> str:
+    def url(door: ListenAddress) -> str:
         return door.url(7)
 
-    assert url(endpoint("127.0.0.1:0", None, None, None)) == "grpc://127.0.0.1:7"
-    assert url(endpoint("[::1]:0", *certificate, None)) == "grpc+tls://[::1]:7"
-    for door in (endpoint("127.0.0.1:0", None, None, None), endpoint("[::1]:0", *certificate, None)):
+    assert url(parse_endpoint("127.0.0.1:0", None, None, None)) == "grpc://127.0.0.1:7"
+    assert url(parse_endpoint("[::1]:0", *certificate, None)) == "grpc+tls://[::1]:7"
+    for door in (parse_endpoint("127.0.0.1:0", None, None, None), parse_endpoint("[::1]:0", *certificate, None)):
         roots = certificate[0] if door.tls else None
         FlightTeachers(engine="flight", address=url(door), tls_root_certs=roots)
 

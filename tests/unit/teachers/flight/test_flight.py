@@ -28,11 +28,11 @@ from opd.models.heads import HeadSource
 from opd.records.types import Rollout, Teacher, WeightedTeacher
 from opd.stream.rollouts import SCHEMA
 from opd.stream.schema import PartRecord, TargetRow, read_stream, write_stream
-from opd.stream.targets import Part
+from opd.stream.targets import StreamPart
 from pipelines.specs import flight_spec, pool_spec, scorer_options
 from teachers.flight import client as flight_client
 from teachers.flight import protocol
-from teachers.flight.access import Endpoint, endpoint
+from teachers.flight.access import ListenAddress, parse_endpoint
 from teachers.flight.client import FlightPool
 from teachers.flight.server import PoolServer, make_hello
 from teachers.pool import Pool
@@ -117,11 +117,11 @@ def serve() -> Iterator[Callable[..., Served]]:
         routes: Routes,
         *,
         hello: dict[str, Any] | None = None,
-        door: Endpoint | None = None,
+        door: ListenAddress | None = None,
         busy_s: float = 30,
         **changes: Any,
     ) -> Served:
-        door, said = door or endpoint("127.0.0.1:0", None, None, None), []
+        door, said = door or parse_endpoint("127.0.0.1:0", None, None, None), []
         told = make_hello(scorer_options(config(**changes), VOCABULARY), routes, pool).model_copy(update=hello or {})
         server = PoolServer(pool, told, door, timeout_s=busy_s, say=said.append)
         running.append(server)
@@ -153,7 +153,7 @@ def score(pool: Any, rollouts: list[Rollout] = ROLLOUTS) -> Scored:
     targets = pool.score(rollouts)
     parts = []
     while (part := targets.take()) is not None:
-        parts.append(bytes(cluster.fetch(part.handle)))
+        parts.append(bytes(cluster.fetch_object(part.handle)))
     return Scored(parts, dict(targets.heads), dict(targets.quarantined), targets.rows)
 
 
@@ -299,9 +299,9 @@ def test_of_two_teachers_one_cannot_score(routes: Routes, tmp_path: Path, serve:
 
 
 @pytest.fixture
-def door(certificate: tuple[Path, Path], tmp_path: Path) -> Endpoint:
+def door(certificate: tuple[Path, Path], tmp_path: Path) -> ListenAddress:
     """TLS and a token."""
-    return endpoint("127.0.0.1:0", *certificate, write_token(tmp_path, TOKEN))
+    return parse_endpoint("127.0.0.1:0", *certificate, write_token(tmp_path, TOKEN))
 
 
 def write_token(root: Path, token: str) -> Path:
@@ -311,7 +311,7 @@ def write_token(root: Path, token: str) -> Path:
     return file
 
 
-def test_with_tls_and_token(routes: Routes, serve: Any, door: Endpoint, certificate: Any, tmp_path: Path) -> None:
+def test_with_tls_and_token(routes: Routes, serve: Any, door: ListenAddress, certificate: Any, tmp_path: Path) -> None:
     served = serve(local_pool(routes), routes, door=door)
     assert served.url.startswith("grpc+tls://127.0.0.1:")
     pool = remote(served.url, routes, tls_root_certs=certificate[0], token_file=write_token(tmp_path, TOKEN))
@@ -320,7 +320,7 @@ def test_with_tls_and_token(routes: Routes, serve: Any, door: Endpoint, certific
 
 @pytest.mark.parametrize("given", [None, "wrong", TOKEN[:-1], TOKEN + "x", TOKEN.upper()])
 def test_without_the_right_token_nothing_is_told(
-    given: str | None, routes: Routes, serve: Any, door: Endpoint, certificate: Any, tmp_path: Path,
+    given: str | None, routes: Routes, serve: Any, door: ListenAddress, certificate: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(flight_client, "RETRY_WAITS_S", (1000.0, 1000.0))  # a refusal is final
@@ -349,7 +349,7 @@ def test_without_the_right_token_nothing_is_told(
 
 
 def test_the_token_of_the_environment(
-    routes: Routes, serve: Any, door: Endpoint, certificate: Any, monkeypatch: pytest.MonkeyPatch
+    routes: Routes, serve: Any, door: ListenAddress, certificate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve(local_pool(routes), routes, door=door)
     monkeypatch.setenv("OPD_TEACHERS_TOKEN", TOKEN)
@@ -357,7 +357,7 @@ def test_the_token_of_the_environment(
 
 
 def test_a_server_with_another_certificate_is_not_believed(
-    routes: Routes, serve: Any, door: Endpoint, tmp_path: Path
+    routes: Routes, serve: Any, door: ListenAddress, tmp_path: Path
 ) -> None:
     from tests.conftest import build_certificate
 
@@ -414,7 +414,7 @@ def test_a_server_that_came_back_with_other_teachers_is_refused(routes: Routes, 
     pool = local_pool(routes)
     first = serve(pool, routes)
     scoring = remote(first.url, routes)
-    address = endpoint(first.url.removeprefix("grpc://"), None, None, None)
+    address = parse_endpoint(first.url.removeprefix("grpc://"), None, None, None)
     first.server.shutdown()
     again = serve(pool, routes, door=address)
     assert score(scoring).rows == 12, "the same teachers are welcome"
@@ -429,9 +429,9 @@ def test_rollouts_of_another_version_are_refused(routes: Routes, serve: Any, mon
     scoring = remote(serve(local_pool(routes), routes).url, routes)
     newer = SCHEMA.with_metadata({"opd.rollouts": "9"})
     monkeypatch.setattr(flight_client, "ROLLOUTS", newer)
-    encode = flight_client.rollout_batches
+    encode = flight_client.encode_batches
     monkeypatch.setattr(
-        flight_client, "rollout_batches", lambda r: (b.replace_schema_metadata(newer.metadata) for b in encode(r))
+        flight_client, "encode_batches", lambda r: (b.replace_schema_metadata(newer.metadata) for b in encode(r))
     )
     with pytest.raises(RunError, match="rollouts of version 9, wanted 3"):
         score(scoring)
@@ -454,8 +454,8 @@ class Answer:
     def __init__(self, parts: list[Any]) -> None:
         self._parts = parts
 
-    def take(self) -> Part | None:
-        return Part(handle=self._parts.pop(0), nbytes=1, samples=()) if self._parts else None
+    def take(self) -> StreamPart | None:
+        return StreamPart(handle=self._parts.pop(0), nbytes=1, samples=()) if self._parts else None
 
 
 class Tampered:
@@ -465,7 +465,7 @@ class Tampered:
         self, pool: Pool, change: Callable[[list[TargetRow]], list[TargetRow]], parts: Any = None, **record: Any
     ) -> None:
         self._pool, self._change, self._parts, self._record = pool, change, parts, record
-        self.heads, self.head, self.head_of = pool.heads, pool.head, pool.head_of
+        self.heads, self.head, self.head_of = pool.heads, pool.read_head, pool.head_of
 
     def score(self, rollouts: Any) -> Any:
         rows = self._change(
@@ -580,8 +580,8 @@ def test_an_answer_without_its_end_stops_the_run(
     if what == "slice":
         from teachers.flight import server
 
-        cut = server.slices
-        monkeypatch.setattr(server, "slices", lambda raw: list(cut(raw))[:-1])
+        cut = server.split_slices
+        monkeypatch.setattr(server, "split_slices", lambda raw: list(cut(raw))[:-1])
         words = "not a whole Arrow stream"
     else:
         exchange = PoolServer.do_exchange
@@ -733,14 +733,14 @@ class Wavering:
     def take(self) -> Any:
         if self.calls == 1 and self._taken == 1:
             raise flight.FlightUnavailableError("the line is dead")
-        part = self._targets.take()
+        part = self._targets.take_part()
         if part is None:
             return None
         self._taken += 1
-        found = read_stream(bytes(cluster.fetch(part.handle)))
+        found = read_stream(bytes(cluster.fetch_object(part.handle)))
         rows = [dataclasses.replace(row, answer=self._nudged(row.answer)) for row in found.rows]
         raw = np.frombuffer(write_stream(rows, found.dtype, found.payload, found.part), dtype=np.uint8)
-        return dataclasses.replace(part, handle=cluster.put(raw))
+        return dataclasses.replace(part, handle=cluster.put_object(raw))
 
     def _nudged(self, answer: Any) -> Any:
         return dataclasses.replace(answer, teacher_logprobs=[x - 1e-5 * self.calls for x in answer.teacher_logprobs])
@@ -802,7 +802,7 @@ class Slow:
 
     def __init__(self, pool: Pool, seconds: float) -> None:
         self._pool, self._seconds = pool, seconds
-        self.heads, self.head, self.head_of = pool.heads, pool.head, pool.head_of
+        self.heads, self.head, self.head_of = pool.heads, pool.read_head, pool.head_of
         self.inside = self.most = self.calls = 0
 
     def score(self, rollouts: Any) -> Any:
@@ -862,7 +862,11 @@ def test_a_client_that_left_is_not_scored_and_a_busy_server_says_so(routes: Rout
 
 def test_a_taken_address_is_an_error(routes: Routes, serve: Any) -> None:
     with pytest.raises(RunError, match=r"cannot serve at 192\.0\.2\.1:1: \S"):
-        serve(local_pool(routes), routes, door=Endpoint(address=protocol_address("192.0.2.1", 1), tls=None, token=None))
+        serve(
+            local_pool(routes),
+            routes,
+            door=ListenAddress(address=protocol_address("192.0.2.1", 1), tls=None, token=None),
+        )
 
 
 def protocol_address(host: str, port: int) -> Any:
@@ -876,7 +880,7 @@ class Large:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self.head_of, self.head = pool.head_of, pool.head
+        self.head_of, self.head = pool.head_of, pool.read_head
         self.calls = self.taken = 0
 
     def score(self, rollouts: Any) -> Any:
@@ -886,7 +890,7 @@ class Large:
     def take(self) -> Any:
         self.taken += 1
         raw = np.zeros(4 << 20, np.uint8)
-        return Part(handle=cluster.put(raw), nbytes=raw.nbytes, samples=()) if self.taken < 100 else None
+        return StreamPart(handle=cluster.put_object(raw), nbytes=raw.nbytes, samples=()) if self.taken < 100 else None
 
 
 def test_a_client_that_stops_reading_loses_its_turn(
@@ -897,7 +901,7 @@ def test_a_client_that_stops_reading_loses_its_turn(
     pool = Large(local_pool(routes))
     served = serve(pool, routes, busy_s=6)
     stuck = remote(served.url, routes)
-    reading = stuck._exchange(ROLLOUTS, flight.FlightCallOptions(timeout=60))
+    reading = stuck._exchange_rollouts(ROLLOUTS, flight.FlightCallOptions(timeout=60))
     assert len(next(reading)) == 4 << 20
     same_targets(score(remote(served.url, routes)), wanted)
     assert pool.taken < 30, "no faster than the client takes them"

@@ -17,13 +17,13 @@ from opd.errors import RunError
 from opd.records.environments import Tool
 from opd.records.types import Sampled
 from opd.rollouts.endpoint.messages import Call, Message
-from opd.rollouts.endpoint.server import Endpoint
-from opd.rollouts.endpoint.session import Session, Terms
+from opd.rollouts.endpoint.server import EndpointServer
+from opd.rollouts.endpoint.session import EndpointSession, Terms
 from opd.rollouts.episodes.chat import call_id
 from opd.rollouts.episodes.trace import Trace
 from opd.rollouts.episodes.turns import History
 from opd.tool_formats.hermes import Hermes
-from opd.tool_formats.records import Written
+from opd.tool_formats.records import WrittenCalls
 
 BEGIN, END = 1, 2
 """Tokens around a message; every other token is a letter."""
@@ -57,7 +57,7 @@ class Letters:
         return decode(turn)
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
-        found = Hermes().read(text, tools) if tools else Written((), text)
+        found = Hermes().read(text, tools) if tools else WrittenCalls((), text)
         calls = (Call(id=call_id(i), name=c.name, arguments=c.arguments) for i, c in enumerate(found.calls))
         return found.text, tuple(calls)
 
@@ -121,7 +121,7 @@ def terms(**changed: Any) -> Terms:
 class Served:
     """A session that is served, its trace, and how its clients find it."""
 
-    session: Session
+    session: EndpointSession
     trace: Trace
     environ: Mapping[str, str]
 
@@ -136,17 +136,17 @@ class Served:
         return {"base_url": self.environ["ANTHROPIC_BASE_URL"], "api_key": self.environ["ANTHROPIC_API_KEY"]}
 
 
-def serve(endpoint: Endpoint, engine: FakeEngine, **changed: Any) -> Served:
+def serve(endpoint: EndpointServer, engine: FakeEngine, **changed: Any) -> Served:
     trace = Trace(policy_version=engine.version)
-    session = Session(trace, engine, Letters(), terms(**changed))
-    return Served(session, trace, endpoint.open(session))
+    session = EndpointSession(trace, engine, Letters(), terms(**changed))
+    return Served(session, trace, endpoint.open_session(session))
 
 
 @asynccontextmanager
 async def serving(policy: Policy, step_s: float = 0.0, **changed: Any) -> AsyncIterator[tuple[Served, FakeEngine]]:
     """One session on an endpoint of its own."""
     engine = FakeEngine(policy, step_s)
-    async with Endpoint() as endpoint:
+    async with EndpointServer() as endpoint:
         served = serve(endpoint, engine, **changed)
         yield served, engine
         endpoint.close(served.session)

@@ -18,7 +18,7 @@ def test_random_turns_take_no_more_than_there_is(seed: int) -> None:
 
     async def turn(budget: Budget, wanted: int, needed: int) -> None:
         nonlocal sampled, cut
-        share = await budget.take(wanted)
+        share = await budget.reserve_tokens(wanted)
         try:
             await asyncio.sleep(0)
             if rng.random() < 0.2:
@@ -47,6 +47,6 @@ def test_random_turns_take_no_more_than_there_is(seed: int) -> None:
 def test_without_a_limit_nobody_waits() -> None:
     async def work() -> None:
         budget = Budget(None, lambda: 10**9)
-        assert [await budget.take(5) for _ in range(3)] == [5, 5, 5] and not budget.spent
+        assert [await budget.reserve_tokens(5) for _ in range(3)] == [5, 5, 5] and not budget.spent
 
     asyncio.run(asyncio.wait_for(work(), 10))

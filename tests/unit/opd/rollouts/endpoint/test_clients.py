@@ -10,7 +10,7 @@ import anthropic
 import openai
 import pytest
 
-from opd.rollouts.endpoint.server import Endpoint
+from opd.rollouts.endpoint.server import EndpointServer
 from tests.unit.opd.rollouts.endpoint.clients import Chat, ask_anthropic, ask_openai, echo, in_a_loop
 from tests.unit.opd.rollouts.endpoint.fakes import END, FakeEngine, Served, decode, serve, serving
 
@@ -219,7 +219,7 @@ def test_a_call_that_waits_for_tokens_goes_on_when_another_ends_without_any(gone
                 assert (await second)["content"] == "you said two" and engine.cancelled == 1
                 assert served.session.audit.sampled == len("you said two ")
                 return
-            served.session.end("foreign")
+            served.session.end_session("foreign")
             for refused in (first, second):
                 with pytest.raises(openai.PermissionDeniedError):
                     await refused
@@ -405,7 +405,7 @@ def test_other_tools_are_another_conversation() -> None:
 
 
 def test_sixty_four_sessions_at_once() -> None:
-    async def one(endpoint: Endpoint, engine: FakeEngine, number: int) -> Served:
+    async def one(endpoint: EndpointServer, engine: FakeEngine, number: int) -> Served:
         served = serve(endpoint, engine)
         chat: Chat = [{"role": "user", "content": f"session {number}"}]
         for turn in range(2):
@@ -420,7 +420,7 @@ def test_sixty_four_sessions_at_once() -> None:
 
     async def work() -> None:
         engine = FakeEngine(echo, step_s=0.01)
-        async with Endpoint() as endpoint:
+        async with EndpointServer() as endpoint:
             every = await asyncio.gather(*(one(endpoint, engine, number) for number in range(64)))
         assert engine.most > 8 and engine.finished == 2 * 64
         for number, served in enumerate(every):

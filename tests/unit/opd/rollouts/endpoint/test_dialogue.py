@@ -9,7 +9,7 @@ import pytest
 
 from opd.prompts.encode import encode_text
 from opd.records.environments import Tool
-from opd.rollouts.endpoint.dialogue import ChatMessages, Dialogue, PlainMessages, Unreadable
+from opd.rollouts.endpoint.dialogue import ChatMessages, ClientDialogue, PlainMessages, UnreadableMessages
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import ChatDialogue
@@ -29,7 +29,7 @@ HISTORY = (
 )
 
 
-def dialogue(template: str | None, specials: Sequence[str] = ()) -> tuple[Dialogue, Any]:
+def dialogue(template: str | None, specials: Sequence[str] = ()) -> tuple[ClientDialogue, Any]:
     tokenizer = chat_tokenizer(template, specials)
     if template is None:
         return PlainMessages(tokenizer), tokenizer
@@ -98,7 +98,7 @@ def test_special_tokens_in_calls_are_text(template: str | None) -> None:
 @pytest.mark.parametrize("template", [CHATML, None])
 def test_what_is_no_text_cannot_be_read(template: str | None) -> None:
     found, _ = dialogue(template)
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableMessages):
         found.whole([Message(role="user", text="\ud800")], [])
 
 
@@ -181,12 +181,12 @@ def test_turns_without_thoughts_stay_as_they_were_sampled_where_the_template_dro
     assert sampled != encode_text(tokenizer, "left") and tokenizer.decode(sampled) == "left"
     thinking = encode_text(tokenizer, "<think>\nhm\n</think>\n\nright")
     first, said = encode_text(tokenizer, "Go."), [Message(role="user", text="And </think>?")]
-    follows = appender.after([said[0].for_template()], ended=False)
+    follows = appender.encode_following([said[0].for_template()], ended=False)
     history = History(first, [(sampled, follows), (thinking, [])])
     black, white = ChatMessages(appender, frozenset()), ChatDialogue(appender, ())
     assert black.before(history, said) == history.without_thoughts(white).ids
     assert black.before(history, said) == [*first, *sampled, *follows, *encode_text(tokenizer, "right")]
     quiet = History(first, [(sampled, follows), (sampled, [])])
     assert black.before(quiet, said) == quiet.ids, "what a user says of thoughts is none"
-    with pytest.raises(Unreadable, match="rendered"):
+    with pytest.raises(UnreadableMessages, match="rendered"):
         black.before(History([*first, *thinking], history.turns), said)

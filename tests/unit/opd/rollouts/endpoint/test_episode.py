@@ -15,17 +15,17 @@ from typing import Any
 import psutil
 import pytest
 
-from opd.credit.episodes import episodes
-from opd.credit.gae import lines
+from opd.credit.episodes import group_into_episodes
+from opd.credit.gae import split_into_lines
 from opd.errors import RunError
 from opd.records.environments import Action, Outcome, Tool
 from opd.records.episodes import EpisodeResult
 from opd.records.types import Prompt, Sampled
-from opd.rollouts.endpoint.episode import play
+from opd.rollouts.endpoint.episode import play_episodes
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
-from opd.rollouts.episodes.trace import Sample
+from opd.rollouts.episodes.trace import EpisodeKey
 from opd.tool_formats.thoughts import without_thoughts
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.tool_templates import DROPS_THOUGHTS, FAMILIES, QWEN3, Family
@@ -170,7 +170,7 @@ def agent(code: str | list[str], tmp_path: Path, i: int = 0, **options: Any) -> 
             answer="3",
             metadata={"shown": i, "hidden": "the key"},
         ),
-        sample=Sample(sample_id=f"s{i}", group=f"s{i}", step=1, domain="d"),
+        sample=EpisodeKey(sample_id=f"s{i}", group=f"s{i}", step=1, domain="d"),
         options=AgentOptions(command=tuple(command), **known | options),
         seed=5,
     )
@@ -179,7 +179,7 @@ def agent(code: str | list[str], tmp_path: Path, i: int = 0, **options: Any) -> 
 def white(place: str) -> EpisodeRequest:
     return EpisodeRequest(
         prompt=Prompt(id="w/0", domain="w", token_ids=(1,), text=[{"role": "user", "content": "Count."}]),
-        sample=Sample(sample_id="s0", group="s0", step=1, domain="d"),
+        sample=EpisodeKey(sample_id="s0", group="s0", step=1, domain="d"),
         options=EpisodeOptions(
             environment=f"{__name__}:{place}", max_turns=9, max_turn_tokens=200, step_timeout_s=20.0, max_broken=1.0
         ),
@@ -197,7 +197,7 @@ def run(
     tokenizer = chat_tokenizer(template, specials)
     speaker = Speaker(policy, tokenizer, step_s)
     dialogues = Dialogues(tokenizer, [tokenizer.eos_token_id])
-    return asyncio.run(play(requests, speaker, dialogues, CONTEXT, 2)), speaker
+    return asyncio.run(play_episodes(requests, speaker, dialogues, CONTEXT, 2)), speaker
 
 
 def with_stock_client(code: str, stream: bool, tools: dict[str, Any]) -> str:
@@ -324,8 +324,8 @@ def test_dialogues_that_a_program_leads_one_after_the_other_are_lines_of_their_o
     (found,), _ = run(agent(code, tmp_path))
     assert [r.origin for r in found.rollouts] == ["main", "aside", "aside", "main", "aside"]
     judged = [replace(rollout, reward=1.0) for rollout in found.rollouts]
-    (episode,) = episodes(judged)
-    assert [[r.sample_id for r in line] for line in lines(episode)] == [
+    (episode,) = group_into_episodes(judged)
+    assert [[r.sample_id for r in line] for line in split_into_lines(episode)] == [
         ["s0"], ["s0+1"], ["s0+2", "s0+3"], ["s0+4"],
     ]  # fmt: skip
 
@@ -449,7 +449,7 @@ def test_an_engine_that_fails_ends_all_and_every_program(tmp_path: Path) -> None
     requests = [agent(code, tmp_path, max_calls=10**6), agent(["sleep", "600"], tmp_path, 1)]
 
     async def work() -> None:
-        playing = asyncio.ensure_future(play(requests, speaker, dialogues, CONTEXT, 2))
+        playing = asyncio.ensure_future(play_episodes(requests, speaker, dialogues, CONTEXT, 2))
         async with asyncio.timeout(30):
             while len(speaker.asked) < 3:
                 await asyncio.sleep(0.02)

@@ -18,8 +18,8 @@ import pytest
 from opd.records.episodes import EpisodeResult
 from opd.records.types import Sampled
 from opd.rollouts.endpoint import episode
-from opd.rollouts.endpoint.episode import play
-from opd.rollouts.endpoint.server import Endpoint
+from opd.rollouts.endpoint.episode import play_episodes
+from opd.rollouts.endpoint.server import EndpointServer
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest
 from tests.chatml import CHATML, chat_tokenizer
@@ -50,7 +50,7 @@ def disturbed(
     dialogues = Dialogues(tokenizer, [tokenizer.eos_token_id])
 
     async def work() -> list[EpisodeResult]:
-        playing = asyncio.ensure_future(play(requests, speaker, dialogues, CONTEXT, 2))
+        playing = asyncio.ensure_future(play_episodes(requests, speaker, dialogues, CONTEXT, 2))
         async with asyncio.timeout(60):
             while not all(pid.exists() for pid in pids):
                 await asyncio.sleep(0.01)
@@ -74,14 +74,14 @@ def test_a_program_that_is_killed_ends_its_own_episode(tmp_path: Path) -> None:
 
 
 def test_an_endpoint_that_dies_ends_the_episodes_that_ask_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Endpoint] = []
+    made: list[EndpointServer] = []
 
-    class Seen(Endpoint):
+    class Seen(EndpointServer):
         def __init__(self) -> None:
             super().__init__()
             made.append(self)
 
-    monkeypatch.setattr(episode, "Endpoint", Seen)
+    monkeypatch.setattr(episode, "EndpointServer", Seen)
     (one, first), (two, second) = asking(tmp_path, 1), asking(tmp_path, 2)
     *theirs, ours = disturbed([one, two, white("Counting")], [first, second], lambda: made[0]._runner.cleanup())
     for found in theirs:
@@ -134,7 +134,7 @@ async def restless(served: Served, name: str, rng: random.Random) -> None:
 def test_no_token_of_a_session_is_in_another_of_sixty_four() -> None:
     async def work() -> None:
         engine = Provenance()
-        async with Endpoint() as endpoint:
+        async with EndpointServer() as endpoint:
             every = {f"s{n:02d}": serve(endpoint, engine) for n in range(64)}
             await asyncio.gather(*(restless(one, name, random.Random(name)) for name, one in every.items()))
             for one in every.values():

@@ -13,10 +13,10 @@ import pytest
 
 from opd.records.environments import Tool
 from opd.records.types import Sampled
-from opd.rollouts.endpoint.messages import Call, Message, Reply, Request, pieces
-from opd.rollouts.endpoint.server import Endpoint
-from opd.rollouts.endpoint.session import Session
-from opd.rollouts.episodes.trace import Segment, Trace
+from opd.rollouts.endpoint.messages import Call, Message, Reply, Request, split_for_stream
+from opd.rollouts.endpoint.server import EndpointServer
+from opd.rollouts.endpoint.session import EndpointSession
+from opd.rollouts.episodes.trace import Trace, TraceSegment
 from tests.unit.opd.rollouts.endpoint.clients import ask_openai, echo, in_a_loop
 from tests.unit.opd.rollouts.endpoint.fakes import FakeEngine, Letters, Served, serving, terms
 
@@ -39,14 +39,14 @@ class Messages(tuple[Message, ...]):
 @pytest.mark.parametrize("known", [False, True])
 def test_a_long_conversation_is_gone_through_a_few_times_and_not_once_for_each_message(known: bool) -> None:
     async def work() -> None:
-        session = Session(Trace(), FakeEngine(echo), Letters(), terms(max_model_len=60_000))
+        session = EndpointSession(Trace(), FakeEngine(echo), Letters(), terms(max_model_len=60_000))
         chat = [Message(role="user", text="a"), Message(role="assistant", text="b")] * 1000
         asked: list[Message] = [*chat, Message(role="user", text="c")]
         if known:
-            first = await session.accept(Request(model="m", messages=tuple(asked), identity="0"))
-            asked += [(await first.reply()).message, Message(role="user", text="d")]
+            first = await session.accept_request(Request(model="m", messages=tuple(asked), identity="0"))
+            asked += [(await first.wait_for_reply()).message, Message(role="user", text="d")]
         Messages.taken = 0
-        turn = await session.accept(Request(model="m", messages=Messages(asked), identity="1"))
+        turn = await session.accept_request(Request(model="m", messages=Messages(asked), identity="1"))
         assert Messages.taken <= 8 * len(asked)
         assert turn.number == 1001 if known else 1000
 
@@ -96,10 +96,10 @@ class Recorded(Letters):
 
 def test_nothing_that_a_program_sends_is_read_in_the_thread_of_the_loop() -> None:
     async def work() -> None:
-        async with Endpoint() as endpoint:
+        async with EndpointServer() as endpoint:
             engine, dialogue = FakeEngine(echo), Recorded()
-            session = Session(Trace(), engine, dialogue, terms())
-            served = Served(session, Trace(), endpoint.open(session))
+            session = EndpointSession(Trace(), engine, dialogue, terms())
+            served = Served(session, Trace(), endpoint.open_session(session))
             chat = [{"role": "user", "content": "hello"}]
             reply = await ask_openai(served, chat, stream=False, stop=["never"])
             chat += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": "more"}]
@@ -113,7 +113,7 @@ def test_nothing_that_a_program_sends_is_read_in_the_thread_of_the_loop() -> Non
 def test_a_stream_has_few_parts_however_long_the_reply_is() -> None:
     for length in (0, 1, 63, 64, 65, 5000, 1_000_000):
         text = "x" * length
-        assert "".join(pieces(text)) == text and len(list(pieces(text))) <= 65
+        assert "".join(split_for_stream(text)) == text and len(list(split_for_stream(text))) <= 65
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -145,13 +145,13 @@ def _refuse(text: str) -> None:
 def test_replies_that_end_together_are_taken_up_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop comes to itself between any two of them."""
     rounds, taken = 0, list[int]()
-    sampled = Segment.sampled
+    sampled = TraceSegment.append_policy_turn
 
-    def took(segment: Segment, turn: Sampled) -> None:
+    def took(segment: TraceSegment, turn: Sampled) -> None:
         taken.append(rounds)
         sampled(segment, turn)
 
-    monkeypatch.setattr(Segment, "sampled", took)
+    monkeypatch.setattr(TraceSegment, "append_policy_turn", took)
 
     async def count() -> None:
         nonlocal rounds
@@ -164,8 +164,10 @@ def test_replies_that_end_together_are_taken_up_one_at_a_time(monkeypatch: pytes
         chat = (Message(role="user", text="hello"),)
 
         async def ask() -> Reply:
-            session = Session(Trace(), engine, Letters(), terms(), handover=handover)
-            return await (await session.accept(Request(model="m", messages=chat, tools=(), identity="a"))).reply()
+            session = EndpointSession(Trace(), engine, Letters(), terms(), handover=handover)
+            return await (
+                await session.accept_request(Request(model="m", messages=chat, tools=(), identity="a"))
+            ).wait_for_reply()
 
         assert [reply.text for reply in await asyncio.gather(*(ask() for _ in range(64)))] == ["x"] * 64
         counting.cancel()

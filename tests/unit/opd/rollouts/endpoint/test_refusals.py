@@ -12,7 +12,7 @@ import anthropic
 import openai
 import pytest
 
-from opd.rollouts.endpoint.server import Endpoint
+from opd.rollouts.endpoint.server import EndpointServer
 from tests.unit.opd.rollouts.endpoint.clients import ask_anthropic, ask_openai, echo, in_a_loop
 from tests.unit.opd.rollouts.endpoint.fakes import FakeEngine, Served, serve, serving
 
@@ -48,7 +48,7 @@ def test_who_may_not_ask(client: str) -> None:
 @pytest.mark.parametrize("client", ["openai", "anthropic"])
 def test_an_agent_that_asks_in_another_sessions_name_ends_its_own_episode(client: str) -> None:
     async def work() -> None:
-        async with Endpoint() as endpoint:
+        async with EndpointServer() as endpoint:
             engine = FakeEngine(echo)
             thief, victim = serve(endpoint, engine), serve(endpoint, engine)
             key = thief.environ["OPENAI_API_KEY"]
@@ -64,7 +64,7 @@ def test_an_agent_that_asks_in_another_sessions_name_ends_its_own_episode(client
 @pytest.mark.parametrize("client", ["openai", "anthropic"])
 def test_a_body_that_is_too_large(client: str) -> None:
     async def work() -> None:
-        async with Endpoint(max_body_bytes=2 << 20) as endpoint:
+        async with EndpointServer(max_body_bytes=2 << 20) as endpoint:
             served = serve(endpoint, FakeEngine(echo))
             ask = ask_openai if client == "openai" else ask_anthropic
             with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as found:

@@ -41,17 +41,19 @@ def guided(i: int, guide: Guide | None = MASKED, **options: object) -> EpisodeRe
 
 def test_the_limit_rises_in_a_straight_line_to_the_last_turn() -> None:
     rising = Curriculum(first=3, over_steps=10)
-    found = [rising.turns(step, 8) for step in range(1, 14)]
+    found = [rising.turns_at_step(step, 8) for step in range(1, 14)]
     assert found == [3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 8]
-    assert DriftOptions().limit(1, 8) == 8 and DriftOptions(curriculum=rising).limit(5, 8) == 5
+    assert DriftOptions().turn_limit(1, 8) == 8 and DriftOptions(curriculum=rising).turn_limit(5, 8) == 5
 
 
 def test_the_probability_falls_in_a_straight_line_to_nobody() -> None:
     turns = TeacherTurns(model_dir=Path("e"), share=0.8, over_steps=4, train=True)
-    assert [turns.probability(step) for step in range(1, 7)] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0, 0.0])
+    assert [turns.probability_at_step(step) for step in range(1, 7)] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0, 0.0])
     drift = DriftOptions(teacher_turns=turns)
-    assert drift.guide(2) == Guide(model_dir=Path("e"), probability=pytest.approx(0.6), train=True)
-    assert drift.guide(5) is None and DriftOptions().guide(1) is None, "nobody loads an expert for nothing"
+    assert drift.guide_at_step(2) == Guide(model_dir=Path("e"), probability=pytest.approx(0.6), train=True)
+    assert drift.guide_at_step(5) is None and DriftOptions().guide_at_step(1) is None, (
+        "nobody loads an expert for nothing"
+    )
 
 
 def test_an_episode_that_the_curriculum_ends_has_a_reason_of_its_own() -> None:
@@ -158,8 +160,8 @@ def test_sub_agents_are_the_policys_alone() -> None:
 
 def test_a_segment_that_the_expert_wrote_alone_is_a_row_without_a_trained_token() -> None:
     trace = Trace(1)
-    trace.begin([5]).guided(
+    trace.begin_segment([5]).append_teacher_turn(
         Sampled(token_ids=(6, 7), logprobs=(-1.0, -2.0), stop_reason="stop", policy_version=1), train=False
     )
-    (rollout,) = trace.rollouts(request().sample, "turns", None)
+    (rollout,) = trace.to_rollouts(request().sample, "turns", None)
     assert rollout.response_ids == (6, 7) and rollout.num_trained == 0 and rollout.loss_mask == (False, False)

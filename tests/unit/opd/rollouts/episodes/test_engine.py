@@ -135,7 +135,7 @@ def test_a_trickle_of_turns_does_not_hold_the_batch_for_long(monkeypatch: pytest
 def test_two_engines_are_stepped_by_one_thread_and_keep_their_turns_apart() -> None:
     made, inner = engine()
     other = SteppedEngine()
-    expert = made.beside(other)
+    expert = made.add_engine(other)
     threads = set[int]()
     for one in (inner, other):
         plain = one.step
@@ -158,7 +158,7 @@ def test_two_engines_are_stepped_by_one_thread_and_keep_their_turns_apart() -> N
 def test_turns_that_are_left_leave_the_engine_that_has_them() -> None:
     made, inner = engine(context=1 << 30)
     other = SteppedEngine()
-    expert = made.beside(other)
+    expert = made.add_engine(other)
 
     async def work() -> None:
         left = [asyncio.create_task(one.generate([1], max_tokens=1 << 28, seed=0)) for one in (made, expert)]

@@ -23,7 +23,7 @@ from opd.records.types import Prompt, Sampled
 from opd.rollouts.episodes.dialogue import ChatDialogue
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import LIMITS, EpisodeOptions, EpisodeRequest, refuse_many_broken
-from opd.rollouts.episodes.trace import Sample, Segment
+from opd.rollouts.episodes.trace import EpisodeKey, TraceSegment
 from opd.traces.making import trace_of
 from tests.chatml import CHATML, LAST_ONLY, bpe_tokenizer, chat_tokenizer, smollm2_tokenizer
 
@@ -115,7 +115,7 @@ def request(i: int = 0, text: Any = "count:", place: str = "Counting", **options
     known = {"max_turns": 8, "max_turn_tokens": 20, "step_timeout_s": 20.0, "max_broken": 1.0}
     return EpisodeRequest(
         prompt=Prompt(id=f"d/{i}", domain="d", token_ids=(1,), text=text, metadata={"i": i}),
-        sample=Sample(sample_id=f"s{i}", group=f"s{i}", step=1, domain="d"),
+        sample=EpisodeKey(sample_id=f"s{i}", group=f"s{i}", step=1, domain="d"),
         options=EpisodeOptions(environment=f"{__name__}:{place}", **known | options),
         seed=5,
     )
@@ -398,9 +398,9 @@ def test_turns_that_loop_do_not_stop_the_loop_of_all_episodes(monkeypatch: pytes
     """No turn is read in the loop's thread, and where all end in the same moment it comes to itself between any two of them."""
     monkeypatch.setattr(f"{__name__}.CONTEXT", 30_000)
     rounds, taken, readers = 0, list[int](), set[str]()
-    sampled, text, calls = Segment.sampled, ChatDialogue.text, ChatDialogue.calls
+    sampled, text, calls = TraceSegment.append_policy_turn, ChatDialogue.text, ChatDialogue.calls
 
-    def took(segment: Segment, turn: Sampled) -> None:
+    def took(segment: TraceSegment, turn: Sampled) -> None:
         taken.append(rounds)
         sampled(segment, turn)
 
@@ -408,7 +408,7 @@ def test_turns_that_loop_do_not_stop_the_loop_of_all_episodes(monkeypatch: pytes
         readers.add(threading.current_thread().name.partition("_")[0])
         return function(*arguments)
 
-    monkeypatch.setattr(Segment, "sampled", took)
+    monkeypatch.setattr(TraceSegment, "append_policy_turn", took)
     monkeypatch.setattr(ChatDialogue, "text", lambda *given: read(text, *given))
     monkeypatch.setattr(ChatDialogue, "calls", lambda *given: read(calls, *given))
 

@@ -248,13 +248,13 @@ def test_a_sub_agent_of_the_last_level_has_no_such_tool() -> None:
 
 def test_segments_say_who_started_them() -> None:
     trace, inner, innermost = Trace(), Trace(domain="math"), Trace(domain="text")
-    first = trace.begin([1])
-    second = trace.begin([1], "summary", first)
-    child = inner.begin([2], "sub_agent")
-    innermost.begin([3], "sub_agent")
-    inner.adopt(innermost, child)
-    inner.begin([2], "summary", child)
-    trace.adopt(inner, second)
+    first = trace.begin_segment([1])
+    second = trace.begin_segment([1], "summary", first)
+    child = inner.begin_segment([2], "sub_agent")
+    innermost.begin_segment([3], "sub_agent")
+    inner.adopt_segments(innermost, child)
+    inner.begin_segment([2], "summary", child)
+    trace.adopt_segments(inner, second)
     assert [s.number for s in trace.segments] == [0, 1, 2, 3, 4]
     assert [s.parent for s in trace.segments] == [None, 0, 1, 2, 2]
     assert [s.next for s in trace.segments] == [1, None, 4, None, None]

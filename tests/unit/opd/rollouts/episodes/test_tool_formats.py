@@ -14,7 +14,7 @@ from opd.config.domains import StudentConfig
 from opd.records.environments import Tool, ToolCall
 from opd.rollouts.episodes.tools import plain_calls
 from opd.tool_formats import ALIASES, AUTO, TOOL_FORMATS, tool_format
-from opd.tool_formats.records import BadCall, Written, between_tags
+from opd.tool_formats.records import BadCall, WrittenCalls, between_tags
 from opd.tool_formats.schema import types_of
 
 ADD = Tool(
@@ -68,7 +68,7 @@ def test_the_pipeline_has_the_same_names() -> None:
 def test_calls_are_read_with_the_text_beside_them(
     name: str, text: str, calls: tuple[ToolCall, ...], around: str
 ) -> None:
-    assert tool_format(name).read(text, TOOLS) == Written(calls, around)
+    assert tool_format(name).read(text, TOOLS) == WrittenCalls(calls, around)
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -77,7 +77,7 @@ def test_calls_are_read_with_the_text_beside_them(
     ["", "no call at all", "add 1 and 2", "a set {x}, {1: 2", '{"answer": 3}', '{"name": "Bob"}', "[1, 2]", "[see] add(a=1)", "\x00\x1b"],
 )  # fmt: skip
 def test_other_text_is_text(name: str, text: str) -> None:
-    assert tool_format(name).read(text, TOOLS) == Written((), text)
+    assert tool_format(name).read(text, TOOLS) == WrittenCalls((), text)
 
 
 @pytest.mark.parametrize(

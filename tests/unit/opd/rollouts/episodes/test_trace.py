@@ -11,11 +11,11 @@ import pytest
 from opd.errors import RunError
 from opd.records.episodes import Audit
 from opd.records.types import Sampled, Span
-from opd.rollouts.episodes.trace import Sample, Segment, Trace
-from opd.stream.rollouts import decode, encode
+from opd.rollouts.episodes.trace import EpisodeKey, Trace, TraceSegment
+from opd.stream.rollouts import decode_rollouts, encode_rollouts
 from opd.train.turns import first_turns
 
-SAMPLE = Sample(sample_id="000003/maze/7", group="000003/maze/7", step=3, domain="maze")
+SAMPLE = EpisodeKey(sample_id="000003/maze/7", group="000003/maze/7", step=3, domain="maze")
 NAN = float("nan")
 
 
@@ -27,12 +27,12 @@ def turn(*ids: int, version: int = 5) -> Sampled:
 
 def test_an_episode_is_one_rollout_with_its_observations_masked() -> None:
     trace = Trace(policy_version=5)
-    segment = trace.begin([1, 2])
-    segment.sampled(turn(3, 4))
-    segment.append([9, 9, 9])
-    segment.sampled(turn(5, version=6))
-    segment.append([8])
-    (rollout,) = trace.rollouts(SAMPLE, "done", 0.5)
+    segment = trace.begin_segment([1, 2])
+    segment.append_policy_turn(turn(3, 4))
+    segment.append_observation([9, 9, 9])
+    segment.append_policy_turn(turn(5, version=6))
+    segment.append_observation([8])
+    (rollout,) = trace.to_rollouts(SAMPLE, "done", 0.5)
     assert (rollout.prompt_ids, rollout.response_ids) == ((1, 2), (3, 4, 9, 9, 9, 5))
     assert rollout.spans == (
         Span(length=2, origin="policy", policy_version=5),
@@ -48,13 +48,13 @@ def test_an_episode_is_one_rollout_with_its_observations_masked() -> None:
 def test_an_observation_without_tokens_ends_a_turn() -> None:
     trace = Trace(masked=frozenset({4}))
     segment = trace.continue_or_fork([1, 2])
-    segment.sampled(turn(3, 4, 3))
-    segment.append([])
-    segment.sampled(turn(5))
+    segment.append_policy_turn(turn(3, 4, 3))
+    segment.append_observation([])
+    segment.append_policy_turn(turn(5))
     assert trace.continue_or_fork([1, 2, 3, 4, 3, 5]) is segment
-    segment.sampled(turn(6, 7))
-    segment.append([])
-    (rollout,) = decode([encode(trace.rollouts(SAMPLE, "done", 0.5))], 10)
+    segment.append_policy_turn(turn(6, 7))
+    segment.append_observation([])
+    (rollout,) = decode_rollouts([encode_rollouts(trace.to_rollouts(SAMPLE, "done", 0.5))], 10)
     assert rollout.response_ids == (3, 4, 3, 5, 6, 7) and rollout.spans[-1].origin == "policy"
     assert rollout.turns == (0, 0, 1, 2, 2)
     assert first_turns([rollout, replace(rollout, sample_id="x", origin="summary", parent=rollout.sample_id)]) == {
@@ -64,8 +64,8 @@ def test_an_observation_without_tokens_ends_a_turn() -> None:
 
 def test_masked_tokens_are_sampled_but_not_trained() -> None:
     trace = Trace(masked=frozenset({4}))
-    trace.begin([1]).sampled(turn(3, 4, 4, 3))
-    (rollout,) = trace.rollouts(SAMPLE, "length", None)
+    trace.begin_segment([1]).append_policy_turn(turn(3, 4, 4, 3))
+    (rollout,) = trace.to_rollouts(SAMPLE, "length", None)
     assert [(s.origin, s.length) for s in rollout.spans] == [("policy", 1), ("masked", 2), ("policy", 1)]
     assert (trace.audit.sampled, trace.audit.trained) == (4, 2)
 
@@ -79,12 +79,12 @@ def test_masked_tokens_are_sampled_but_not_trained() -> None:
     ],
 )
 def test_a_turn_that_is_marked_keeps_its_author_and_a_masked_one_no_loss(mark: Any, origins: list[str]) -> None:
-    segment = Trace().begin([1])
-    segment.sampled(turn(3, 4))
-    segment.mark(turn(3, 4), mark)
+    segment = Trace().begin_segment([1])
+    segment.append_policy_turn(turn(3, 4))
+    segment.mark_last_turn(turn(3, 4), mark)
     for train in (True, False):
-        segment.guided(turn(5, 6), train=train)
-        segment.mark(turn(5, 6), mark)
+        segment.append_teacher_turn(turn(5, 6), train=train)
+        segment.mark_last_turn(turn(5, 6), mark)
     assert [span.origin for span in segment.spans] == origins
 
 
@@ -97,9 +97,9 @@ def test_a_turn_that_is_marked_keeps_its_author_and_a_masked_one_no_loss(mark: A
     ],
 )
 def test_a_missing_or_broken_logprob_is_an_error_and_never_a_zero(logprobs: tuple[float, ...], told: str) -> None:
-    segment = Trace().begin([1])
+    segment = Trace().begin_segment([1])
     with pytest.raises(RunError, match=told):
-        segment.sampled(Sampled(token_ids=(3, 4), logprobs=logprobs, stop_reason="stop", policy_version=0))
+        segment.append_policy_turn(Sampled(token_ids=(3, 4), logprobs=logprobs, stop_reason="stop", policy_version=0))
     assert segment.ids == [1] and segment.turns == 0
 
 
@@ -107,7 +107,7 @@ def test_a_history_that_continues_the_tokens_continues_the_segment() -> None:
     trace = Trace()
     first = trace.continue_or_fork([1, 2])
     assert first.busy
-    first.sampled(turn(3))
+    first.append_policy_turn(turn(3))
     assert not first.busy
     again = trace.continue_or_fork([1, 2, 3, 9, 9])
     assert again is first and again.ids == [1, 2, 3, 9, 9]
@@ -118,11 +118,11 @@ def test_a_history_that_continues_the_tokens_continues_the_segment() -> None:
 def test_a_history_that_was_changed_forks_and_no_token_is_trained_twice() -> None:
     trace = Trace()
     first = trace.continue_or_fork([1, 2])
-    first.sampled(turn(3, 4))
+    first.append_policy_turn(turn(3, 4))
     forked = trace.continue_or_fork([1, 2, 3, 7, 9])
     assert forked is not first and (forked.parent, forked.prompt_len) == (0, 5)
-    forked.sampled(turn(6))
-    one, other = trace.rollouts(SAMPLE, "done", 1.0)
+    forked.append_policy_turn(turn(6))
+    one, other = trace.to_rollouts(SAMPLE, "done", 1.0)
     assert (one.sample_id, other.sample_id) == ("000003/maze/7", "000003/maze/7+1")
     assert one.episode == other.episode == SAMPLE.sample_id
     assert other.prompt_ids == (1, 2, 3, 7, 9) and other.response_ids == (6,)
@@ -135,70 +135,70 @@ def test_a_history_that_was_changed_forks_and_no_token_is_trained_twice() -> Non
 
 def test_what_was_forked_from_a_dialogue_that_goes_on_lies_beside_it() -> None:
     trace = Trace()
-    trace.continue_or_fork([1, 2]).sampled(turn(3))
-    trace.continue_or_fork([1, 7]).sampled(turn(8))
-    assert [r.origin for r in trace.rollouts(SAMPLE, "done", 1.0)] == ["main", "main"], "it may take its place"
-    trace.continue_or_fork([1, 2, 3, 4]).sampled(turn(5))
-    assert [r.origin for r in trace.rollouts(SAMPLE, "done", 1.0)] == ["main", "aside"]
+    trace.continue_or_fork([1, 2]).append_policy_turn(turn(3))
+    trace.continue_or_fork([1, 7]).append_policy_turn(turn(8))
+    assert [r.origin for r in trace.to_rollouts(SAMPLE, "done", 1.0)] == ["main", "main"], "it may take its place"
+    trace.continue_or_fork([1, 2, 3, 4]).append_policy_turn(turn(5))
+    assert [r.origin for r in trace.to_rollouts(SAMPLE, "done", 1.0)] == ["main", "aside"]
 
 
 def test_calls_at_the_same_time_do_not_share_a_segment() -> None:
     trace = Trace()
     first, second = trace.continue_or_fork([1, 2]), trace.continue_or_fork([1, 2])
     assert first is not second and (second.parent, second.origin) == (0, "aside")
-    second.sampled(turn(4))
-    first.sampled(turn(3))
-    assert [r.response_ids for r in trace.rollouts(SAMPLE, "done", None)] == [(3,), (4,)]
+    second.append_policy_turn(turn(4))
+    first.append_policy_turn(turn(3))
+    assert [r.response_ids for r in trace.to_rollouts(SAMPLE, "done", None)] == [(3,), (4,)]
 
 
 def test_a_turn_that_does_not_come_frees_its_segment_and_the_same_request_continues_it() -> None:
     trace = Trace()
-    trace.continue_or_fork([1, 2]).sampled(turn(3))
+    trace.continue_or_fork([1, 2]).append_policy_turn(turn(3))
     segment = trace.continue_or_fork([1, 2, 3, 9])
-    trace.release(segment, lost=True)
+    trace.release_segment(segment, lost=True)
     assert trace.continue_or_fork([1, 2, 3, 9]) is segment
-    segment.sampled(turn(4))
+    segment.append_policy_turn(turn(4))
     assert trace.audit == Audit(segments=1, turns=2, sampled=2, trained=2, lost_turns=1)
-    assert trace.rollouts(SAMPLE, "done", None)[0].response_ids == (3, 9, 4)
+    assert trace.to_rollouts(SAMPLE, "done", None)[0].response_ids == (3, 9, 4)
 
 
 def test_the_longest_segment_that_fits_is_continued() -> None:
     trace = Trace()
-    trace.continue_or_fork([1]).sampled(turn(2))
-    trace.continue_or_fork([1, 5]).sampled(turn(6))
+    trace.continue_or_fork([1]).append_policy_turn(turn(2))
+    trace.continue_or_fork([1, 5]).append_policy_turn(turn(6))
     found = trace.continue_or_fork([1, 5, 6, 7])
     assert found.number == 1 and found.ids == [1, 5, 6, 7]
 
 
 def test_a_segment_without_a_turn_is_no_rollout() -> None:
     trace = Trace()
-    trace.begin([1, 2]).append([3])
-    assert trace.rollouts(SAMPLE, "raised", None) == [] and trace.audit == Audit()
+    trace.begin_segment([1, 2]).append_observation([3])
+    assert trace.to_rollouts(SAMPLE, "raised", None) == [] and trace.audit == Audit()
 
 
 def test_a_summary_begins_the_next_segment_and_a_tool_a_segment_of_its_own() -> None:
     trace = Trace()
-    first = trace.begin([1, 2])
-    first.sampled(turn(3))
-    tool = trace.begin([7], "sub_agent", first)
-    tool.sampled(turn(8))
-    second = trace.begin([1, 4], "summary", first)
-    second.sampled(turn(5))
-    trace.begin([1, 6], "summary", second)
-    names = [r.sample_id for r in trace.rollouts(SAMPLE, "done", None)]
-    assert [(r.origin, r.parent, r.next) for r in trace.rollouts(SAMPLE, "done", None)] == [
+    first = trace.begin_segment([1, 2])
+    first.append_policy_turn(turn(3))
+    tool = trace.begin_segment([7], "sub_agent", first)
+    tool.append_policy_turn(turn(8))
+    second = trace.begin_segment([1, 4], "summary", first)
+    second.append_policy_turn(turn(5))
+    trace.begin_segment([1, 6], "summary", second)
+    names = [r.sample_id for r in trace.to_rollouts(SAMPLE, "done", None)]
+    assert [(r.origin, r.parent, r.next) for r in trace.to_rollouts(SAMPLE, "done", None)] == [
         ("main", None, names[2]), ("sub_agent", names[0], None), ("summary", names[0], None),
     ], "the last one has no turn, so it is no rollout and nobody's next"  # fmt: skip
 
 
 def test_the_parent_of_a_rollout_is_a_rollout() -> None:
     trace = Trace()
-    first = trace.begin([1])
-    first.sampled(turn(2))
-    empty = trace.begin([1, 3], parent=first)
-    trace.begin([1, 4], parent=empty).sampled(turn(5))
-    trace.begin([9], parent=trace.begin([8])).sampled(turn(6))
-    assert [(r.sample_id, r.parent) for r in trace.rollouts(SAMPLE, "done", None)] == [
+    first = trace.begin_segment([1])
+    first.append_policy_turn(turn(2))
+    empty = trace.begin_segment([1, 3], parent=first)
+    trace.begin_segment([1, 4], parent=empty).append_policy_turn(turn(5))
+    trace.begin_segment([9], parent=trace.begin_segment([8])).append_policy_turn(turn(6))
+    assert [(r.sample_id, r.parent) for r in trace.to_rollouts(SAMPLE, "done", None)] == [
         (SAMPLE.sample_id, None), (f"{SAMPLE.sample_id}+1", SAMPLE.sample_id), (f"{SAMPLE.sample_id}+2", None),
     ]  # fmt: skip
 
@@ -207,13 +207,13 @@ def test_random_episodes_keep_every_sampled_token_in_place_and_travel_as_arrow()
     rng = random.Random(0)
     for episode in range(200):
         trace, sampled = Trace(policy_version=episode, masked=frozenset({7})), []
-        segment: Segment = trace.begin(rng.choices(range(50), k=rng.randint(1, 5)))
+        segment: TraceSegment = trace.begin_segment(rng.choices(range(50), k=rng.randint(1, 5)))
         for _ in range(rng.randint(1, 8)):
             ids = rng.choices(range(50), k=rng.randint(1, 6))
-            segment.sampled(turn(*ids, version=episode))
+            segment.append_policy_turn(turn(*ids, version=episode))
             sampled += ids
-            segment.append(rng.choices(range(50), k=rng.randint(0, 6)))
-        (rollout,) = trace.rollouts(SAMPLE, "turns", None)
+            segment.append_observation(rng.choices(range(50), k=rng.randint(0, 6)))
+        (rollout,) = trace.to_rollouts(SAMPLE, "turns", None)
         by_policy = [
             token
             for token, span in zip(
@@ -223,7 +223,7 @@ def test_random_episodes_keep_every_sampled_token_in_place_and_travel_as_arrow()
         ]
         assert by_policy == sampled and trace.audit.sampled == len(sampled)
         assert sum(rollout.loss_mask) == trace.audit.trained == sum(token != 7 for token in sampled)
-        assert decode([encode([rollout])], 50)[0].spans == rollout.spans
+        assert decode_rollouts([encode_rollouts([rollout])], 50)[0].spans == rollout.spans
 
 
 def test_audits_add_up() -> None:
@@ -248,7 +248,7 @@ def test_a_late_fork_looks_at_no_token_one_by_one() -> None:
     trace = Trace()
     for number in range(30):
         segment = trace.continue_or_fork([*history, Token(9000 + number)])
-        segment.sampled(turn(1))
+        segment.append_policy_turn(turn(1))
     Token.compared = 0
     forked = trace.continue_or_fork([*history[:4000], Token(7)])
     assert Token.compared == 0
