@@ -20,6 +20,9 @@ PLACEHOLDERS = {Path: "PATH", int: "N", float: "NUMBER", str: "TEXT"}
 SHELL_OPTIONS = ("install_completion", "show_completion")
 """Options of `opd` itself that typer adds; they have no function behind them."""
 
+A_PIPELINE = "A pipeline file, or the name of a shipped one."
+"""Meaning of an argument that the page explains once, at its top."""
+
 Command = Any
 """A command or a group of typer, whose class lies elsewhere in each release."""
 
@@ -57,28 +60,24 @@ def _section(name: str, command: Command) -> str:
         "",
     ]
     if inner:
-        rows = [(f"[`{name} {word}`](#{_anchor(f'{name} {word}')})", _first(one.help)) for word, one in inner.items()]
-        lines += [_table("Command", rows), ""]
-    if rows := [(f"`{_argument(param, types)}`", _meaning(param)) for param in arguments]:
-        lines += [_table("Argument", rows), ""]
-    if rows := [(f"`{_spelt(param, types)}`", _meaning(param)) for param in options]:
-        lines += [_table("Option", rows), ""]
-    lines += _paragraphs(command.epilog)
+        links = (f"[`{name} {word}`](#{anchor(f'{name} {word}')})" for word in inner)
+        lines += [", ".join(links) + ".", ""]
+    rows = [(f"`{_argument(p, types)}`", _meaning(p)) for p in arguments if _meaning(p) != A_PIPELINE]
+    rows += [(f"`{_spelt(param, types)}`", _meaning(param)) for param in options]
+    lines += [_table(rows), ""] if rows else []
+    examples = _paragraphs(command.epilog)
+    lines += examples if examples[2:] != [f"    {name}", ""] else []
     return "\n".join(lines)
 
 
-def _anchor(heading: str) -> str:
-    return re.sub(r"[^\w -]", "", heading).replace(" ", "-")
+def anchor(heading: str) -> str:
+    """The anchor of a heading, as code hosts and the site make it."""
+    return re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
 
 
 def _sentences(text: str | None) -> str:
     """A help text as one paragraph."""
     return " ".join(inspect.cleandoc(text or "").split())
-
-
-def _first(text: str | None) -> str:
-    """The first paragraph of a help text."""
-    return next(iter(_paragraphs(text)), "")
 
 
 def _paragraphs(text: str | None) -> list[str]:
@@ -142,6 +141,6 @@ def _variable(param: Any) -> str:
     return f"Else the environment variable `{param.envvar}`." if param.envvar else ""
 
 
-def _table(first: str, rows: list[tuple[str, str]]) -> str:
-    lines = [(first, "Meaning"), ("---", "---"), *rows]
+def _table(rows: list[tuple[str, str]]) -> str:
+    lines = [("Argument", "Meaning"), ("---", "---"), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,6 +1,11 @@
+<<<<<<< HEAD
 """Writes what follows from the code: in docs/pipelines.md key tables, shipped files and an example report, in docs/commands.md the
 commands, in docs/plan.md the keys of a cluster spec and the shipped plans, in docs/results/plans.json the tables of these plans;
 and the keys that the shell offers behind `--set`.
+=======
+"""Writes what follows from the code: in docs/pipelines.md key tables and the shipped files, in docs/commands.md the commands, in
+docs/plan.md the keys of a cluster spec and the shipped plans; and the keys that the shell offers behind `--set`.
+>>>>>>> docs-a
 
     python docs/make_reference.py            rewrite the text between the markers
     python docs/make_reference.py --check    write nothing; exit code 1 and a diff if the text is out of date
@@ -17,47 +22,53 @@ import re
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from commands_page import command_reference
+from commands_page import anchor, command_reference
 from pydantic import BaseModel
 
-from experts.registry import Manifest
 from experts.rl.spec import ReinforceSpec
 from experts.spec import ExpertsSpec
 from experts.suites import DOMAINS
 from opd.config import PipelineConfig, load_pipeline
-from opd.records.step import StepRecord
-from opd.report import build_report
 from opd.settings.yaml_files import every_key, load_yaml
-from pipelines.catalog import find, shipped
+from pipelines.catalog import find_pipeline, shipped_pipelines
 from pipelines.commands.completion import KEYS
 from pipelines.plan.plan import Plan, make_plan
 from pipelines.plan.spec import ClusterSpec, load_spec
-from pipelines.plan.tables import tables
+from pipelines.plan.tables import plan_tables
 
 PLANS = Path(__file__).with_name("results") / "plans.json"
 SHIPPED_PLANS = {"merge-7b": "8-gpus", "merge-70b": "32-gpus", "merge-744b": "256-gpus"}
 PAGES = tuple(Path(__file__).with_name(name) for name in ("pipelines.md", "commands.md", "plan.md"))
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
-TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
+TYPE_NAMES = {"string": "text", "integer": "integer", "number": "number", "boolean": "true/false"}
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 Schema = Mapping[str, Any]
 
 
 class Tables:
-    """One table for each mapping of a model's JSON schema; a mapping met twice is written once, at its shortest."""
+    """One table for each mapping of a model's JSON schema; a mapping met twice is written once, at its shortest.
 
-    def __init__(self, model: type[BaseModel], heading: str) -> None:
+    Several kinds at one place share a table, in which a key that only some of them have names them. `owner` ends the headings where
+    a page has tables of several models; `elsewhere` are mappings that another part of the page has, with their headings.
+    """
+
+    def __init__(
+        self, model: type[BaseModel], heading: str, owner: str = "", elsewhere: Mapping[str, str] | None = None
+    ) -> None:
         self._schema = model.model_json_schema()
         self._heading = heading
-        self._seen: dict[str, str] = {}
-        self._waiting: deque[tuple[str, Schema]] = deque([("", self._schema)])
+        self._owner = owner and f" of a {owner}"
+        self._waiting: deque[tuple[str, list[Schema]]] = deque([("", [self._schema])])
+        self.headings: dict[str, str] = dict(elsewhere or {})
 
     def __str__(self) -> str:
+<<<<<<< HEAD
         sections = self.sections()
         variants: dict[str, list[Schema]] = defaultdict(list)
         for prefix, section, _ in sections:
@@ -67,6 +78,45 @@ class Tables:
             + table(("Key", "Type", "Default", "Meaning"), rows)
             for prefix, section, rows in sections
         )
+=======
+        sections: list[tuple[str, str]] = []
+        while self._waiting:
+            prefix, kinds = self._waiting.popleft()
+            sections.append((prefix, table(("Key", "Type (default)", "Meaning"), list(self._rows(prefix, kinds)))))
+        order = ["", *self._schema["properties"]]
+        sections.sort(key=lambda s: order.index(s[0].split(".")[0]))
+        return "\n".join(f"{self._heading} {self._title(prefix)}\n\n{text}" for prefix, text in sections)
+
+    def _title(self, prefix: str) -> str:
+        return (f"`{prefix.rstrip('.')}`" if prefix else "Top level") + self._owner
+
+    def _rows(self, prefix: str, kinds: Sequence[Schema]) -> Iterator[tuple[str, ...]]:
+        """The rows of one table. Keys that all kinds have in common come before those of some kinds."""
+        names = dict.fromkeys(key for kind in kinds for key in kind["properties"])
+        telling = next((key for key in names if all("const" in k["properties"].get(key, {}) for k in kinds)), "")
+        some: list[tuple[str, ...]] = []
+        for key in names:
+            having = [kind for kind in kinds if key in kind["properties"]]
+            if key == telling and len(kinds) > 1:
+                yield self._kind_row(prefix, key, kinds)
+                continue
+            alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+            for kind in having:
+                value = kind["properties"].get(telling, {}).get("const", "")
+                alike[self._row(prefix, key, kind["properties"][key], kind)].append(f"`{value}`")
+            for row, values in alike.items():
+                if len(values) == len(kinds):
+                    yield row
+                else:
+                    some.append((*row[:-1], f"With {', '.join(values)}: {row[-1]}"))
+        yield from some
+
+    def _kind_row(self, prefix: str, key: str, kinds: Sequence[Schema]) -> tuple[str, ...]:
+        """The row of the key that tells kinds apart, with what each of them is."""
+        own = [kind["properties"][key] for kind in kinds]
+        default = next((f"`{one['default']}`" for one in own if "default" in one), "**required**")
+        return f"`{prefix}{key}`", f"kind ({default})", " ".join(f"`{one['const']}`: {_meaning(one)}" for one in own)
+>>>>>>> docs-a
 
     def sections(self) -> list[tuple[str, Schema, list[tuple[str, ...]]]]:
         """Return prefix, schema and rows of every mapping, in the order of the top level's keys."""
@@ -80,40 +130,42 @@ class Tables:
         return sections
 
     def _row(self, prefix: str, key: str, prop: Schema, section: Schema) -> tuple[str, ...]:
-        path = prefix + key
-        kinds = [self._kind(path, option) for option in _options(prop)]
-        default = _default(key, prop, section)
-        return f"`{path}`", " or ".join(dict.fromkeys(kinds)), default, " ".join(prop.get("description", "").split())
+        kind, default = self._types(prefix + key, _options(prop)), _default(key, prop, section)
+        return f"`{prefix}{key}`", f"{kind} ({default})" if default else kind, _meaning(prop)
+
+    def _types(self, path: str, options: Sequence[Schema]) -> str:
+        """The types of a key in words; mappings are put in the queue for a table of their own."""
+        refs = [option["$ref"] for option in options if "$ref" in option]
+        words = [f"[mapping]({self._table(path, refs)})"] if refs else []
+        named = len(refs) > 1 and any("enum" in option for option in options)
+        rest = [option for option in options if "$ref" not in option and not (named and "enum" in option)]
+        return " or ".join(dict.fromkeys([*["kind"] * named, *(self._kind(path, one) for one in rest), *words]))
 
     def _kind(self, path: str, option: Schema) -> str:
-        """A type in words; mappings are put in the queue for a table of their own."""
-        if "$ref" in option:
-            return self._mapping(option["$ref"], path)
         if "properties" in option:
-            return self._table(option["title"], option, path)
+            return f"[mapping]({self._table(path, [option])})"
         if "patternProperties" in option:
             (inner,) = option["patternProperties"].values()
-            values = "texts" if inner.get("type") == "string" else "numbers"
-            return self._mapping(inner["$ref"], f"{path}.NAME") if "$ref" in inner else f"mapping of names to {values}"
+            if "$ref" in inner:
+                return f"[mapping]({self._table(f'{path}.NAME', [inner['$ref']])})"
+            return f"mapping of {'texts' if inner.get('type') == 'string' else 'numbers'}"
         if "$ref" in option.get("items", {}):
-            return "list of " + self._mapping(option["items"]["$ref"], f"{path}.N").replace("mapping", "mappings", 1)
+            return f"list of [mappings]({self._table(f'{path}.N', [option['items']['$ref']])})"
         return _scalar(option)
 
-    def _mapping(self, ref: str, path: str) -> str:
-        return self._table(ref, self._schema["$defs"][ref.rsplit("/", 1)[-1]], path)
+    def _table(self, path: str, refs: Sequence[Any]) -> str:
+        """The link to the table of a mapping, or of several kinds of it."""
+        name = refs[0] if isinstance(refs[0], str) else refs[0]["title"]
+        if name not in self.headings:
+            self.headings[name] = self._title(path)
+            sections = [self._schema["$defs"][r.rsplit("/", 1)[-1]] if isinstance(r, str) else r for r in refs]
+            self._waiting.append((f"{path}.", sections))
+        return f"#{anchor(self.headings[name])}"
 
-    def _table(self, key: str, section: Schema, path: str) -> str:
-        if key not in self._seen:
-            self._seen[key] = path
-            self._waiting.append((f"{path}.", section))
-        return f"mapping, see `{self._seen[key]}`"
 
-
-def _title(prefix: str, own: Schema, variants: Sequence[Schema]) -> str:
-    """`variants`: the keys of all mappings that may stand at this place; where there are several, one key tells them apart."""
-    name = f"`{prefix.rstrip('.')}`" if prefix else "Top level"
-    telling = [key for key in own if all("const" in keys.get(key, {}) for keys in variants)]
-    return f"{name} with `{telling[0]}: {own[telling[0]]['const']}`" if len(variants) > 1 and telling else name
+def _meaning(prop: Schema) -> str:
+    """The string under a field on one line, with its mentions of pages as links."""
+    return re.sub(r"docs/([\w-]+\.md)(#[\w-]+)?", r"[\1](\1\2)", " ".join(prop.get("description", "").split()))
 
 
 def _options(prop: Schema) -> Sequence[Schema]:
@@ -141,9 +193,9 @@ def _scalar(option: Schema) -> str:
 
 def _default(key: str, prop: Schema, section: Schema) -> str:
     if key in section.get("required", ()):
-        return "required"
+        return "**required**"
     value = prop.get("default")
-    return "" if value is None or isinstance(value, (dict, list)) else f"`{json.dumps(value).strip(chr(34))}`"
+    return "" if value in (None, "") or isinstance(value, (dict, list)) else f"`{json.dumps(value).strip(chr(34))}`"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -152,9 +204,21 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
+@cache
+def pipeline_page() -> tuple[str, ...]:
+    """The key tables of docs/pipelines.md; a mapping of several models has its table in the first of them."""
+    texts: list[str] = []
+    headings: dict[str, str] = {}
+    for model, owner in ((PipelineConfig, ""), (ExpertsSpec, "training spec"), (ReinforceSpec, "reinforcement spec")):
+        tables = Tables(model, "###", owner, headings)
+        texts.append(str(tables))
+        headings = tables.headings
+    return tuple(texts)
+
+
 def shipped_files() -> str:
     """What `opd pipelines list` shows, and the training specs."""
-    configs = {name: load_pipeline(path) for name, path in shipped().items()}
+    configs = {name: load_pipeline(path) for name, path in shipped_pipelines().items()}
     rows = [(f"`{n}`", f"`{c.student.model}`", str(len(c.domains)), str(c.trainer.steps)) for n, c in configs.items()]
     specs = {p.name.removesuffix(".yaml"): load_yaml(Path(str(p))) for p in _experts_yaml()}
     trained = [(f"`{n}`", f"`{s['output_dir']}`", str(len(s["experts"]))) for n, s in specs.items()]
@@ -175,6 +239,7 @@ def suites() -> str:
     return table(("Suite", "Domains", "Names"), rows)
 
 
+<<<<<<< HEAD
 def report_example() -> str:
     """What `opd.report.build_report` makes of one domain and two steps."""
     phase_s = {"rollout": 0.5, "score": 0.25, "train": 0.75, "sync": 0.1}
@@ -228,16 +293,21 @@ def plan_tables() -> str:
     """Return what `opd plan` prints of each shipped plan, as JSON: rows by table."""
     printed = {name: {one.title: one.rows for one in tables(_plan(name))} for name in SHIPPED_PLANS}
     return json.dumps(printed, indent=1) + "\n"
+=======
+def shipped_plan(pipeline: str, cluster: str) -> str:
+    """What `opd plan PIPELINE --cluster CLUSTER` prints."""
+    plan = make_plan(load_pipeline(find_pipeline(pipeline)), load_spec(cluster))
+    parts = [f"*{one.title}*\n\n{table(one.columns, one.rows)}" for one in plan_tables(plan)]
+    return "\n".join([*parts, "\n".join(f"- {note}" for note in plan.notes)])
+>>>>>>> docs-a
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "pipeline-keys": lambda: str(Tables(PipelineConfig, "###")),
-    "training-spec-keys": lambda: str(Tables(ExpertsSpec, "###")),
-    "reinforcement-spec-keys": lambda: str(Tables(ReinforceSpec, "###")),
-    "manifest-keys": lambda: str(Tables(Manifest, "###")),
+    "pipeline-keys": lambda: pipeline_page()[0],
+    "training-spec-keys": lambda: pipeline_page()[1],
+    "reinforcement-spec-keys": lambda: pipeline_page()[2],
     "shipped": shipped_files,
     "suites": suites,
-    "report-example": report_example,
     "commands": command_reference,
     "cluster-keys": cluster_keys,
     "shipped-plans": shipped_plans,

@@ -62,7 +62,7 @@ class AdapterInfo(Strict):
 
 
 def is_adapter(path: Path) -> bool:
-    """True if the directory holds an adapter's configuration."""
+    """Return True if the directory holds an adapter's configuration."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
@@ -189,7 +189,7 @@ def _unsupported_error(file: Path, part: str, found: str, wanted: str) -> ModelE
 
 
 def _weight_file(path: Path) -> Path:
-    """The adapter's weight file. Raises: ModelError if it is missing, or if there is another file that could be loaded."""
+    """Return the adapter's weight file. Raises: ModelError if it is missing, or if there is another file that could be loaded."""
     names = sorted(file.name for file in path.iterdir() if file.suffix in (".safetensors", *OTHER_FORMATS))
     others = [name for name in names if name.endswith(".safetensors") and name != ADAPTER_WEIGHTS]
     if others:
@@ -210,7 +210,7 @@ def _weight_file(path: Path) -> Path:
 
 
 def named_base(path: Path) -> Path | None:
-    """The directory that an adapter names as its base, if there is one: relative to the adapter's, or to the current one.
+    """Return the directory that an adapter names as its base, if there is one: relative to the adapter's, or to the current one.
 
     Raises: ModelError if its configuration cannot be read.
     """

@@ -36,7 +36,7 @@ def matching_files(path: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def file_hashes(path: Path, patterns: Sequence[str]) -> dict[str, str]:
-    """Name -> BLAKE3 of the directory's files that match. Raises: OSError."""
+    """Return name -> BLAKE3 of the directory's files that match. Raises: OSError."""
     return {file.name: blake3_file(file) for file in matching_files(path, patterns)}
 
 

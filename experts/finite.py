@@ -43,7 +43,7 @@ def check_finite(path: Path, names: list[str]) -> None:
 
 
 def _not_finite(data: np.ndarray, tensor: Tensor) -> int:
-    """Number of NaNs and infinities; 0 for types that have none, and for types that only quantised models use."""
+    """Return the number of NaNs and infinities; 0 for types that have none, and for types that only quantised models use."""
     import numpy as np
 
     if tensor.dtype not in _EXPONENTS:

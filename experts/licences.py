@@ -66,7 +66,7 @@ class Licence:
 
 
 def licences_of(directory: Path) -> list[Licence]:
-    """The licences that a model's directory names, each once; two that differ are both of it. Raises: OSError."""
+    """Return the licences that a model's directory names, each once; two that differ are both of it. Raises: OSError."""
     found: dict[str, Licence] = {}
     for one in (*_of_header(directory / "README.md"), *_of_texts(directory)):
         found.setdefault(one.name, one)
@@ -76,7 +76,7 @@ def licences_of(directory: Path) -> list[Licence]:
 
 
 def list_concerns(found: Mapping[str, Sequence[Licence]]) -> list[str]:
-    """What to look at before a model made from these is passed on: a sentence each. `found`: who -> its licences."""
+    """List what to look at before a model made from these is passed on, a sentence each. `found`: who -> its licences."""
     by_name: dict[str, list[str]] = {}
     for who, licences in found.items():
         for one in licences:
@@ -101,7 +101,7 @@ def list_concerns(found: Mapping[str, Sequence[Licence]]) -> list[str]:
 
 
 def find_common(found: Mapping[str, Sequence[Licence]]) -> str | None:
-    """The one licence that all of them have; None if they differ, if one has none, or if its terms have to be read."""
+    """Return the one licence that all of them have; None if they differ, if one has none, or if its terms have to be read."""
     names = {one.name for licences in found.values() for one in licences}
     one = next(iter(names)) if len(names) == 1 and not _without(found) else OTHER
     return None if one == OTHER else one
@@ -112,7 +112,7 @@ def _without(found: Mapping[str, Sequence[Licence]]) -> list[str]:
 
 
 def _of_header(readme: Path) -> Iterator[Licence]:
-    """The key `license` of the header between two lines `---`. A header that cannot be read counts as `other`."""
+    """Yield the licences under the key `license` of the header between two lines `---`. A header that cannot be read counts as `other`."""
     lines = _find_start(readme).splitlines() if readme.is_file() else []
     if not lines or lines[0].strip() != "---" or "---" not in lines[1:]:
         return

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
-    """The model with adapters to train. Raises: ConfigError for modules that it does not have."""
+    """Return the model with adapters to train. Raises: ConfigError for modules that it does not have."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")

@@ -274,7 +274,7 @@ def _named_tokens(files: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str,
 
 
 def _read_texts(value: Any) -> Iterator[str]:
-    """The tokens of a field: text, a mapping with `content`, or several of these."""
+    """Yield the tokens of a field: text, a mapping with `content`, or several of these."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict) and "content" in value:
@@ -380,7 +380,7 @@ def _embedding_and_head(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
 
 
 def _special_ids(tokenizer: _TokenizerConfig, tokens: Mapping[int, str]) -> dict[str, int | None]:
-    """The tokenizer's own special tokens as ids."""
+    """Return the tokenizer's own special tokens as ids."""
     ids = {token: i for i, token in tokens.items()}
     found: dict[str, int | None] = {}
     for field in ("eos_token", "pad_token", "bos_token"):

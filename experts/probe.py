@@ -70,7 +70,7 @@ def take_probe(info: ModelInfo, adapter: AdapterInfo | None = None) -> ProbeReco
 
 
 def probe_ids(vocab_size: int) -> list[int]:
-    """The middles of (at most) `TOKENS` equal parts of the vocabulary."""
+    """Return the middles of (at most) `TOKENS` equal parts of the vocabulary."""
     num = min(TOKENS, vocab_size)
     return [(2 * i + 1) * vocab_size // (2 * num) for i in range(num)]
 

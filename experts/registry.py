@@ -71,12 +71,12 @@ class ExpertManifest(Strict):
 
     @property
     def parameters(self) -> int:
-        """How many numbers all its weight files hold."""
+        """Count of the numbers in all its weight files."""
         return self.info.parameters + (self.adapter.parameters if self.adapter else 0)
 
 
 def training_record(directory: Path) -> dict[str, Any] | None:
-    """What a model's directory says of its training; None if it says nothing, or nothing that can be read."""
+    """Read the training record of a model's directory; None if there is none, or none that can be read."""
     try:
         found = json.loads((directory / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -141,13 +141,13 @@ class Registry:
         return manifest
 
     def names(self) -> list[str]:
-        """Names of the registered experts, sorted."""
+        """Return the names of the registered experts, sorted."""
         if not self._root.is_dir():
             return []
         return sorted(d.name for d in self._root.iterdir() if _is_name(d.name) and (d / MANIFEST).is_file())
 
     def get(self, name: str) -> ExpertManifest:
-        """The manifest of one expert. Raises: RegistryError if the name is unknown or its manifest cannot be read."""
+        """Return the manifest of one expert. Raises: RegistryError if the name is unknown or its manifest cannot be read."""
         file = self._file(name)
         try:
             manifest = ExpertManifest.model_validate_json(file.read_bytes())
@@ -160,7 +160,7 @@ class Registry:
         return manifest
 
     def all(self) -> list[ExpertManifest]:
-        """Every manifest, by name. Raises: RegistryError if one cannot be read."""
+        """Return every manifest, by name. Raises: RegistryError if one cannot be read."""
         return [self.get(name) for name in self.names()]
 
     def verify(self, name: str, known: Hashes | None = None) -> list[str]:
@@ -229,7 +229,7 @@ class Registry:
 
 
 def _list_weight_hashes(manifest: ExpertManifest) -> tuple[list[str], str | None]:
-    """The hashes that decide whether two experts are the same. An adapter's configuration is left out: it holds its base's path."""
+    """Return the hashes that decide whether two experts are the same. An adapter's configuration is left out: it holds its base's path."""
     adapter = manifest.adapter.files[ADAPTER_WEIGHTS] if manifest.adapter else None
     return sorted(manifest.info.weight_files.values()), adapter
 

@@ -35,7 +35,7 @@ class Tensor(Lenient):
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors that a safetensors file says it holds, checked against the file's size.
+    """Return the tensors that a safetensors file says it holds, checked against the file's size.
 
     Raises: ModelError with byte counts if the file is truncated, the header longer than the file or not JSON, or if
     the tensors overlap or do not cover the data.

@@ -79,7 +79,7 @@ def encode_lines(
     parser: str = AUTO,
     variables: Mapping[str, Any] | None = None,
 ) -> list[Example]:
-    """Every line that fits in `max_length` tokens; `ends`, `day` and `variables` as for `encode_line`, `parser` is the name of the
+    """Return every line that fits in `max_length` tokens; `ends`, `day` and `variables` as for `encode_line`, `parser` is the name of the
     format of tool calls. Raises: PromptError if none does; ModelError if the chat template cannot append the turns of an episode, or
     there is no end token to learn."""
     if tokenizer.eos_token_id is None:
@@ -264,7 +264,7 @@ def _until_end(ids: list[int], eos: int, ends: Sequence[int]) -> list[int]:
 def _completion_text(
     tokenizer: PreTrainedTokenizerBase, line: PromptLine, day: date | None, variables: Mapping[str, Any]
 ) -> str:
-    """The completion as text."""
+    """Return the completion as text."""
     if isinstance(line.prompt, str) and isinstance(line.completion, str):
         return line.completion
     if isinstance(line.prompt, str) or line.completion is None or isinstance(line.completion, str):

@@ -32,17 +32,17 @@ class TrainSettings(Strict):
     warmup_steps: int = Field(0, ge=0)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     max_length: int = Field(512, ge=2)
-    """Rows with more tokens, prompt and completion together or the whole episode, are left out and counted."""
+    """Longer rows (prompt and completion, or a whole episode) are left out and counted."""
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     bf16: bool = False
     """Compute in bfloat16 with float32 weights."""
     train_sampling_strategy: Literal["random", "group_by_length"] | None = None
-    """`group_by_length`: rows of like lengths share a batch, so that less of it is padding; default: `random`."""
+    """`group_by_length`: rows of like lengths share a batch; default: `random`."""
 
     @model_serializer(mode="wrap")
     def _without_what_is_left_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A `training.json` that an older version wrote is still that of the same settings."""
+        """Dump without the keys that are None: a `training.json` of an older version is still that of the same settings."""
         return {key: value for key, value in dump(self).items() if value is not None}
 
 
@@ -77,19 +77,20 @@ class BaseSpec(Strict):
     from_scratch: FromScratch | None = None
     """A new model, written to OUTPUT_DIR/base."""
     data: tuple[UserPath, ...] = ()
-    """Prompt files with completions or episodes that the base is first trained on, mixed, and written to OUTPUT_DIR/base. Without
-    them `model` is the base as it is, and a new model stays random."""
+    """Prompt files with completions or episodes on which the base is trained first. Without them `model` is the base as
+    it is."""
     train: TrainSettings | None = None
-    """Settings of that training; those that are left out are as in the spec's `train`."""
+    """Settings of that training; default for each: the spec's `train`."""
     template_date: date | None = None
-    """The day, as 2026-11-20, that a chat template which asks for today's date is given in every row; default: today. Give the
-    `student.template_date` of the merge that the experts are for."""
+    """Same as the merge's `student.template_date`; default: today."""
     tool_call_parser: ToolCallParser = "auto"
-    """How calls of tools are written in episodes; give the `student.tool_call_parser` of the merge that the experts are for."""
+    """Same as the merge's `student.tool_call_parser`."""
 
     @property
     def template_reading(self) -> dict[str, Any]:
-        """How its chat template is read, as far as the spec says it: a `training.json` of an older version is still that of the
+        """Settings by which its chat template is read, without those left at their defaults.
+
+        A `training.json` of an older version is still that of the
         same settings."""
         return self.model_dump(mode="json", include={"template_date", "tool_call_parser"}, exclude_defaults=True)
 
@@ -120,26 +121,24 @@ class LoraSettings(Strict):
 class ExpertSpec(Strict):
     domain: Name
     data: UserPath
-    """Prompt file whose completions, or the turns of whose episodes, the expert learns."""
+    """Prompt file whose completions or episodes the expert learns."""
     train: TrainSettings
-    """Settings for this expert; those that are left out are as in the spec's `train`."""
+    """Settings for this expert; default for each: the spec's `train`."""
 
 
 class FromBase(Strict):
-    """What every method needs: one base, and where its experts go."""
+    """Fields that every method needs: one base, and the directory of its experts."""
 
     output_dir: UserPath
-    """Directory for one subdirectory per expert, and `base` for a base that is made or trained first."""
+    """Gets one subdirectory per expert, and `base` for a base that is made or trained first."""
     seed: int = Field(0, ge=0)
     base: BaseSpec
     add_special_tokens: bool = True
-    """Put in front of a prompt of plain text what the base's tokenizer puts there, such as a begin token; a chat template writes its
-    own. Pipelines have the key `student.add_special_tokens`, which should say the same."""
+    """Same as the merge's `student.add_special_tokens`."""
     chat_template_kwargs: ChatTemplateKwargs = Field(default_factory=dict)
-    """Variables for the base's chat template, such as `{enable_thinking: false}`, unless a row has its own. Pipelines have the key
-    `student.chat_template_kwargs`, which should say the same."""
+    """Same as the merge's `student.chat_template_kwargs`."""
     registry: UserPath | None = None
-    """Registry to which each finished expert is added; without it no expert is registered."""
+    """Registry for finished experts; default: none is registered."""
 
     @property
     def training_seed(self) -> int:
@@ -148,7 +147,7 @@ class FromBase(Strict):
 
     @property
     def base_dir(self) -> Path:
-        """Where the base is, or will be."""
+        """Directory of the base, which may not exist yet."""
         return self.base.existing_model or self.output_dir / BASE
 
     @model_validator(mode="after")
@@ -184,13 +183,13 @@ class ExpertsSpec(FromBase):
 
 
 def list_shipped_specs() -> dict[str, Path]:
-    """Name -> file of every training spec that comes with the package."""
+    """Return name -> file of every training spec that comes with the package."""
     found = sorted((file for file in files("experts").iterdir() if file.name.endswith(".yaml")), key=str)
     return {file.name.removesuffix(".yaml"): Path(str(file)) for file in found}
 
 
 def find_spec(name_or_path: str) -> Path:
-    """The file of a shipped spec, or the path of one of the user's. Raises: ConfigError if there is neither."""
+    """Return the file of a shipped spec, or the path of one of the user's. Raises: ConfigError if there is neither."""
     known, path = list_shipped_specs(), Path(name_or_path)
     if name_or_path not in known and not path.exists():
         raise no_such_yaml(path, known, "a shipped training spec", "check the path, or name a shipped one")

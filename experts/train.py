@@ -93,7 +93,7 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
 
 
 def _slow_types(jobs: Sequence[TrainingJob]) -> list[str]:
-    """A warning if models are yet to be trained in bfloat16 on cores that cannot."""
+    """Return a warning if models are yet to be trained in bfloat16 on cores that cannot."""
     asked = [f"{job.name}: train.bf16" for job in jobs if job.train and job.train.bf16 and not job.is_finished]
     found = slow_bf16(asked)
     if found:
@@ -104,7 +104,7 @@ def _slow_types(jobs: Sequence[TrainingJob]) -> list[str]:
 
 
 def base_of(spec: FromBase) -> TrainingJob:
-    """The base that the experts start from: one to make, or one that is there. Raises: PromptError, ModelError."""
+    """Return the base that the experts start from: one to make, or one that is there. Raises: PromptError, ModelError."""
     origin: TrainingRecord = {"weights": inspect_model(spec.base.model).weight_files} if spec.base.model else {}
     origin |= spec.base.template_reading
     if spec.base.existing_model:
@@ -140,7 +140,7 @@ def _expert_jobs(spec: ExpertsSpec, base: TrainingRecord) -> list[TrainingJob]:
 
 
 def _read_lines(paths: Sequence[Path]) -> tuple[tuple[PromptLine | EpisodeRow, ...], list[str]]:
-    """All lines and the files' hashes. Raises: PromptError, also for a row without anything to learn."""
+    """Return all lines and the files' hashes. Raises: PromptError, also for a row without anything to learn."""
     lines = [line for path in paths for line in (read_episodes if has_episodes(path) else _with_completions)(path)]
     return tuple(lines), [find_source(path).content_hash() for path in paths]
 
@@ -216,7 +216,7 @@ def _refuse_other_beginnings(jobs: Sequence[TrainingJob], front: list[int]) -> N
 
 
 def _reader_of(spec: FromBase) -> tuple[PreTrainedTokenizerBase, Sequence[int]]:
-    """The tokenizer that encodes the rows of the base and its experts, and the ids that end a response."""
+    """Return the tokenizer that encodes the rows of the base and its experts, and the ids that end a response."""
     from experts.suites.letters import build_tokenizer
 
     base = spec.base
@@ -228,7 +228,7 @@ def _reader_of(spec: FromBase) -> tuple[PreTrainedTokenizerBase, Sequence[int]]:
 
 
 def read_origin(directory: Path) -> TrainingRecord | None:
-    """What made a model, as far as it decides the weights; None where nothing says so."""
+    """Return what made a model, as far as it decides the weights; None where nothing says so."""
     record = training_record(directory)
     return None if record is None else {key: value for key, value in record.items() if key not in (RESULT, IN_FRONT)}
 
@@ -254,7 +254,7 @@ def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
 
 
 def _start_of(base: BaseSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
-    """The model that the base's own training starts from, and the type in which it is stored."""
+    """Return the model that the base's own training starts from, and the type in which it is stored."""
     if base.from_scratch is None:
         assert base.model is not None, "the spec has one of the two"
         return _load_base(base.model)
@@ -263,7 +263,7 @@ def _start_of(base: BaseSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase,
 
 
 def _without_numbers(base: BaseSpec) -> PreTrainedModel:
-    """The base's modules on the meta device."""
+    """Return the base's modules on the meta device."""
     import torch
 
     from opd.models.weights import Naming, config_of
@@ -277,7 +277,7 @@ def _without_numbers(base: BaseSpec) -> PreTrainedModel:
 
 
 def _load_base(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
-    """A model as it is trained, in float32, its tokenizer, and the type in which it is stored."""
+    """Return a model as it is trained, in float32, its tokenizer, and the type in which it is stored."""
     import torch
 
     from opd.models.weights import load_causal_lm
@@ -354,7 +354,7 @@ def _fit_model(
 
 
 def _find_end_ids(model: Any) -> list[int]:
-    """The ids that end a response of the model, as its files name them beside its tokenizer's."""
+    """Return the ids that end a response of the model, as its files name them beside its tokenizer's."""
     named = model.generation_config.eos_token_id
     found = model.config.eos_token_id if named is None else named
     return [] if found is None else [found] if isinstance(found, int) else list(found)
@@ -390,7 +390,7 @@ def _new_model(shape: FromScratch) -> tuple[PreTrainedModel, PreTrainedTokenizer
 
 
 def staging_directory(job: TrainingJob) -> Path:
-    """Where a model is put together before it is whole."""
+    """Return the directory in which a model is put together before it is whole."""
     return job.directory.with_name(f".{job.name}.tmp")
 
 

@@ -51,12 +51,12 @@ def weight_hashes(path: Path, known: Hashes | None = None) -> dict[str, str]:
 
 
 def weight_tensors(path: Path) -> dict[str, Tensor]:
-    """The header's entry of every tensor that a loader reads. Raises: ModelError."""
+    """Return the header's entry of every tensor that a loader reads. Raises: ModelError."""
     return {name: tensor for shard in weight_shards(path) for name, tensor in read_header(shard).items()}
 
 
 def weight_shards(path: Path) -> list[Path]:
-    """The files that hold the model: `weight_files`, checked. Raises: ModelError."""
+    """Return the files that hold the model: `weight_files`, checked. Raises: ModelError."""
     refuse_no_directory(path)
     _refuse_adapter(path)
     names = [file.name for file in _list_files(path, ".safetensors")]

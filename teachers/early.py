@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _ScoringJob:
-    """What one worker scores of one group: rows of all of its teachers."""
+    """One worker's share of one group: the group's rows for each of the worker's teachers."""
 
     number: int
     """The stream's number of who scores: its parts are counted, and ordered, as a worker's."""
@@ -64,7 +64,7 @@ class _BusyClock:
         self.seconds += 0.0 if self.busy_workers else time.monotonic() - self.since
 
     def read_seconds(self) -> float:
-        """The seconds so far."""
+        """Return the seconds so far."""
         return self.seconds + (time.monotonic() - self.since if self.busy_workers else 0.0)
 
 
@@ -122,7 +122,11 @@ class EarlyScores:
             self._threads[worker] = BackgroundCall(partial(self._score_all, worker), f"teacher worker {worker}, early")
 
     def _choose_job(self, worker: int) -> _ScoringJob | None:
-        """What the worker scores next: first of the teacher that it has in place."""
+        """Return the job that the worker scores next; None if it has to wait.
+
+        A job of the teacher whose weights it has loaded goes first, which saves a swap; the job that the trainer waits for
+        goes before all, also beyond the byte limit: only its rows let the trainer go on.
+        """
         queue, limit = self._queues[worker], self._pool.early_bytes
         if self._awaited_job in queue:
             return self._awaited_job
@@ -150,7 +154,7 @@ class EarlyScores:
                     self._condition.notify_all()
 
     def _take_job(self, worker: int) -> _ScoringJob | None:
-        """The job that the worker's thread does now. None ends the thread, in one move with finding nothing to do: what comes later
+        """Take the next job for the worker's thread. None ends the thread, in one move with finding nothing to do: what comes later
         starts another one."""
         with self._condition:
             job = self._choose_job(worker)
@@ -163,7 +167,7 @@ class EarlyScores:
             return job
 
     def _score_job(self, job: _ScoringJob) -> list[Any]:
-        """The parts of a job, of a worker that is started again if it dies. Raises: what `Pool.again` and the worker raise."""
+        """Return the parts of a job; a worker that dies is restarted and scores the job anew. Raises: what `Pool.again` and the worker raise."""
         while True:
             answers = self._pool.begin_share(job.worker, job.groups, job.number)
             parts: list[Any] = []

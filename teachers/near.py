@@ -25,17 +25,17 @@ class DeviceCache:
         self._sizes: dict[str, int] = {}
 
     def find(self, key: str) -> State | None:
-        """The tensors of the teacher `key`; None if they are not here."""
+        """Return the tensors of the teacher `key`; None if they are not here."""
         return self._states.get(key)
 
     def has_room_for(self, key: str, state: State) -> bool:
-        """Whether the teacher `key` is here, or its tensors have room beside those of the one in use, which was brought last."""
+        """Return True if the teacher `key` is on the device, or has room there beside the one in use, which was copied last."""
         if not self._copies or not self._states or key in self._states:
             return True
         return self._sizes[next(reversed(self._states))] + _count_bytes(state) <= self._budget_bytes
 
     def copy_to_device(self, key: str, state: State) -> State:
-        """Copies of the tensors of `state`, the teacher `key`, on the device. One tensor under two names stays one.
+        """Copy the tensors of `state`, the teacher `key`, to the device and return the copies. One tensor under two names stays one.
 
         What is dropped for it is free once no model has it either: see `has_room_for`.
         """
@@ -55,7 +55,7 @@ class DeviceCache:
         return self._states[key]
 
     def _evict_to(self, max_bytes: int) -> None:
-        """Keep at most so many bytes."""
+        """Drop the least recently used teachers until at most `max_bytes` are left."""
         while self._states and sum(self._sizes.values()) > max_bytes:
             key, _ = self._states.popitem(last=False)
             del self._sizes[key]
@@ -66,5 +66,5 @@ def _storage_key(tensor: Tensor) -> object:
 
 
 def _count_bytes(state: State) -> int:
-    """Bytes of all tensors; a tensor under two names counts once."""
+    """Return the bytes of all tensors; a tensor under two names counts once."""
     return sum({_storage_key(tensor): tensor.nbytes for tensor in state.values()}.values())

@@ -25,7 +25,7 @@ PAYLOAD = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherlessSpec:
-    """What the pool without teachers is made with."""
+    """Settings of the pool without teachers."""
 
     dtype: str
     """What the stream says that hidden states are in; there are none."""
@@ -56,7 +56,7 @@ class TeacherlessPool:
         return TargetStream(self._iterate_parts(rollouts), request, heads={})
 
     def heads(self) -> Mapping[str, HeadSource]:
-        """None: no row names a head."""
+        """Return no heads: no row names one."""
         return {}
 
     def _iterate_parts(self, rollouts: Sequence[Rollout]) -> Iterator[Any]:

@@ -36,7 +36,7 @@ with `teachers.queue` this bounds the bytes that are scored and not yet trained.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """What a pool is started with."""
+    """Settings of a pool."""
 
     engine: str
     """What scores: a name in `teachers.scorers.SCORERS`."""
@@ -101,8 +101,9 @@ class Pool:
                 self.layouts[teacher.name] = proof
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
-        """Every rollout scored by the teachers of its domain; the workers begin now. Taking parts raises: RunError if a
-        worker dies twice or misses the deadline.
+        """Score every rollout by the teachers of its domain; the workers begin now.
+
+        Taking parts from the stream raises: RunError if a worker dies twice or misses the deadline.
 
         Raises: RunError for a domain without a teacher.
         """
@@ -122,7 +123,10 @@ class Pool:
         restarted: list[str],
         busy_s: Callable[[], float] | None = None,
     ) -> TargetStream:
-        """The checked rows of a step, whose parts `source` gives; see `TargetStream`."""
+        """Build the stream of a step's checked rows from handles to its parts; see `TargetStream`.
+
+        `restarted` collects the names of workers that were restarted; `busy_s` returns the seconds in which workers scored.
+        """
         domains = sorted({r.domain for r in rollouts})
         names = [assigned.teacher for domain in domains for assigned in self._routes[domain]]
         keys = {t.name: self.head_of(t).key for t in names} if self._sends_heads else {}
@@ -137,7 +141,7 @@ class Pool:
         return TargetStream(source, request, heads=self._heads, restarted=restarted, busy_s=busy_s)
 
     def heads(self) -> Heads:
-        """Content hash -> head, once the pool is ready; a matrix is read from the weights of the first teacher that has
+        """Return content hash -> head, once the pool is ready; a matrix is read from the weights of the first teacher that has
         it, when it is fetched."""
         found: Heads = {}
         for teacher, head in self._teacher_heads.values():
@@ -146,13 +150,13 @@ class Pool:
         return found
 
     def read_head(self, key: str) -> np.ndarray:
-        """The matrix of a head, as it travels. Raises: WorkerDied if the worker that reads it is dead."""
+        """Return the matrix [V, D] of a head, as it travels. Raises: WorkerDied if the worker that reads it is dead."""
         handle = self.heads()[key].handle
         assert handle is not None
         return handle.fetch()
 
     def read_head_with_restart(self, key: str) -> np.ndarray:
-        """The same while no step is under way: a worker that is dead is started again. Raises: WorkerDied if the new one dies."""
+        """Return the matrix of a head, restarting a worker that is dead. No step may be under way. Raises: WorkerDied if the new one dies."""
         try:
             return self.read_head(key)
         except cluster.WorkerDied as error:
@@ -160,7 +164,7 @@ class Pool:
             return self.read_head(key)
 
     def head_of(self, teacher: Teacher) -> HeadSource:
-        """A teacher's head without a handle, once the pool is ready."""
+        """Return a teacher's head without a handle, once the pool is ready."""
         return self._teacher_heads[weight_key(teacher)][1]
 
     def stop(self) -> None:
@@ -172,9 +176,9 @@ class Pool:
     def _iterate_parts(
         self, shares: Sequence[Sequence[ScoringGroup]], pending: list[PendingParts], restarted: list[str]
     ) -> Iterator[Any]:
-        """Handles to the parts of all workers as they come; `asked`: by worker, its answers that are on their way.
+        """Yield handles to the parts of all workers as they come. `pending`: for each worker, the parts under way.
 
-        A worker that dies is started again, once, and scores its share anew; the parts that had come are left out.
+        A worker that dies is restarted once and scores its share anew; the parts that it had given before are skipped.
         """
         num_parts, num_skipped = [0] * len(shares), [0] * len(shares)
         while any(pending):
@@ -199,7 +203,8 @@ class Pool:
                 yield part.handle
 
     def begin_share(self, index: int, share: Sequence[ScoringGroup], number: int) -> PendingParts:
-        """Let a worker score these groups, as the one with this number in the stream, and ask for its first parts."""
+        """Let worker `index` score these groups and ask for its first parts, which carry `number` in the stream."""
+        # Not waited for: a worker does its calls in order, so the parts come after this.
         self._workers[index].submit(TeacherWorker.begin_groups, share, number)
         return deque(self.next_part(index) for _ in range(PARTS_AHEAD))
 
@@ -208,8 +213,10 @@ class Pool:
         return self._workers[index].submit(TeacherWorker.next_part)
 
     def restart_worker(self, error: cluster.WorkerDied, restarted: list[str]) -> int:
-        """Start a worker anew that died, and note it in `restarted`: those of the step. Returns its index. Raises: `error` if it is no
-        worker of this pool, died in this step before, or the pool has been stopped."""
+        """Restart the worker that died, add its name to `restarted` (those of the step), and return its index.
+
+        Raises: `error` if it is no worker of this pool, has died in this step before, or the pool has been stopped.
+        """
         if self._stopped or error.worker not in self._workers:  # a rank's, or Ray itself
             raise error
         index = self._workers.index(error.worker)
@@ -229,7 +236,10 @@ class Pool:
         )
 
     def assign_teachers(self, prompts: Sequence[Prompt]) -> dict[str, int]:
-        """`weight_key` of every teacher -> the worker that has its rows of a step, before anybody knows how long they are."""
+        """Return `weight_key` of every teacher -> the worker that scores its rows of a step.
+
+        The responses are not written yet, so teachers are weighed by the tokens of their prompts.
+        """
         sizes: Counter[str] = Counter()
         for domain, assigned in self._routes.items():
             tokens = sum(len(prompt.token_ids) for prompt in prompts if prompt.domain == domain)
@@ -237,7 +247,7 @@ class Pool:
         return _balance_loads(sizes, self.num_workers)
 
     def group_by_teacher(self, rollouts: Sequence[Rollout]) -> Iterator[ScoringGroup]:
-        """One group for each domain and each of its teachers."""
+        """Yield one group for each domain and each of its teachers. Raises: RunError for a domain without a teacher."""
         refuse_unknown_domains(rollouts, self._routes)
         by_domain: dict[str, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
@@ -248,19 +258,19 @@ class Pool:
 
 
 def worker_name(index: int) -> str:
-    """What errors call a worker, and what a place is reserved for."""
+    """Return the name of a worker in errors, and in the seats that are reserved for workers."""
     return f"teacher worker {index}"
 
 
 def refuse_unknown_domains(rollouts: Sequence[Rollout], routes: Routes) -> None:
-    """Raises: RunError for a domain without a teacher."""
+    """Refuse rollouts of a domain without a teacher. Raises: RunError."""
     unknown = sorted({r.domain for r in rollouts} - set(routes))
     if unknown:
         raise RunError(f"no teacher for domain {unknown[0]!r}; teachers serve {', '.join(sorted(routes))}")
 
 
 def expected_rows(domains: Collection[str], routes: Routes, heads: Mapping[str, str]) -> dict[str, dict[str, Expected]]:
-    """Domain -> teacher -> what its rows must say; `heads`: teacher -> content hash, empty where none are sent."""
+    """Return domain -> teacher -> what its rows must say; `heads`: teacher -> content hash, empty where none are sent."""
     return {
         domain: {a.teacher.name: Expected(weight=a.weight, head=heads.get(a.teacher.name, "")) for a in routes[domain]}
         for domain in sorted(domains)
@@ -268,7 +278,7 @@ def expected_rows(domains: Collection[str], routes: Routes, heads: Mapping[str, 
 
 
 def assign_groups(groups: Sequence[ScoringGroup], workers: int) -> list[list[ScoringGroup]]:
-    """All groups of a teacher to one worker, most tokens first to the worker with the fewest.
+    """Assign all groups of a teacher to one worker, most tokens first to the worker with the fewest.
 
     A share keeps the order of the groups, which is that of the trainer's micro-batches, but for this: groups of one
     teacher and teachers of one base lie side by side, so that each is put in place once.
@@ -289,7 +299,7 @@ def assign_groups(groups: Sequence[ScoringGroup], workers: int) -> list[list[Sco
 
 
 def _balance_loads(sizes: Mapping[str, int], workers: int) -> dict[str, int]:
-    """Teacher -> its worker: the largest first, each to the worker with the least."""
+    """Return teacher -> its worker: the largest first, each to the worker with the least."""
     loads, owners = [0] * workers, {}
     for key in sorted(sizes, key=lambda k: (-sizes[k], k)):
         owners[key] = loads.index(min(loads))

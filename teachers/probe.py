@@ -50,5 +50,5 @@ def _format_dirs(teacher: Teacher) -> str:
 
 
 def cut_head(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> Head:
-    """The teacher's output head without padding rows."""
+    """Return the teacher's output head without padding rows."""
     return Head(scorer.head(teacher)[: options.vocab_size], scorer.head_rule(teacher))

@@ -69,11 +69,11 @@ class WeightCache:
                 self._thread.submit(_warm_page_cache, directory)
 
     def has(self, teacher: Teacher) -> bool:
-        """Whether all of the teacher is in memory or on its way there, and so within the budget beside the one in use."""
+        """Return True if all of the teacher is in memory or on its way there, and so within the budget beside the one in use."""
         return all(key in self._states or key in self._prefetching for key in _weight_parts(teacher))
 
     def get(self, teacher: Teacher) -> list[State]:
-        """Tensors of the (base) model, then those of the adapter if it has one.
+        """Return the tensors of the (base) model, then those of the adapter if it has one.
 
         Raises: whatever reading its files raised.
         """
@@ -96,7 +96,7 @@ class WeightCache:
         return sum(sizes.values())
 
     def _find_missing(self, teacher: Teacher) -> dict[str, Path]:
-        """The teacher's parts that are neither in memory nor being read."""
+        """Return the teacher's parts that are neither in memory nor being read."""
         missing = {
             k: d for k, d in _weight_parts(teacher).items() if k not in self._states and k not in self._prefetching
         }
@@ -144,7 +144,7 @@ def _weight_parts(teacher: Teacher) -> dict[str, Path]:
 
 
 def read_tensors(directory: Path) -> State:
-    """All tensors of a model's or an adapter's files, memory-mapped."""
+    """Return all tensors of a model's or an adapter's files, memory-mapped."""
     state: State = {}
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:
@@ -153,12 +153,12 @@ def read_tensors(directory: Path) -> State:
 
 
 def read_weights(directory: Path, dtype: torch.dtype) -> State:
-    """All tensors of a model's or an adapter's files, memory-mapped where they already have `dtype`."""
+    """Return all tensors of a model's or an adapter's files, memory-mapped where they already have `dtype`."""
     return {name: tensor.to(dtype) for name, tensor in read_tensors(directory).items()}
 
 
 def weights_nbytes(directory: Path, dtype: torch.dtype, leave_out: Collection[str] = ()) -> int:
-    """Bytes of what `read_weights` returns, without the tensors that are left out; reads headers only."""
+    """Return the bytes of what `read_weights` returns, without the tensors that are left out; reads headers only."""
     numbers = 0
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:

@@ -28,7 +28,7 @@ class TeacherWorker:
         self._parts: Iterator[np.ndarray] = iter(())
 
     def describe_head(self, teacher: Teacher) -> HeadSource:
-        """The teacher's head, without a handle; asking for it also proves that the teacher can be used: that its weights
+        """Return the teacher's head, without a handle; reading it also proves that the teacher can be used: that its weights
         fit, or that its server answers.
 
         Raises: RunError if it cannot, or if it is not the one that was registered.
@@ -41,7 +41,7 @@ class TeacherWorker:
         return described
 
     def prove_layout(self, teacher: Teacher) -> LayoutProof | None:
-        """How rows of this teacher share a forward pass, see `Scorer.layout`. Raises: RunError if they cannot."""
+        """Return how rows of this teacher share a forward pass, see `Scorer.layout`. Raises: RunError if they cannot."""
         return self._scorer.layout(teacher)
 
     def read_head(self, teacher: Teacher) -> np.ndarray:
@@ -53,7 +53,7 @@ class TeacherWorker:
         self._parts = self._make_parts(groups, worker)
 
     def next_part(self) -> np.ndarray | None:
-        """One Arrow stream (bytes as uint8) with the rows that follow, scored now; None after the last part."""
+        """Return one Arrow stream (bytes as uint8) with the rows that follow, scored now; None after the last part."""
         return next(self._parts, None)
 
     def _make_parts(self, groups: Sequence[ScoringGroup], worker: int) -> Iterator[np.ndarray]:

@@ -60,7 +60,7 @@ class EpisodeEncoder:
         return prompt + ids, [False] * len(prompt) + learn
 
     def split(self, row: EpisodeRow) -> tuple[list[int], list[int], list[bool]]:
-        """The same in two: ids of what stands before the first turn, ids of what follows, and for each of these whether it is
+        """Return the same in two: ids of what stands before the first turn, ids of what follows, and for each of these whether it is
         learned. Raises: as `encode`."""
         parts = self._split_turns(row)
         prompt = parts[0][0]
@@ -118,7 +118,7 @@ class EpisodeEncoder:
 
 
 def _first_messages(messages: Sequence[Turn]) -> str | list[dict[str, str]]:
-    """The first observation, as an environment gives it: text, or several messages."""
+    """Return the first observation, as an environment gives it: text, or several messages."""
     if len(messages) > 1:
         return [{"role": turn["role"], "content": turn["content"]} for turn in messages]
     return messages[0]["content"] if messages else ""

@@ -30,13 +30,13 @@ class SolvedEnvironment(Environment, Protocol):
     """An environment that knows what is right."""
 
     def solve(self) -> Action:
-        """What an expert does in the present state."""
+        """Return the action that an expert takes in the present state."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaySettings:
-    """How episodes are played."""
+    """Settings by which episodes are played."""
 
     mistakes: float = 0.3
     """Share of the turns that are drawn from what the solver does elsewhere; some of it cannot be done here, and that, too, an
@@ -82,7 +82,7 @@ def _check_environment(environment: str, play: PlaySettings) -> None:
 
 
 def _build_row(made: Any, task: Task, known: Sequence[Action], play: PlaySettings) -> dict[str, Any]:
-    """The task with an episode of mistakes, or without any if they used up all tries; and the tools, if there are some."""
+    """Return the task with an episode of mistakes, or without any if they used up all tries; and the tools, if there are some."""
     environment = made()
     tools = [tool.schema() for tool in environment.tools]
     _, turns = _play_episode(environment, task, play, known)
@@ -94,7 +94,7 @@ def _build_row(made: Any, task: Task, known: Sequence[Action], play: PlaySetting
 def _play_episode(
     environment: SolvedEnvironment, task: Task, play: PlaySettings, known: Sequence[Action]
 ) -> tuple[list[Action], list[Turn]]:
-    """The actions and the messages of one episode; mistakes are drawn from `known`."""
+    """Return the actions and the messages of one episode; mistakes are drawn from `known`."""
     rng = random.Random(f"episode/{play.seed}")
     actions: list[Action] = []
     turns: list[Turn] = []
@@ -116,14 +116,14 @@ def _play_episode(
 
 
 def _first(observation: str | Sequence[Mapping[str, str]]) -> list[Turn]:
-    """The messages of the first observation; none if there is nothing to read beside the prompt."""
+    """Return the messages of the first observation; none if there is nothing to read beside the prompt."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}] if observation else []
     return [dict(message) for message in observation]
 
 
 def _answer_messages(observation: str | tuple[str, ...]) -> list[Turn]:
-    """One message, or one for the result of each call."""
+    """Return one message, or one for the result of each call."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     return [{"role": "tool", "content": result} for result in observation]

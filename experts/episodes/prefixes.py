@@ -47,7 +47,7 @@ def read_prefixes(
     parser: str = AUTO,
     variables: Mapping[str, Any] | None = None,
 ) -> Prefixes:
-    """A row for every turn of every episode in a file, in order. The answer is the turn, unless it is a mistake. `ends` are the
+    """Return a row for every turn of every episode in a file, in order. The answer is the turn, unless it is a mistake. `ends` are the
     model's end tokens, beside the tokenizer's own; `day`, `parser` and `variables` as for `EpisodeEncoder`.
 
     Raises: PromptError for a broken row, or if no prefix is left; ModelError for a chat template that cannot append.

@@ -46,12 +46,12 @@ class EpisodeRow:
 
 
 def is_learned(turn: Turn) -> bool:
-    """True if the expert learns to write this turn."""
+    """Return True if the expert learns to write this turn."""
     return bool(turn.get("weight", 1) == 1)
 
 
 def has_episodes(prompts: Path | PromptsConfig) -> bool:
-    """True if the first row of JSONL has `messages` and no `completion`; then every row has to. The first is that which a filter
+    """Return True if the first row of JSONL has `messages` and no `completion`; then every row has to. The first is that which a filter
     keeps; where a pipeline reads `messages` as another column, they are no episodes. Raises: PromptError."""
     source, config = find_source(prompts), as_prompts_config(prompts)
     if source.kind != "jsonl" or "messages" in config.columns.values():
@@ -62,7 +62,7 @@ def has_episodes(prompts: Path | PromptsConfig) -> bool:
 
 
 def read_episodes(path: Path) -> list[EpisodeRow]:
-    """Every episode of a JSONL file. Raises: PromptError naming file, line and message."""
+    """Return every episode of a JSONL file. Raises: PromptError naming file, line and message."""
     return [episode_at(place, row) for place, row in source_rows(find_source(path), as_prompts_config(path))]
 
 
@@ -98,7 +98,7 @@ def episode_row(row: Any) -> EpisodeRow:
 
 
 def _split_turns(messages: Sequence[Turn]) -> tuple[tuple[tuple[Turn, ...], ...], tuple[Turn, ...]]:
-    """What stands before each turn of the assistant, and these turns. What follows the last one nobody answers."""
+    """Split into the messages before each turn of the assistant, and these turns. What follows the last one nobody answers."""
     places = [place for place, turn in enumerate(messages) if turn["role"] == "assistant"]
     starts = [0, *(place + 1 for place in places)]
     before = tuple(tuple(islice(messages, start, place)) for start, place in zip(starts, places, strict=False))
@@ -106,7 +106,7 @@ def _split_turns(messages: Sequence[Turn]) -> tuple[tuple[tuple[Turn, ...], ...]
 
 
 def _turn_problem(turn: Any) -> str:
-    """What is wrong with one message; nothing if it can be learned or read."""
+    """Describe what is wrong with one message; empty if it can be learned or read."""
     if not isinstance(turn, dict):
         return f"{turn!r:.60}"
     if turn.get("tool_calls") or turn.get("function_call"):

@@ -32,7 +32,7 @@ MONITORS: dict[str, Any] = {"entropy": {"warn": None}, "disagreement": {"warn": 
 
 
 def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
-    """The pipeline of one expert of the spec as plain data, not checked yet."""
+    """Return the pipeline of one expert of the spec as plain data, not checked yet."""
     expert = spec.experts[name]
     sections = spec.sections_of(name)
     kl = spec.kl_to_base if expert.kl_to_base is None else expert.kl_to_base
@@ -76,7 +76,7 @@ def _reward_alone(reward: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beside_base(base: Path, domain: str, reward: dict[str, Any], kl: float) -> dict[str, Any]:
-    """The base as the one teacher: a divergence that weighs 1 beside a reward that weighs 1/kl, from its first step to its last."""
+    """Return the base as the one teacher: a divergence that weighs 1 beside a reward that weighs 1/kl, from its first step to its last."""
     weighed = {**reward, "weight": _divide_by_kl(kl, reward.get("weight", 1.0))}
     schedule = reward.get("schedule")
     if isinstance(schedule, dict) and "to" in schedule:
@@ -88,7 +88,7 @@ def _beside_base(base: Path, domain: str, reward: dict[str, Any], kl: float) -> 
 
 
 def _critic_clipped(baseline: Any, limit: Any) -> Any:
-    """The critic's loss knows nothing of kl, so its gradients are clipped where the spec says."""
+    """Add the spec's gradient limit to a critic's baseline: the critic's loss knows nothing of kl, so its gradients are clipped where the spec says."""
     named = {"kind": baseline} if isinstance(baseline, str) else baseline
     if not isinstance(named, dict) or named.get("kind") != "critic":
         return baseline
@@ -96,7 +96,7 @@ def _critic_clipped(baseline: Any, limit: Any) -> Any:
 
 
 def _divide_by_kl(kl: float, value: Any) -> Any:
-    """A number of the spec over kl. YAML takes `1e-2` for text; what is no number above 0 the pipeline's check refuses as it is."""
+    """Return a number of the spec over kl. YAML takes `1e-2` for text; what is no number above 0 the pipeline's check refuses as it is."""
     try:
         number = float(value)
     except (TypeError, ValueError):

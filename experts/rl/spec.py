@@ -50,21 +50,21 @@ class ReinforcedExpert(Sections):
 
     domain: Name
     prompts: Prompts
-    """The tasks; a completion that a row may have is not read."""
+    """The tasks; completions are not read."""
     environment: EnvironmentConfig | None = None
-    """The key of a pipeline's domain: the expert takes turns with it, and is rewarded by it."""
+    """The key of a pipeline's domain; it gives the reward."""
     agent: AgentConfig | None = None
-    """Instead of `environment`: a program of yours is the agent, and says what its episode earned."""
+    """Instead of `environment`: your program is the agent and gives the reward."""
     eval: DomainEvalConfig
-    """The held-out tasks; without environment and agent also the verifier that rewards."""
+    """Held-out tasks; without environment and agent its verifier gives the reward."""
     guard: bool | dict[str, Any] | None = None
-    """The key of a pipeline's domain: `false`, or the keys of the spec's `guard` that differ here."""
+    """`false`, or the keys of the spec's `guard` that differ here."""
     kl_to_base: float | None = Field(None, ge=0, allow_inf_nan=False)
     """For this expert; default: the spec's."""
 
     @property
     def has_episodes(self) -> bool:
-        """Whether its rewards come from episodes, as a pipeline's domain has it."""
+        """True if its rewards come from episodes, as a pipeline's domain has it."""
         return self.environment is not None or self.agent is not None
 
 
@@ -72,13 +72,13 @@ class ReinforceSpec(FromBase, Sections):
     """One base and the experts that learn from rewards, one after the other."""
 
     runs: UserPath = Path("runs")
-    """Directory of the run directories, one an expert: NAME-METHOD."""
+    """Each expert's run directory is RUNS/NAME-METHOD."""
     method: Method
-    """`ppo`: one response a prompt and a critic; `grpo` and `rloo`: several responses a prompt, compared with each other."""
+    """`ppo`: one response a prompt and a critic; `grpo`, `rloo`: several responses a prompt."""
     kl_to_base: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Weight of the exact KL(expert || base) beside the reward; 0: the base is no teacher."""
+    """Weight of the exact KL(expert || base) beside the reward; 0: none."""
     guard: GuardConfig | None = None
-    """What keeps the experts' rewards from being earned by cheating; default: nothing."""
+    """Check tool calls before they run; default: none is checked."""
     experts: dict[Name, ReinforcedExpert] = Field(..., min_length=1)
 
     @model_validator(mode="after")
@@ -90,7 +90,7 @@ class ReinforceSpec(FromBase, Sections):
         return self
 
     def sections_of(self, name: str) -> dict[str, dict[str, Any]]:
-        """The sections of one expert: the spec's, with the expert's own keys over them."""
+        """Return the sections of one expert: the spec's, with the expert's own keys over them."""
         expert = self.experts[name]
         return {key: merge_mappings(getattr(self, key), getattr(expert, key)) for key in Sections.model_fields}
 

@@ -58,7 +58,7 @@ def make_rows(domain: str, count: int, seed: int) -> list[SuiteRow]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; ids 0-3 are <pad> <bos> <eos> <unk>, then `CHARACTERS` in order."""
+    """Return one token per character; ids 0-3 are <pad> <bos> <eos> <unk>, then `CHARACTERS` in order."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -149,7 +149,7 @@ def _remove_letter(text: str, i: int) -> str:
 
 
 def _any_way(rng: random.Random, start: str, next_lines: Callable[[str], list[str]]) -> list[str]:
-    """The lines after `start`, each a random one of those that may come next, until none may."""
+    """Return the lines after `start`, each a random one of those that may come next, until none may."""
     lines = [start]
     while following := next_lines(lines[-1]):
         lines.append(rng.choice(following))

@@ -49,7 +49,7 @@ class Skill:
 
 
 def is_right_answer(text: str, answer: str, metadata: Mapping[str, Any]) -> float:
-    """Whether the text is one of the right answers: the verifier of the domains of one turn."""
+    """Return True if the text is one of the right answers: the verifier of the domains of one turn."""
     return float(SKILLS[metadata["domain"]].right(metadata["task"], text.strip()))
 
 

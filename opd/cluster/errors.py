@@ -39,7 +39,7 @@ def parse_start_error(error: Any) -> str:
 
 
 def unwrap_task_error(error: Any) -> Exception:
-    """What a worker raised, from Ray's `RayTaskError`.
+    """Return the exception that a worker raised, from Ray's `RayTaskError`.
 
     An error that we worded ourselves comes back as it is; Ray would wrap the worker's traceback around it.
     """

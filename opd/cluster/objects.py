@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def put_object(value: Any) -> Any:
-    """A handle to a value that came from outside the cluster. Raises: WorkerDied if Ray is gone."""
+    """Return a handle to a value that came from outside the cluster. Raises: WorkerDied if Ray is gone."""
     import ray
 
     with convert_ray_errors():
@@ -23,7 +23,7 @@ def put_object(value: Any) -> Any:
 
 
 def fetch_object(handle: Any) -> Any:
-    """The value behind a handle, read without a copy where it is an array. Raises: WorkerDied if Ray is gone."""
+    """Return the value behind a handle, read without a copy where it is an array. Raises: WorkerDied if Ray is gone."""
     import ray
 
     with convert_ray_errors():
@@ -31,7 +31,7 @@ def fetch_object(handle: Any) -> Any:
 
 
 def copy_on(node: str, handle: Any) -> Any:
-    """A handle to a copy of a value, which a node fetches into its object store and has for others; returns at once.
+    """Return a handle to a copy of a value, which a node fetches into its object store and has for others; returns at once.
 
     It is another value than the first, because Ray would fetch that one from any node that has it. A process that Ray keeps on the
     node for such work makes the copy, while the workers do theirs. Whoever is given a copy that cannot be made gets the error
@@ -46,7 +46,7 @@ def copy_on(node: str, handle: Any) -> Any:
 
 @cache
 def _copy_task() -> Any:
-    """The call that makes a copy. There is one, because Ray tells all nodes of each that is made."""
+    """Return the call that makes a copy. There is one, because Ray tells all nodes of each that is made."""
     import ray
 
     return ray.remote(_return_value)
@@ -63,7 +63,7 @@ class StoredValue:
     handle: Any
 
     def fetch(self) -> Any:
-        """The value, for code that knows nothing of Ray. Raises: WorkerDied if Ray is gone."""
+        """Return the value, for code that knows nothing of Ray. Raises: WorkerDied if Ray is gone."""
         return fetch_object(self.handle)
 
 
@@ -82,7 +82,7 @@ class RemoteCall(Generic[R]):
     timeout_s: float
 
     def fetch(self) -> R:
-        """The answer, for code that knows nothing of Ray.
+        """Return the answer, for code that knows nothing of Ray.
 
         Raises: RunError if the worker is dead or misses its deadline; the worker's own OpdError or RunError.
         """

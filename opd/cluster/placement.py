@@ -28,7 +28,7 @@ ANSWER_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """What one worker asks of a node."""
+    """The resources and labels that one worker needs of a node."""
 
     worker: str
     """The worker's name, as `spawn` gets it."""
@@ -40,7 +40,7 @@ class Seat:
     """Threads that each process of the worker computes with; None: as it is started."""
 
     def fits_node(self, node: Node) -> bool:
-        """Whether the node, with nobody on it, can have this worker."""
+        """Return True if the node, with nothing on it, has room for this worker."""
         enough = all(node.has.get(name, 0) >= amount for name, amount in self.asks.items())
         return enough and all(matches_selector(node.labels.get(key), wanted) for key, wanted in self.labels.items())
 
@@ -87,7 +87,7 @@ class ReservedSeat:
     """Which bundle of the group it is."""
 
     def build_actor_options(self) -> dict[str, Any]:
-        """The options of an actor that goes there."""
+        """Return the options of an actor that goes there."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         custom = {name: amount for name, amount in self.seat.asks.items() if name not in ("CPU", "GPU")}
@@ -98,7 +98,7 @@ class ReservedSeat:
         }
 
     def build_env(self) -> dict[str, str]:
-        """What its seat adds to the worker's environment."""
+        """Return the variables that its seat adds to the worker's environment."""
         return {} if self.seat.threads is None else {"OMP_NUM_THREADS": str(self.seat.threads)}
 
     def wait_for_node(self) -> None:
@@ -116,12 +116,12 @@ class ReservedSeat:
             time.sleep(LOOK_S)
 
     def describe_problem(self) -> str:
-        """Why Ray has no node for it now; empty if it has."""
+        """Describe why Ray has no node for it now; empty if it has one."""
         return "" if _read_bundle_nodes(self.group).get(self.index) else _describe_shortage(self.seat)
 
 
 def matches_selector(value: str | None, wanted: str) -> bool:
-    """Whether a node's label, None if it has none, is what a selector wants, by the rules of Ray."""
+    """Return True if a node's label (None: it has none) is what a selector wants, by the rules of Ray."""
     negated, plain = wanted.startswith("!"), wanted.removeprefix("!")
     match = re.fullmatch(r"in\((.*)\)", plain)
     values = [value_text.strip() for value_text in match[1].split(",")] if match else [plain]
@@ -135,7 +135,7 @@ def format_resources(resources: Mapping[str, float], labels: Mapping[str, str]) 
 
 
 def list_nodes() -> list[Node]:
-    """The nodes of the cluster that live, this process's first. Raises: WorkerDied if Ray is gone."""
+    """Return the nodes of the cluster that live, this process's first. Raises: WorkerDied if Ray is gone."""
     import ray
 
     with convert_ray_errors():
@@ -211,14 +211,14 @@ def _wait_for_group(group: WorkerGroup, reserved: Any, deadline: float, timeout_
 
 
 def _describe_shortage(seat: Seat) -> str:
-    """What a worker asks for, and what nodes have and have free."""
+    """Describe what a worker asks for, and what nodes have and have free."""
     free = {node.id: _drop_internal_resources(node.has) for node in _list_free_nodes()}
     node_texts = [f"{node}, free: {format_resources(free.get(node.id, {}), {}) or 'nothing'}" for node in list_nodes()]
     return f"{seat.worker} asks for {seat}; nodes: {'; '.join(node_texts)}"
 
 
 def _list_free_nodes() -> list[Node]:
-    """The nodes with what they have free now."""
+    """Return the nodes with what they have free now."""
     from ray._private.state import available_resources_per_node
 
     with convert_ray_errors():
@@ -236,7 +236,7 @@ def _read_bundle_nodes(reserved: Any) -> dict[int, str]:
 
 
 def _accepts_connections(node_id: str) -> bool:
-    """Whether Ray's process on a node takes a connection."""
+    """Return True if Ray's process on a node takes a connection."""
     import ray
 
     with convert_ray_errors():
@@ -251,6 +251,6 @@ def _accepts_connections(node_id: str) -> bool:
 
 
 def _drop_internal_resources(resources: Mapping[str, float]) -> dict[str, float]:
-    """Without what Ray counts for itself: a node's own name and memory, and what groups have taken."""
+    """Return the resources without those that Ray counts for itself: a node's own name and memory, and what groups have taken."""
     own = ("memory", "object_store_memory")
     return {name: n for name, n in resources.items() if name not in own and ":" not in name and "_group_" not in name}

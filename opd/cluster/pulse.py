@@ -30,7 +30,7 @@ class PulsingWorker:
         super().__init__(*args)
 
     def node_address(self) -> str:
-        """The address at which the cluster's other machines reach the one that this worker runs on."""
+        """Return the address at which the cluster's other machines reach the one that this worker runs on."""
         import ray
 
         address: str = ray.util.get_node_ip_address()
@@ -71,7 +71,7 @@ class Pulse:
 
     @property
     def is_local(self) -> bool:
-        """Whether the worker is on this machine, once it has spoken."""
+        """True if the worker is on this machine. Needs its first pulse: `last` must not be empty."""
         import ray
 
         address: str = ray.util.get_node_ip_address()

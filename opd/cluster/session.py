@@ -33,7 +33,7 @@ _watch: WorkerWatch | None = None
 
 
 def current_watch() -> WorkerWatch:
-    """The watch of the session under way. Raises: WorkerDied outside of a session."""
+    """Return the watch of the session under way. Raises: WorkerDied outside of a session."""
     if _watch is None:
         raise WorkerDied("Ray itself is gone: its session has ended, or was not begun")
     return _watch
@@ -124,7 +124,7 @@ def max_socket_directory_bytes() -> int:
 
 
 def find_long_ray_variable(environ: Mapping[str, str]) -> str | None:
-    """The variable that names Ray's temporary directory, if Ray's sockets have no room there."""
+    """Return the variable that names Ray's temporary directory, if Ray's sockets have no room there."""
     name = next((name for name in leftovers.RAY_VARIABLES if environ.get(name)), None)
     return name if name is not None and len(os.fsencode(environ[name])) > max_socket_directory_bytes() else None
 

@@ -100,7 +100,7 @@ def _read_answer(pending: Pending[R]) -> R:
 
 
 def _describe_lost_argument(error: Any) -> str:
-    """Which argument a method could not be given, so that it did not begin; empty if an error is the method's own."""
+    """Describe the argument that a method could not be given, so that it did not begin; empty if an error is the method's own."""
     import ray
 
     exceptions = ray.exceptions
@@ -117,7 +117,7 @@ def _describe_lost_argument(error: Any) -> str:
 
 
 def _build_death_error(pending: Pending[Any], error: Any) -> WorkerDied:
-    """The error that says which worker died during which method, and why, as far as we know."""
+    """Return the error that says which worker died during which method, and why, as far as we know."""
     worker = pending.worker
     last_words = read_log_tail(worker.pulse) if worker.watch.stop_watching(worker) else ""
     reason = worker.pulse.ended or f"the worker died during `{pending.method}`: {str(error).strip()}{last_words}"

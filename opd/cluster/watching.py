@@ -40,7 +40,7 @@ class WorkerWatch:
         self._workers[worker.pulse.key] = worker
 
     def stop_watching(self, worker: Worker[Any]) -> bool:
-        """Listen to it no longer. Returns whether it was listened to."""
+        """Stop listening to it. Returns False if it was not listened to."""
         return self._workers.pop(worker.pulse.key, None) is not None
 
     def stop_watching_all(self) -> None:
@@ -73,7 +73,7 @@ class WorkerWatch:
                 worker.kill()
 
     def _describe_failed_start(self, worker: Worker[Any]) -> str:
-        """Why a worker that was never heard is given up."""
+        """Describe why a worker that was never heard is given up."""
         place = self.places.get(worker.name)
         problem = place.describe_problem() if place else ""
         return f"not started after {self._start_timeout_s:.0f} s (cluster.start_timeout_s)" + (
@@ -82,7 +82,7 @@ class WorkerWatch:
 
 
 def _read_pulse(client: Any, key: bytes) -> bytes:
-    """What Ray's store has of a worker's pulse. Raises: WorkerDied if Ray is gone, or its store does not answer for `SILENT_S`."""
+    """Read a worker's pulse from Ray's store; empty if there is none yet. Raises: WorkerDied if Ray is gone, or its store does not answer for `SILENT_S`."""
     deadline = time.monotonic() + SILENT_S
     while True:
         try:
@@ -97,7 +97,7 @@ def _read_pulse(client: Any, key: bytes) -> bytes:
 
 
 def read_log_tail(pulse: Pulse) -> str:
-    """The last lines that a worker of this machine wrote, and where they are; empty if they are on another machine."""
+    """Return the last lines that a worker of this machine wrote, and where they are; empty if they are on another machine."""
     import ray
 
     node = ray._private.worker._global_node

@@ -46,11 +46,11 @@ class Worker(Generic[T]):
     def on_demand(
         self, timeout_s: float, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> RemoteCall[R]:
-        """A call that is made when somebody fetches its answer, here or in another worker, and then has this deadline."""
+        """Return a call that is made when somebody fetches its answer, here or in another worker, and then has this deadline."""
         return RemoteCall(self._actor, method.__name__, args, kwargs, timeout_s)
 
     def node_address(self, *, timeout_s: float) -> str:
-        """The address at which the cluster's other machines reach the one that it runs on. Raises: what `wait` raises."""
+        """Return the address at which the cluster's other machines reach the one that it runs on. Raises: what `wait` raises."""
         address: str = self._submit(PulsingWorker.node_address.__name__).wait_for_result(timeout_s=timeout_s)
         return address
 

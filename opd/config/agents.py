@@ -17,31 +17,29 @@ OURS = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_AP
 
 class AgentConfig(Strict):
     command: list[Annotated[PathOrName, Field(min_length=1)]] = Field(..., min_length=1)
-    """The program and its arguments. `python` is the one that runs `opd`; an argument that names a file of the current
-    directory is made absolute, because the program runs in a temporary directory."""
+    """Program and arguments. `python` is the one that runs `opd`; files of the current directory become absolute
+    paths."""
     env: dict[Variable, str] = {}
-    """Variables of the program. They stand in the run's files: name secrets under `inherit`."""
+    """Variables of the program, written into the run's files: put secrets under `inherit`."""
     inherit: list[Variable] = []
-    """Names of variables that the program gets from the environment of `opd`. Without them it gets only PATH, the language
-    and the time zone."""
+    """Names of variables to hand on from `opd`'s environment, beside PATH, language and time zone."""
     render: Literal["template", "text"] | None = None
-    """How the student reads messages: through its chat template, or as the texts one after the other; default: through its
-    chat template, if it has one."""
+    """Messages through the chat template, or their texts one after the other; default: the template, if there is
+    one."""
     metadata: list[str] = []
-    """Keys of a prompt's metadata that stand in its task. The rest, and the answer, stay with us."""
+    """Keys of the prompt's metadata that the program gets. It never gets the answer."""
     verifier: VerifierConfig | None = None
-    """Judges the answer of the program's result, or the student's last reply where the result has none; default: the
-    result's own `reward`."""
+    """Judges the result's answer, else the student's last reply; default: the result's own `reward`."""
     timeout_s: float = Field(600, gt=0)
-    """Deadline of an episode; then the verifier has as long."""
+    """Deadline of an episode, and then of its verifier."""
     parallel: int = Field(16, ge=1)
-    """Most programs that run at a time for each rollout worker."""
+    """Most programs at a time for each rollout worker."""
     max_calls: int = Field(64, ge=1)
-    """Requests of a program, retries and refused ones included; the next one ends the episode."""
+    """Most requests of a program, retries and refused ones included."""
     max_tokens: int | None = Field(None, ge=1)
-    """Tokens that the student may write in an episode; default: as many as the program asks for."""
+    """Tokens that the student may write in an episode; default: no limit."""
     max_broken: float = Field(0.1, ge=0, le=1)
-    """The run stops if a larger share of a step's episodes of this domain ends because the program failed; one always may."""
+    """The run stops if more of a step's episodes of this domain break; one always may."""
 
     @field_validator("env")
     @classmethod

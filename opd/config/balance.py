@@ -12,33 +12,32 @@ from opd.settings.strict import Strict
 
 class SamplesBalance(Strict):
     kind: Literal["samples"]
-    """Each domain's share of a step's samples is its `weight`, the same in every step."""
+    """A domain's share of a step's samples is its `weight`."""
 
 
 class TokensBalance(Strict):
     kind: Literal["tokens"]
-    """Each domain's share of the trained tokens is its `weight`: a domain with longer responses gets fewer samples."""
+    """Its share of the trained tokens is its `weight`."""
     window: int = Field(10, ge=1)
-    """Steps over which the length of responses is averaged; older steps count less and less."""
+    """Steps over which response lengths are averaged."""
 
     of: ClassVar[str] = "tokens"
 
 
 class GapBalance(Strict):
     kind: Literal["gap"]
-    """Each domain's share is its `weight` times what it has left to learn: the loss in training, its slope, and the share of
-    responses that are cut at their limit."""
+    """Its share is `weight` times what it has left to learn, by loss, slope and cut responses."""
     of: Literal["samples", "tokens"] = "samples"
     """What is shared out: a step's samples, or its trained tokens."""
     per: Literal["token", "response"] = "token"
-    """`token`: the loss a token, as a part of what it was in the domain's first steps. `response`: the nats of a whole response,
-    x / (1 + x), for domains whose answers are right or wrong as a whole and differ in length."""
+    """`token`: the loss a token, relative to the domain's first steps. `response`: the nats x of a whole response, as x
+    / (1 + x)."""
     floor: float = Field(0.5, gt=0, le=1)
-    """Smallest share of a domain, as a multiple of the share that its `weight` gives it: a finished domain keeps so much."""
+    """Smallest share of a domain, as a multiple of the share by `weight`."""
     cap: float = Field(3.0, ge=1)
-    """Largest share of a domain, as a multiple of the same share."""
+    """Largest share, as the same multiple."""
     window: int = Field(10, ge=1)
-    """Steps over which losses are averaged. The first `window` steps go by `weight` alone, because they measure the start."""
+    """Steps over which losses are averaged; the first `window` steps go by `weight` alone."""
 
 
 KINDS = ("samples", "tokens", "gap")

@@ -13,22 +13,22 @@ PLACE = "{summary}"
 
 class ContextConfig(Strict):
     compact_at: int = Field(..., ge=1)
-    """Tokens of the dialogue from which on the student writes a summary, and goes on with that in place of the old turns. With
-    one turn and the summary, which can follow, it has to be within `rollout.max_model_len`."""
+    """Tokens of the dialogue at which the student writes a summary. One turn and the summary more have to fit
+    `rollout.max_model_len`."""
     keep_last: int = Field(2, ge=0)
-    """Turns, each with what the environment answered, that follow the summary word for word."""
+    """Last turns, with their answers, that follow the summary word for word."""
     prompt: str = Field(
         "The dialogue is nearly too long. Write a summary from which the task can be finished without it. "
         "Copy names, numbers, paths and tool calls word for word, and shorten the rest.",
         min_length=1,
     )
-    """Asks for the summary, after the last observation."""
+    """Asks for the summary."""
     resume: str = "What happened so far:\n{summary}"
-    """Follows the first prompt in the new dialogue, before the kept turns."""
+    """Brings the summary, after the first prompt and before the last turns."""
     max_tokens: int | None = Field(None, ge=1)
     """Tokens of a summary; default: `rollout.max_new_tokens`."""
     max_compactions: int = Field(3, ge=1)
-    """Summaries in an episode. After the last one it goes on until the context is full."""
+    """Most summaries in an episode."""
 
     @field_validator("resume")
     @classmethod

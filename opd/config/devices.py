@@ -23,7 +23,7 @@ def teacher_devices(cluster: ClusterConfig, teachers: Teachers) -> float:
 def devices_problem(
     cluster: ClusterConfig, trainer: TrainerConfig, rollout: RolloutConfig, teachers: Teachers, schedule: ScheduleConfig
 ) -> PydanticCustomError | None:
-    """The first thing that a role cannot do on its devices; None if all can."""
+    """Return the first thing that a role cannot do on its devices; None if all can."""
     gpus, ranks = cluster.trainer_gpus, trainer.ranks
     if ranks > 1 and gpus % 1:
         return _make_error(
@@ -41,7 +41,7 @@ def devices_problem(
 
 
 def _kept_problem(cluster: ClusterConfig, teachers: Teachers) -> PydanticCustomError | None:
-    """Why no teacher can be kept on a GPU."""
+    """Return why no teacher can be kept on a GPU; None if it can."""
     if not isinstance(teachers, TransformersTeachers) or not teachers.gpu_memory or cluster.teacher_gpus:
         return None
     wanted = "0: on a CPU teachers.memory keeps weights where they are used; set cluster.teacher_gpus if the workers have GPUs"
@@ -49,7 +49,7 @@ def _kept_problem(cluster: ClusterConfig, teachers: Teachers) -> PydanticCustomE
 
 
 def _find_division_problem(role: str, gpus: float, size: int) -> PydanticCustomError | None:
-    """Why an engine of so many processes cannot have so many GPUs for each."""
+    """Return why an engine of so many processes cannot have so many GPUs for each; None if it can."""
     if size == 1 or gpus in (0, 1):
         return None
     section = "teachers" if role == "teacher" else role
@@ -61,7 +61,7 @@ def _find_division_problem(role: str, gpus: float, size: int) -> PydanticCustomE
 
 
 def _map_problem(gpus: float, teachers: TransformersTeachers) -> PydanticCustomError | None:
-    """Why a worker's layers cannot be divided among so many GPUs."""
+    """Return why a worker's layers cannot be divided among so many GPUs."""
     with_gpus = f"with cluster.teacher_gpus {gpus:g}"
     if gpus > 1 and gpus % 1:
         wanted = "a whole number: layers are divided among whole GPUs"

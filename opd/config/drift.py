@@ -18,20 +18,18 @@ if TYPE_CHECKING:
 
 class CurriculumConfig(Strict):
     first: int = Field(..., ge=1)
-    """Turns that an episode of the first step may have; fewer than `max_turns`."""
+    """Turns of an episode in the first step."""
     over_steps: int = Field(..., ge=1)
     """Steps in which the limit rises, in a straight line, to `max_turns`."""
 
 
 class TeacherTurnsConfig(Strict):
     share: float = Field(..., gt=0, le=1)
-    """Probability in the first step that a turn is written by the domain's expert, the heaviest if there are several. It falls
-    in a straight line to 0."""
+    """Probability in the first step that the domain's heaviest expert writes a turn; falls in a straight line to 0."""
     over_steps: int = Field(..., ge=1)
     """Steps after which the student writes every turn."""
     train: bool = False
-    """Train the student on the expert's turns too, with the exact divergence at each of their tokens; default: they carry no
-    loss."""
+    """Train the student on the expert's turns too."""
 
     @model_validator(mode="after")
     def _something_to_train(self) -> TeacherTurnsConfig:
@@ -46,12 +44,12 @@ class TeacherTurnsConfig(Strict):
 
 class TurnWeightsConfig(Strict):
     decay: float = Field(1.0, gt=0, le=1)
-    """Each turn weighs so many times what the turn before it weighs."""
+    """Weight of each turn over that of the turn before."""
     divergence: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """A turn weighs `exp(-divergence D)` times as much, with D the mean of the objective, nats a token, over the trained tokens
-    of the turns before it. Above 0 the student's forward pass is computed twice."""
+    """A turn weighs `exp(-divergence D)` times as much, D the mean loss a token in the turns before it. Above 0 the
+    student's forward pass is computed twice."""
     floor: float = Field(0.05, gt=0, lt=1)
-    """Least weight of a turn; the first turn of an episode has 1."""
+    """Least weight of a turn; the first has 1."""
 
     @model_validator(mode="after")
     def _weighs_something(self) -> TurnWeightsConfig:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def score_early_problem(config: PipelineConfig) -> PydanticCustomError | None:
-    """Why teachers of this pipeline cannot begin before the step is written; None if they can, or do not."""
+    """Return why teachers of this pipeline cannot begin before the step is written; None if they can, or do not."""
     size = config.schedule.score_early
     if size is None:
         return None

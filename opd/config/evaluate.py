@@ -12,7 +12,7 @@ from opd.settings.strict import PathOrName, Strict
 
 class LMEvalConfig(Strict):
     tasks: list[Annotated[PathOrName, Field(min_length=1)]] = []
-    """Names of the harness, such as `gsm8k`, or YAML files of your own tasks."""
+    """Names of the harness, such as `gsm8k`, or YAML files of yours."""
     model: Literal["hf", "vllm"] = "hf"
     """Which of the harness's adapters runs the model."""
     limit: int | None = Field(None, ge=1)
@@ -27,22 +27,21 @@ def _lm_eval_tasks(value: Any) -> Any:
 
 class EvaluateConfig(Strict):
     every: int = Field(0, ge=0)
-    """Steps between evaluations during the merge; 0: only before and after."""
+    """Steps between exams during the merge; 0: only before and after."""
     samples: int = Field(100, ge=1)
     """Held-out prompts per domain, the first ones of the file."""
     n: int = Field(1, ge=1)
     """Answers to each prompt."""
     temperature: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """0: greedy; above it answers are sampled, each with a seed of its own."""
+    """0: greedy."""
     pass_at: list[Annotated[int, Field(ge=1)]] = [1]
-    """For each k, the chance that at least one of k answers to a prompt is right; k is at most `n`."""
+    """For each k up to `n`: the chance that one of k answers is right."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Answer limit; default: the rollout's."""
     cache: bool = True
-    """Take over what start student and experts answered in another run, if weights, questions, verifier, settings and versions
-    are the same; see docs/evaluation.md."""
+    """Take over equal exams of start student and experts from other runs, see docs/evaluation.md."""
     lm_eval: Annotated[LMEvalConfig, BeforeValidator(_lm_eval_tasks)] = LMEvalConfig()
-    """Tasks of EleutherAI's lm-evaluation-harness for the student before and the merged model; a list of tasks will do."""
+    """Tasks of lm-evaluation-harness for start student and merged model; a list will do."""
 
     @model_validator(mode="after")
     def _answers_differ(self) -> EvaluateConfig:

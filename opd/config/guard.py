@@ -54,7 +54,7 @@ class EndpointJudge(Strict):
     api_key_env: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     """Environment variable that holds the key; none is sent without it."""
     threshold: float | None = Field(None, gt=0, lt=1)
-    """Block from this probability of `block` on, if the server returns log-probs; null takes its word."""
+    """Block from this probability of `block` on, if the server returns log-probs; default: its word counts."""
 
 
 class LocalJudge(Strict):
@@ -62,9 +62,9 @@ class LocalJudge(Strict):
 
     kind: Literal["local"]
     model: UserPath | None = None
-    """Hugging Face directory of a model, which runs on the worker's CPU cores."""
+    """Hugging Face directory of a model, run on the worker's CPU."""
     scorer: Annotated[str, AfterValidator(_check_import_name)] | None = None
-    """Instead of `model`: `module:name` of what is called as `scorer(prompt, verdicts)` and returns a log-prob for each verdict."""
+    """Instead of `model`: `module:name`, called as `scorer(prompt, verdicts)`; returns a log-prob for each verdict."""
     threshold: float = Field(0.5, gt=0, lt=1)
     """Block from this probability of `block` on."""
 
@@ -88,34 +88,34 @@ class GuardConfig(Strict):
     rules: list[PathOrName] = Field(["shipped"], min_length=1)
     """Files of rules; `shipped` is our own."""
     protected: list[Annotated[str, AfterValidator(_require_anchored_glob)]] = []
-    """Globs of what this environment hides from its policy, from `/` or beginning with `**/`: `/box/.cases/**`."""
+    """Globs of what the environment hides, from `/` or with `**/` in front: `/box/.cases/**`."""
     workdir: Annotated[str, AfterValidator(_require_absolute)] = "/workspace"
     """Where an episode begins, as its shell sees it."""
     home: Annotated[str, AfterValidator(_require_absolute)] = "/root"
     """What `~` is."""
     keeps_shell: bool = True
-    """True if calls share one shell, so that `cd` and variables last; false if each begins anew in `workdir`."""
+    """Calls share one shell, with its `cd` and variables; false: each begins anew in `workdir`."""
     tools: dict[str, dict[str, Literal["shell", "python", "read", "write", "text"]]] = {}
-    """Tool -> its argument -> what that is. Tools that are not named are read by the names of their arguments: `command` and the
-    like are shell, `code` is Python, `path` is a file."""
+    """Tool -> its argument -> what that is. Default, by the argument's name: `command` is shell, `code` Python, `path`
+    a file."""
     only_tools: Annotated[list[str], Field(min_length=1)] | None = None
-    """Names of the tools whose calls are checked; default: all tools."""
+    """Tools whose calls are checked; default: all."""
     answers: bool = False
-    """Check turns without a call, too: rules read the fenced code in them, and the judge, if there is one, reads every one."""
+    """Check turns without a call, too: rules read their fenced code, the judge all of them."""
     judge: JudgeConfig | None = None
-    """Who is asked about what the rules find suspicious; null leaves it to `on_failure`."""
+    """Judges what the rules find suspicious; default: `on_failure` decides."""
     deadline_s: float = Field(10.0, gt=0)
-    """How long an answer of the judge may take, connection included."""
+    """Deadline of an answer of the judge."""
     cache: int = Field(4096, ge=0)
-    """Answers of the judge that are kept, by the whole question. A run keeps all of them, in a file."""
+    """Answers of the judge held in memory; a run's file has all."""
     on_failure: Literal["allow", "block"] = "block"
-    """What happens to a suspicious call when no judge answers. A hit of a rule that is certain is blocked in any case."""
+    """What becomes of a suspicious call without a judge's answer. What a rule is certain of is blocked anyway."""
     on_hit: Literal["mask", "keep", "negative"] = "keep"
-    """The tokens of a turn with a blocked call: kept in the loss, masked, or trained against. The last needs a reward."""
+    """Tokens of a turn with a blocked call: trained as usual, masked, or trained against, which needs a reward."""
 
 
 def guard_of(section: GuardConfig | None, own: bool | Mapping[str, Any] | None) -> GuardConfig | None:
-    """The guard of a domain: the pipeline's section with the keys that differ in the domain; None: there is none.
+    """Return the guard of a domain: the pipeline's section with the keys that differ in the domain; None: there is none.
 
     Raises: ValidationError for keys that no guard has.
     """

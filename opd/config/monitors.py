@@ -21,13 +21,13 @@ class SignalLimits(Strict):
     """The largest reading there can be."""
 
     over: int = Field(10, ge=1)
-    """Steps that a reading is taken over; there is none before that many steps are done."""
+    """Steps that a reading is taken over; there is none before."""
     warn: float | None = Field(None, gt=0)
     """From here on: a line on the display, and the samples in `monitors/`."""
     pause: float | None = Field(None, gt=0)
-    """From here on: a checkpoint too, and the merge ends with exit code 4; a resume goes on."""
+    """Also a checkpoint, and the merge ends with exit code 4; a resume goes on."""
     stop: float | None = Field(None, gt=0)
-    """From here on: a checkpoint too, and the merge ends with exit code 1; a resume goes on if the limit is changed."""
+    """Also a checkpoint, and the merge ends with exit code 1; a resume goes on with another limit."""
 
     @model_validator(mode="after")
     def _reached_one_after_the_other(self) -> SignalLimits:
@@ -49,7 +49,7 @@ class SignalLimits(Strict):
         return self
 
     def find_reached(self, reading: float) -> tuple[str, float] | None:
-        """The hardest action whose limit this reading reaches, and the limit."""
+        """Return the hardest action whose limit this reading reaches, and the limit."""
         for action in reversed(ACTIONS):
             limit = getattr(self, action)
             if limit is not None and reading >= limit:
@@ -62,27 +62,25 @@ class RepetitionLimits(SignalLimits):
     over: int = Field(5, ge=1)
     """Steps that a reading is taken over."""
     warn: float | None = Field(0.35, gt=0)
-    """The quickstart stays below 0.3 even if every response of it that is cut were a loop."""
+    """Share of looping responses."""
     stop: float | None = Field(0.75, gt=0)
-    """Nearly all responses are loops: what the student learns from here on is to loop. A student on its way to long answers may
-    loop for a while: a domain of 40 letters showed 0.5 while its loss still fell."""
+    """Also a checkpoint, and exit code 1. On the way to long answers a student may loop for a while."""
 
 
 class TruncationLimits(SignalLimits):
     MOST = 1.0
     warn: float | None = Field(0.9, gt=0)
-    """Nearly every response is cut. A student may have to learn first how short its expert's answers are, so one step is not
-    enough: of SmolLM2's merge 1.3 % are cut, nearly all in the first steps."""
+    """Share of cut responses."""
 
 
 class LengthLimits(SignalLimits):
     warn: float | None = Field(3.0, gt=0)
-    """Times the expert's length; the quickstart stays below 1.4."""
+    """Times the expert's length."""
 
 
 class EntropyLimits(SignalLimits):
     warn: float | None = Field(0.5, gt=0)
-    """Nats a token; the quickstart stays below 0.1."""
+    """Nats a token."""
 
 
 class DisagreementLimits(SignalLimits):
@@ -90,37 +88,36 @@ class DisagreementLimits(SignalLimits):
     over: int = Field(20, ge=1)
     """Steps that a reading is taken over."""
     warn: float | None = Field(0.9, gt=0)
-    """The quickstart begins below 0.5 in every domain."""
+    """Share of tokens."""
 
 
 class GapLimits(SignalLimits):
     over: int = Field(5, ge=1)
     """Steps that a reading is taken over."""
     warn: float | None = Field(0.8, gt=0)
-    """Share of the tolerance. A step above all of it ends the run without a monitor."""
+    """Share of the tolerance; above all of it the run ends anyway."""
 
 
 class GradNormLimits(SignalLimits):
     over: int = Field(10, ge=1)
     """Steps before the newest one whose median it is compared with."""
     warn: float | None = Field(10.0, gt=0)
-    """Times the median; the quickstart stays below 2.5."""
+    """Times the median."""
 
 
 class MonitorsConfig(Strict):
     """A key for each of `opd.monitors.SIGNALS`. Readings are taken for each domain, but for the last two."""
 
     repetition: RepetitionLimits = RepetitionLimits()
-    """Share of the responses that run to their limit with a tail that repeats itself."""
+    """Share of the responses that end at their limit in a loop."""
     truncation: TruncationLimits = TruncationLimits()
     """Share of the responses that end at their limit."""
     length: LengthLimits = LengthLimits()
-    """Mean length over the longer of the expert's mean answer and the student's own at the start; needs an exam."""
+    """Mean length over the expert's mean answer, or the start student's if longer; needs an exam."""
     entropy: EntropyLimits = EntropyLimits()
-    """Nats by which the student's entropy lies below its teacher's on the same tokens; no reading where the payload does not
-    tell the teacher's."""
+    """Nats by which the student's entropy lies below its teacher's; needs a payload that tells the latter."""
     disagreement: DisagreementLimits = DisagreementLimits()
-    """Share of the student's tokens that are not its teacher's first choice; no reading where the payload does not tell."""
+    """Share of the student's tokens that are not its teacher's first choice; needs a payload that tells it."""
     gap: GapLimits = GapLimits()
     """Mean difference of log-probs between engine and trainer, over `sync.tolerance`."""
     grad_norm: GradNormLimits = GradNormLimits()

@@ -49,22 +49,19 @@ class ObjectiveConfig(Strict):
 
     kind: str
     chunk: int = Field(128, ge=1)
-    """Response tokens whose logits exist at one time."""
+    """Response tokens whose logits exist at one time. Lower it if a GPU's memory is short."""
     compile: bool = False
-    """Compile the elementwise part with torch.compile; without a C++ compiler it runs eagerly, with one warning."""
+    """Compile the elementwise part; needs a C++ compiler, else it runs eagerly."""
     normalize: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Mean over the trained tokens of the whole step, or over its responses, each counted once however long."""
+    """Mean over the step's trained tokens, or over its responses."""
     reward: RewardConfig | None = None
-    """A policy gradient of a task reward beside the divergence, as a second stream with its own mean; see
-    docs/objectives.md#with-a-reward. Default: no reward is trained on."""
+    """Train on a task reward beside the divergence, see docs/objectives.md#with-a-reward."""
     extrapolate: float = Field(1.0, ge=1)
-    """Beyond the experts: above 1 the student is trained toward expert^extrapolate * start^(1 - extrapolate), normalised at
-    each token, where `start` is the student as the merge begins. It scores every response too (a LoRA student's in the
-    trainer). 1: toward the experts."""
+    """Above 1: train beyond the experts, see docs/objectives.md#beyond-the-experts."""
 
     @property
     def weighting(self) -> str:
-        """How tokens are weighted in the mean; `opd.train.totals.row_weights` has the formulas."""
+        """Name of the weighting of tokens in the mean; `opd.train.totals.row_weights` has the formulas."""
         return "leave_one_out" if self.IS_ESTIMATE else self.normalize
 
     @property
@@ -79,11 +76,11 @@ class ObjectiveConfig(Strict):
 
     @property
     def top_k(self) -> int:
-        """How many of its likeliest tokens a teacher gives at each position."""
+        """Number of its likeliest tokens that a teacher gives at each position."""
         return 0
 
     def problem_with(self, payload: str) -> PydanticCustomError | None:
-        """Why the objective cannot be computed from this payload; None if it can."""
+        """Return why the objective cannot be computed from this payload; None if it can."""
         if payload in self.PAYLOADS:
             return None
         return PydanticCustomError(
@@ -98,7 +95,7 @@ class ObjectiveConfig(Strict):
         )
 
     def problem_with_extrapolation(self, payload: str) -> PydanticCustomError | None:
-        """Why the objective cannot be computed for an extrapolated target from this payload; None if it can."""
+        """Return why the objective cannot be computed for an extrapolated target from this payload; None if it can."""
         if payload in ("hidden_states", "sampled_logprobs"):
             return None
         return PydanticCustomError(
@@ -115,7 +112,7 @@ class ObjectiveConfig(Strict):
 
 
 def objective_config(kind: str) -> type[ObjectiveConfig]:
-    """The class of the section of this kind; `module:Class` is a class of the user's.
+    """Return the class of the section of this kind; `module:Class` is a class of the user's.
 
     Raises: KeyError for an unknown kind; ConfigError for a `module:Class` that cannot be imported or is no section.
     """
@@ -128,7 +125,7 @@ def objective_config(kind: str) -> type[ObjectiveConfig]:
 
 
 def default_objective() -> ObjectiveConfig:
-    """The objective of a pipeline that has no such section."""
+    """Return the objective of a pipeline that has no such section."""
     return objective_config(DEFAULT_KIND).model_validate({})
 
 

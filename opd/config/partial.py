@@ -23,7 +23,7 @@ def most_samples(config: PipelineConfig) -> int:
 
 
 def partial_rollout_problem(config: PipelineConfig) -> PydanticCustomError | None:
-    """Why responses of this pipeline cannot be cut; None if they can, or are not."""
+    """Return why responses of this pipeline cannot be cut; None if they can, or are not."""
     partial, objective = config.schedule.partial_rollout, config.objective
     where, limit = "schedule.partial_rollout", config.rollout.max_new_tokens
     if partial is None:
@@ -46,5 +46,5 @@ def partial_rollout_problem(config: PipelineConfig) -> PydanticCustomError | Non
 
 
 def _has_episodes(domain: DomainConfig) -> bool:
-    """Whether the domain has episodes in training."""
+    """Return True if the domain has episodes in training."""
     return bool(domain.agent or (domain.environment and not domain.environment.replay))

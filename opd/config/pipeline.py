@@ -42,17 +42,17 @@ class RoundConfig(Strict):
     """The settings in which one round differs from the pipeline. Every other setting is the pipeline's."""
 
     seed: int | None = Field(None, ge=0)
-    """Default: the pipeline's seed in the first round, one more in each further round."""
+    """Default: the pipeline's in the first round, one more in each further one."""
     registry: UserPath | None = None
     experts: ExpertsConfig | None = None
-    """All experts of the round; they take the place of the pipeline's."""
+    """All experts of the round."""
     domains: dict[Name, DomainConfig] | None = Field(None, min_length=1)
-    """All domains of the round; they take the place of the pipeline's."""
+    """All domains of the round."""
     rollout: dict[str, Any] = {}
-    """Keys of the section that differ in this round; the three sections below work alike."""
+    """Keys that differ in this round; so for the three sections below."""
     teachers: dict[str, Any] = {}
     objective: dict[str, Any] = {}
-    """With `kind` the whole section, which replaces the pipeline's; without `kind` the keys that differ."""
+    """With `kind` the whole section, without it the keys that differ."""
     trainer: dict[str, Any] = {}
 
 
@@ -66,14 +66,13 @@ class PipelineConfig(Strict):
     student: StudentConfig
     """Who learns."""
     registry: UserPath | None = None
-    """Root of the expert registry for `experts: {use: ...}`; default: OPD_REGISTRY, else ./registry."""
+    """Expert registry for `experts: {use: ...}`; default: OPD_REGISTRY, else ./registry."""
     experts: ExpertsConfig
-    """Either `{use: [names]}` from the registry or `{name: {model, domain}}` (and `base`, for a LoRA adapter); `{}` with
-    `teachers.engine: none`."""
+    """`{use: [names]}` from the registry, or `{name: {model, domain}}`; `{}` with `teachers.engine: none`."""
     domains: dict[Name, DomainConfig] = Field(..., min_length=1)
     """On which prompts, scored by which experts."""
     balance: BalanceConfig = SamplesBalance(kind="samples")
-    """How many samples of a step each domain gets, see docs/balance.md; a kind alone will do."""
+    """How many samples of a step each domain gets, see docs/balance.md."""
     rollout: RolloutConfig = RolloutConfig()
     teachers: TeachersConfig = TransformersTeachers()
     objective: AnyObjective = Field(default_factory=default_objective)
@@ -82,7 +81,7 @@ class PipelineConfig(Strict):
     sync: SyncConfig = SyncConfig()
     monitors: MonitorsConfig = MonitorsConfig()
     guard: GuardConfig | None = None
-    """What is checked before a tool call of an episode runs, see docs/guard.md; default: nothing."""
+    """Check tool calls of episodes before they run, see docs/guard.md."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -91,8 +90,8 @@ class PipelineConfig(Strict):
         Annotated[int, Field(ge=1), Tag("~number")] | Annotated[list[RoundConfig], Field(min_length=2), Tag("~list")],
         Discriminator(_number_or_list),
     ] = 1
-    """Merges one after the other, each from the student that the one before left. A number: so many merges alike. A list:
-    the settings in which each merge differs; the first entry is `{}`, the pipeline as it stands."""
+    """Merges one after the other, see docs/rounds.md: a number, or for each the settings that differ, of which the
+    first is `{}`."""
 
     @property
     def domain_weights(self) -> dict[str, float]:
@@ -284,19 +283,19 @@ class PipelineConfig(Strict):
 
 
 def domain_extrapolation(config: PipelineConfig, domain: str) -> float:
-    """How far beyond its experts a domain's student is trained: `extrapolate` of the domain, else of the objective."""
+    """Return how far beyond its experts a domain's student is trained: `extrapolate` of the domain, else of the objective."""
     own = config.domains[domain].extrapolate
     return config.objective.extrapolate if own is None else own
 
 
 def trainer_has_start(config: PipelineConfig) -> bool:
-    """Whether the trainer says what the student as the merge begins would, so that no teacher has to: LoRA leaves its weights
+    """Return True if the trainer says what the student as the merge begins would, so that no teacher has to: LoRA leaves its weights
     as they are. Not under a baseline, which has to be known before the trainer computes anything."""
     return config.student.lora is not None and not config.objective.wants_baseline
 
 
 def _refused_beyond(config: PipelineConfig, domain: str, beside: str, wanted: str) -> PydanticCustomError:
-    """The error about a domain's `extrapolate`, which does not go with something else."""
+    """Return the error about a domain's `extrapolate`, which does not go with something else."""
     where = "objective" if config.domains[domain].extrapolate is None else f"domains.{domain}"
     found = f"{domain_extrapolation(config, domain):g} with {beside}"
     return PydanticCustomError(
@@ -305,7 +304,7 @@ def _refused_beyond(config: PipelineConfig, domain: str, beside: str, wanted: st
 
 
 def _reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
-    """Why `objective.reward` has nothing to train on; None if it has, or is not there."""
+    """Return why `objective.reward` has nothing to train on; None if it has, or is not there."""
     reward = config.objective.reward
     judged = "an environment, an agent, or an eval whose verifier judges the responses"
     for name, domain in config.domains.items():
@@ -332,7 +331,7 @@ def _reward_error(where: str, found: str, wanted: str) -> PydanticCustomError:
 
 
 def _find_teacherless_problem(config: PipelineConfig) -> PydanticCustomError | None:
-    """What a pipeline without teachers must not have, or lacks; None if all is well."""
+    """Return what a pipeline without teachers must not have, or lacks; None if all is well."""
     taught = next((name for name, domain in config.domains.items() if domain.teachers is not None), None)
     idle = next((name for name, domain in config.domains.items() if not domain.is_rewarded), None)
     if config.experts != {}:
@@ -349,13 +348,13 @@ def _find_teacherless_problem(config: PipelineConfig) -> PydanticCustomError | N
 
 
 def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:
-    """A pipeline of one round for each round; all start from the pipeline's student."""
+    """Return a pipeline of one round for each round; all start from the pipeline's student."""
     num = config.rounds if isinstance(config.rounds, int) else len(config.rounds)
     return [PipelineConfig.model_validate(_round_data(config, index)) for index in range(num)]
 
 
 def _round_data(config: PipelineConfig, index: int) -> dict[str, Any]:
-    """The pipeline of round `index`, from 0, not validated yet."""
+    """Return the pipeline of round `index`, from 0, not validated yet."""
     data = config.model_dump(exclude={"rounds"}) | {"seed": config.seed + index}
     if isinstance(config.rounds, list):
         for key, value in config.rounds[index].model_dump(exclude_defaults=True).items():
@@ -367,7 +366,7 @@ def _round_data(config: PipelineConfig, index: int) -> dict[str, Any]:
 
 
 def is_overlapped(config: PipelineConfig) -> bool:
-    """Whether the trainer starts while teachers still score: `schedule.overlap`, with `auto` decided."""
+    """Return True if the trainer starts while teachers still score: `schedule.overlap`, with `auto` decided."""
     if config.schedule.overlap != "auto":
         return config.schedule.overlap
     gpus = config.cluster.trainer_gpus or config.cluster.teacher_gpus
@@ -403,7 +402,7 @@ def as_begun(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_columns_of_chats(pipeline: dict[str, Any]) -> dict[str, Any]:
-    """The pipeline of a run that passed over system messages, tools and variables in columns of their own."""
+    """Return the pipeline of a run that passed over system messages, tools and variables in columns of their own."""
     changed = dict(pipeline)
     if isinstance(domains := pipeline.get("domains"), Mapping):
         changed["domains"] = {name: _domain_without(domain) for name, domain in domains.items()}

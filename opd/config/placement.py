@@ -16,15 +16,15 @@ OWN_KEYS = {"CPU": "cpus", "GPU": "cluster.*_gpus"}
 
 class RolePlacement(Strict):
     strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
-    """Ray's strategy: `pack` on few nodes, `spread` over many, as far as there is room; `strict_pack` on one node,
-    `strict_spread` each on a node of its own, or not at all."""
+    """`pack` on few nodes, `spread` over many, as far as there is room; `strict_pack` on one node, `strict_spread` on
+    one each, or not at all."""
     cpus: int | None = Field(None, ge=1)
-    """CPUs that Ray reserves for each worker, and threads that it computes with; the processes of a divided engine share them.
-    Default: 1 reserved, and this machine's cores divided by the role's workers as threads."""
+    """CPUs that Ray reserves for each worker, and its threads. Default: 1 reserved, and its share of this machine's
+    cores as threads."""
     label_selector: dict[Annotated[str, Field(pattern=LABEL)], Annotated[str, Field(pattern=SELECTED)]] = {}
-    """Label of a node (`ray start --labels`) -> the value that it must have, `!value`, `in(a, b)` or `!in(a, b)`."""
+    """Label of a node (`ray start --labels`) -> its value, `!value`, `in(a, b)` or `!in(a, b)`."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Custom resource of a node (`ray start --resources`) -> how much of it each worker takes."""
+    """Custom resource of a node (`ray start --resources`) -> how much each worker takes."""
 
     @field_validator("resources")
     @classmethod

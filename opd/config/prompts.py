@@ -48,9 +48,9 @@ Scalar = Annotated[
 
 class FilterConfig(Strict):
     column: str
-    """Column of the data set, by its own name; it need not be one that is read."""
+    """Column of the data set, by its own name."""
     equals: Scalar | None = None
-    """Keep rows with this value. In CSV, where every cell is text, it is compared as text."""
+    """Keep rows with this value; in CSV compared as text."""
     one_of: Annotated[list[Scalar], Field(min_length=1)] | None = None
     """Instead of `equals`: keep rows with one of these values."""
 
@@ -64,29 +64,25 @@ class FilterConfig(Strict):
 
 class PromptsConfig(Strict):
     path: UserPath
-    """A file (`.parquet`, `.csv`, anything else is JSONL), a directory that `save_to_disk` of the library `datasets` wrote,
-    or a directory of data files. If no such path exists, `owner/name` is a data set of the Hugging Face hub."""
+    """A path, see docs/pipelines.md#prompts, or `owner/name` of the Hugging Face hub."""
     name: str | None = None
-    """Configuration of a hub data set or directory of data files, such as `main`."""
+    """Configuration of a hub data set or directory, such as `main`."""
     revision: str | None = None
-    """Commit, tag or branch of a hub data set; give a commit to be sure of the same prompts tomorrow."""
+    """Commit, tag or branch of a hub data set; only a commit is the same tomorrow."""
     split: Name | None = None
-    """Split of a directory or hub data set; default: `train`, or the only one that there is."""
+    """Default: `train`, or the only one."""
     columns: dict[Column, Annotated[str, Field(min_length=1)] | None] = {}
-    """What the data set calls our columns, e.g. `{prompt: question, answer: solution}`; those not named keep their names. `null`: not
-    read, e.g. `{tools: null}`."""
+    """What the data set calls our columns: `{prompt: question, answer: solution}`. `null`: not read."""
     chat: bool = False
-    """Read the column `prompt` as a chat, for models with a chat template: a text is what the user says, and of a conversation that
-    ends with the assistant's turn, that turn is the `completion`, and the `answer` where the row has none. Default: a text is
-    tokenised as it stands, after the tokenizer's begin token, and a conversation goes on after its last turn."""
+    """Read `prompt` as a chat, see docs/pipelines.md#prompts; default: as plain text."""
     filter: FilterConfig | None = None
     """Keep only rows with this value in this column."""
     shuffle_seed: int | None = Field(None, ge=0)
-    """Shuffle the rows that are left, so that `limit` and an exam take a random sample; training is shuffled anyway."""
+    """Shuffle the rows, so that `limit` and exams take a random sample."""
     limit: int | None = Field(None, ge=1)
-    """Read at most so many rows, counted after filter and shuffle."""
+    """Read at most so many rows, after filter and shuffle."""
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Leave out prompts of more tokens than this; the run says how many they are."""
+    """Leave out longer prompts; the run says how many."""
 
     @model_validator(mode="after")
     def _some_prompt(self) -> PromptsConfig:
@@ -105,7 +101,7 @@ class PromptsConfig(Strict):
         return {ours: name for ours, name in self.columns.items() if name is not None}
 
     def without_columns(self, *names: Column) -> PromptsConfig:
-        """The same prompts, but for these columns, which are not read."""
+        """Return the same prompts, but for these columns, which are not read."""
         return self.model_copy(update={"columns": {**self.columns, **dict.fromkeys(names)}})
 
 
@@ -122,5 +118,5 @@ Prompts = Annotated[
 
 
 def as_prompts_config(prompts: Path | PromptsConfig) -> PromptsConfig:
-    """The mapping that a path alone is short for."""
+    """Return the mapping that a path alone is short for."""
     return prompts if isinstance(prompts, PromptsConfig) else PromptsConfig(path=prompts)

@@ -13,46 +13,41 @@ from opd.settings.strict import DType, Strict
 
 class RolloutConfig(Strict):
     engine: str = Field("vllm", pattern=r"^(vllm|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
-    """What writes the rollouts: `vllm`, an engine in each rollout worker, or a class of yours as `module:Class`. It is called
-    with an `opd.rollouts.vllm.RolloutSpec` and the tokenizer, and has the methods of `opd.interfaces.RolloutEngine` and
+    """`vllm`, or a class of yours as `module:Class` with the methods of `opd.interfaces.RolloutEngine` and
     `wait_ready()`."""
     workers: int = Field(1, ge=1)
     """Rollout engines; prompts are dealt out among them."""
     dtype: DType = "float32"
-    """Compute type of the engine; bfloat16 is about 1.8 times as fast on a CPU that has it."""
+    """Compute type of the engine."""
     n: int = Field(1, ge=1)
-    """Responses to each prompt of a step, each with a seed of its own; a step takes `trainer.samples_per_step` / `n` prompts.
-    From 2 on teachers and trainer compute a prompt once for all responses to it, if that is exact for the model."""
+    """Responses to each prompt, see docs/pipelines.md#several-responses-a-prompt."""
     share_prefixes: bool | None = None
-    """Teachers and trainer compute once what prompts of a domain begin with alike, such as a system prompt or an instruction, if
-    that is exact for the model. Default: with `n` of 2 and more, whose prompts are then computed once, too."""
+    """Compute once what prompts of a domain begin with alike. Default: only whole prompts, with `n` ≥ 2."""
     max_new_tokens: int = Field(64, ge=1)
-    """Response limit; shortened per prompt, and counted, where the context would overflow."""
+    """Longest response; shortened and counted where the context would overflow."""
     temperature: float = Field(1.0, ge=0.01)
-    """1.0 samples from the student itself; anything else is not quite on-policy. vLLM takes 0.01 for anything below."""
+    """1.0 samples from the student itself; vLLM takes 0.01 at least."""
     max_model_len: int = Field(512, ge=8)
-    """Context of the rollout engine in tokens; a prompt that leaves no room is quarantined."""
+    """Context in tokens, prompt and response; a prompt without room is quarantined."""
     max_num_seqs: int = Field(256, ge=1)
     """Sequences that one engine decodes at a time."""
     kv_cache_gib: int = Field(1, ge=1)
-    """Key-value cache of a CPU engine, whole GiB; with `tensor_parallel_size` of each of its processes."""
+    """Key-value cache of a CPU engine (each process), whole GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    """Share of a GPU's memory that a GPU engine may take. Where roles share a GPU, leave room for the other roles."""
+    """Share of a GPU that an engine may take. Leave room for roles on the same GPU."""
     sleep: bool = False
-    """Give the engine's GPU memory back while teachers score and the trainer trains. For engines on a GPU that they share."""
+    """Give GPU memory back while teachers score and the trainer trains, for roles on the same GPU."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """Processes that divide every weight of the engine among them, for a student larger than a GPU; on GPUs each has
-    `cluster.rollout_gpus`. It has to divide the heads of attention, and all are on one machine."""
+    """Processes that share an engine's weights, on one machine; each has `cluster.rollout_gpus`. It has to divide the
+    attention heads."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """Type of a GPU engine's key-value cache; `auto`: that of the engine. Fewer bits hold more tokens, and bend what is
-    sampled away from the trainer's distribution: see docs/gpu.md."""
+    """Type of a GPU engine's cache. Fewer bits hold more tokens and bend sampling, see docs/gpu.md."""
     engine_args: dict[str, Any] = {}
-    """Other arguments of vLLM's `LLM`, by its own names; those that would bend what is sampled, or that have a key here, are
-    refused."""
+    """Other arguments of vLLM's `LLM`; those that bend sampling or have a key here are refused."""
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether the rows of a step that begin alike are laid out as trees; see `opd.models.packing`."""
+        """True if the rows of a step that begin alike are laid out as trees; see `opd.models.packing`."""
         return self.n > 1 if self.share_prefixes is None else self.share_prefixes
 
 
@@ -73,9 +68,9 @@ class ShorterConfig(Strict):
 
 class TrainerConfig(Strict):
     zero_stage: Literal[3] = 3
-    """DeepSpeed ZeRO stage. Only 3 is supported: parameters, gradients and optimiser state are sharded over the ranks."""
+    """DeepSpeed ZeRO stage; only 3."""
     ranks: int = Field(2, ge=1)
-    """Data-parallel trainer processes. On GPUs each needs one of its own: on a shared GPU set 1."""
+    """Trainer processes; on GPUs each needs one of its own."""
     dtype: DType = "float32"
     """Compute type; bfloat16 keeps float32 master weights."""
     steps: int = Field(..., ge=1)
@@ -89,38 +84,33 @@ class TrainerConfig(Strict):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or down to `min_lr_ratio` of `lr` at the last step."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """Where linear and cosine decay end, as a share of `lr`; at 0 they end after the last step, which would train nothing."""
+    """Where linear and cosine decay end, as a share of `lr`."""
     extended: tuple[ShorterConfig, ...] = ()
-    """Written by `opd merge --extend` under a linear or cosine decay: the shorter merges that this one was, the oldest first. Up
-    to its step `at` each decays to its own end."""
+    """Written by `opd merge --extend`: the shorter merges that this one was, each with its own decay."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of AdamW's first moment."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
     """Decay of AdamW's second moment."""
     adam_epsilon: float = Field(1e-8, gt=0)
-    """Added to the root of the second moment: gradients below it give small steps."""
+    """Added to the root of the second moment."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's, on matrices only."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: int = Field(4096, ge=16)
-    """Prompt and response tokens of one forward pass of a rank, give or take one response. A prompt that several responses
-    share counts once where it is computed once."""
+    """Tokens of one forward pass of a rank, give or take one response. Lower it if memory is short."""
     head_memory: ByteSize = Field("1GiB", validate_default=True, gt=0)
-    """Memory for teachers' output heads on each rank. The least recently used are dropped first; those that a micro-batch
-    needs always stay."""
+    """Memory for teachers' output heads on each rank; the least recently used go first."""
     grad_accum_dtype: DType = "float32"
-    """Type in which gradients are summed over micro-batches and ranks; bfloat16 saves two bytes a parameter and loses
-    about 1 % of the gradient over 128 micro-batches."""
+    """Type in which gradients are summed; bfloat16 saves two bytes a parameter and loses about 1 % over 128
+    micro-batches."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations: less memory, a third more time."""
     compile: bool = False
-    """Fuse what the model's layers do between matrix products with torch.compile. It takes half a minute of the first step. Without
-    a C++ compiler layers run as they are, with one warning."""
+    """Compile the model's layers, see docs/pipelines.md#compiled-layers."""
     bucket: int | None = Field(None, ge=1)
-    """Numbers of weights that a rank fetches from the others at a time, and of gradients that it keeps until the ranks add
-    them up; a single weight may be larger. Less memory on each rank, more messages. Default: 1,000,000,000 weights and
-    500,000,000 gradients."""
+    """Weights that a rank gathers, and gradients that it holds, at a time: fewer need less memory and more messages.
+    Default: 1,000,000,000 and 500,000,000."""
 
     @model_validator(mode="after")
     def _longer_each_time(self) -> TrainerConfig:
@@ -149,30 +139,27 @@ class TrainerConfig(Strict):
 
 class PartialRolloutConfig(Strict):
     cut_at: int = Field(..., ge=1)
-    """A response that has so many tokens more and has not ended is cut: the next weights carry it on, and a later step trains
-    it. Fewer than `rollout.max_new_tokens`."""
+    """Cut an unfinished response after so many tokens, fewer than `rollout.max_new_tokens`; the next weights carry it
+    on."""
     cuts: int = Field(1, ge=1)
-    """Cuts of one response at most; then it is written to its end. Its oldest tokens are trained one push later for each cut."""
+    """Most cuts of one response."""
 
 
 class ScheduleConfig(Strict):
     mode: Literal["sync", "one_step_off"] = "sync"
-    """`sync`: every sample is trained by the very weights that wrote it. `one_step_off`: the responses of the next step are
-    written while a step is scored and trained, by the weights before it. That is faster where the rollout engine does not
-    share cores or GPUs with the other roles."""
+    """`one_step_off`: write the next step's responses while this one is scored and trained, for an engine with cores or
+    GPUs of its own. See docs/schedules.md."""
     max_staleness: int | None = Field(None, ge=0)
-    """Pushes that may lie between the writing of a token and its training; the run stops before it trains an older one.
-    Default: 0 with `sync`, 1 with `one_step_off`, and one more for each of `partial_rollout.cuts`."""
+    """Weight pushes between the writing of a token and its training; the run stops at an older one. Default: 0 with
+    `sync`, else 1 plus `partial_rollout.cuts`."""
     partial_rollout: PartialRolloutConfig | None = None
-    """Cut long responses, so that the others do not wait for them. Needs `one_step_off` and an objective that is an exact
-    divergence; episodes are not cut. Default: every response is written to its end."""
+    """Cut long responses. Needs `one_step_off` and an exact divergence; not for episodes."""
     score_early: int | None = Field(None, ge=1)
-    """Teachers score so many responses or episodes of a domain as soon as these are written, while others still are; which ones go
-    together follows from the prompts. Needs `sync`. For teachers that do not share cores or GPUs with the rollout engine. Default:
-    they begin when all of the step is written."""
+    """Score so many responses of a domain as soon as they are written. Needs `sync`. Default: score when all are
+    written."""
     overlap: bool | Literal["auto"] = "auto"
-    """Train while teachers still score; the result is the same. `auto` does so where trainer and teachers do not share cores,
-    that is if either has GPUs or the teachers are served elsewhere. On the same cores both get slower."""
+    """Train while teachers still score. `auto`: where they do not share cores, that is with GPUs or teachers
+    elsewhere."""
 
     @model_validator(mode="after")
     def _bound_that_the_mode_can_keep(self) -> ScheduleConfig:
@@ -216,15 +203,12 @@ class ScheduleConfig(Strict):
 
 class SyncConfig(Strict):
     kind: Literal["shared_memory", "network"] = "shared_memory"
-    """How new weights reach the rollout engines. `shared_memory`: as safetensors in shared memory; `opd merge`, the trainer's rank 0
-    and all engines are on one machine. `network`: in buckets through Ray's object store, to engines on any machine."""
+    """How weights reach the engines: `shared_memory` on one machine; `network` through Ray, to any."""
     tolerance: float | None = Field(None, gt=0)
-    """The run stops if the mean |trainer - engine| log-prob gap is larger than this, in nats, over the probe tokens after a
-    push or over a step's sampled tokens. Default: 0.02 where both compute in float32, 0.15 where one does not; after a push three
-    times the gap before the first step, if that is more. Before the first step both hold the same files: the gap is rounding, and a larger
-    one than the tolerance ends the run."""
+    """The run stops at a larger mean gap of trainer and engine log-probs, nats. Default: 0.02 in float32, else 0.15;
+    after a push at least three times the gap at the start."""
     probe_tokens: int = Field(64, ge=8)
-    """Fixed tokens of prompts that both sides score before the first step and after every push."""
+    """Prompt tokens that both score at the start and after every push."""
 
 
 class CheckpointConfig(Strict):
@@ -233,36 +217,35 @@ class CheckpointConfig(Strict):
     keep: int = Field(3, ge=1)
     """Newest checkpoints that stay on disk."""
     keep_every: int = Field(0, ge=0)
-    """Checkpoints of steps divisible by this are never deleted; 0: no checkpoint is exempt."""
+    """Steps divisible by this keep their checkpoints for good; 0: none."""
 
 
 class LoggingConfig(Strict):
     tensorboard: bool = True
-    """Write TensorBoard event files to `tensorboard/` in the run directory."""
+    """Write TensorBoard events to `tensorboard/`."""
     wandb: str | None = Field(None, min_length=1)
-    """Weights & Biases project to log to as well; needs the package wandb."""
+    """Weights & Biases project; needs the package wandb."""
     mlflow: str | None = Field(None, min_length=1)
-    """MLflow tracking URI to log to as well, e.g. `sqlite:///mlflow.db`; needs the package mlflow or mlflow-skinny."""
+    """MLflow tracking URI, such as `sqlite:///mlflow.db`; needs the package mlflow or mlflow-skinny."""
 
 
 class ClusterConfig(Strict):
     address: str = "local"
-    """`local` starts Ray on this machine; else a Ray cluster's address."""
+    """`local`: start Ray on this machine; else a Ray cluster's address."""
     rollout_gpus: float = Field(0, ge=0)
     """GPUs for each rollout worker, times `rollout.tensor_parallel_size`."""
     teacher_gpus: float = Field(0, ge=0)
-    """GPUs for each scoring worker, times `teachers.tensor_parallel_size`. With `teachers.device_map` it may be several."""
+    """GPUs for each scoring worker, times `teachers.tensor_parallel_size`; with `teachers.device_map` several."""
     trainer_gpus: float = Field(0, ge=0)
     """GPUs for each trainer rank."""
     placement: PlacementConfig = PlacementConfig()
-    """On which nodes of the cluster the workers of each role go, see docs/cluster.md; default: where Ray finds room."""
+    """Nodes for each role's workers, see docs/cluster.md; default: where Ray finds room."""
     max_restarts: int = Field(3, ge=0)
-    """How often a merge may start all its workers again, from its last checkpoint, because one died. A rollout or scoring
-    worker that dies is first started again alone, once a step."""
+    """How often a merge may restart all workers from its last checkpoint."""
     start_timeout_s: float = Field(300, gt=0)
     """Deadline for a worker to start and load its model."""
     phase_timeout_s: float = Field(3600, gt=0)
-    """Deadline for one phase of a step (rollout, score, train, sync) or one evaluation."""
+    """Deadline for one phase of a step, or one exam."""
 
     @model_validator(mode="after")
     def _one_machine_has_one_place(self) -> ClusterConfig:

@@ -16,23 +16,22 @@ TASK, ANSWER = "{task}", "{answer}"
 
 class SubAgentConfig(Strict):
     description: str = Field(..., min_length=1)
-    """What the student reads of the tool: when to call it, and what it answers."""
+    """Says to the student when to call the tool and what it answers."""
     domain: Name | None = None
-    """The domain of this pipeline whose experts score what the sub-agent writes; default: that of the agent that calls it."""
+    """Domain whose experts score the sub-agent; default: its caller's."""
     environment: Literal["none", "parent", "domain"] = "none"
-    """What the sub-agent acts on. `none`: nothing, its first turn without a call is its answer. `parent`: the environment of the
-    agent that calls it, the same object with the same tools, until a turn without a call. `domain`: an object of its own of the
-    environment of `domain`, whose `reset` finds the task in `metadata["task"]`."""
+    """`none`: it answers at once. `parent`: its caller's environment and tools. `domain`: an environment of `domain` of
+    its own."""
     system: str = ""
-    """The system message of the sub-agent, in a domain whose prompts are chat messages."""
+    """System message of the sub-agent, in a domain of chat messages."""
     prompt: str = TASK
-    """What the sub-agent reads first, with the task that the student wrote."""
+    """First message, with the task that the student wrote."""
     result: str = ANSWER
-    """What the student reads of the call: the text of the sub-agent's last turn."""
+    """What the call returns, with the sub-agent's last turn."""
     max_turns: int = Field(16, ge=1)
-    """Turns of the sub-agent; each has `rollout.max_new_tokens` at most."""
+    """Turns of the sub-agent, each of `rollout.max_new_tokens` at most."""
     max_tokens: int | None = Field(None, ge=1)
-    """Tokens that the sub-agent may write; default: its share of what is left of the episode's `max_tokens`."""
+    """Tokens that it may write; default: its share of the episode's `max_tokens`."""
 
     @field_validator("prompt", "result")
     @classmethod

@@ -18,7 +18,7 @@ from opd.settings.strict import DType, Name, Strict, UserPath
 
 class ServerConfig(Strict):
     base_url: str
-    """Address of the API with its version, e.g. http://127.0.0.1:8000/v1; plain http to this machine only."""
+    """Address with version, as http://127.0.0.1:8000/v1; plain http to this machine only."""
     model: str = Field(..., min_length=1)
     """Name under which the server knows the expert."""
 
@@ -33,7 +33,7 @@ class ServerConfig(Strict):
 
 
 def _url_problem(url: str) -> str | None:
-    """Why a server's address cannot be used, without any password in it; None if it can."""
+    """Return why a server's address cannot be used, without any password in it; None if it can."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
@@ -49,7 +49,7 @@ def _url_problem(url: str) -> str | None:
 
 
 def _parse_device(value: Any) -> int | str:
-    """A GPU's number, which JSON's keys have as text, or where else weights can be."""
+    """Return a GPU's number, which JSON's keys have as text, or where else weights can be."""
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if number in ("cpu", "disk") or (type(number) is int and number >= 0):
         return number
@@ -67,19 +67,16 @@ class Teachers(Strict):
 
     engine: str
     payload: PayloadName = "hidden_states"
-    """What is sent per trained token: the last hidden state after the final norm, from which every objective but `top_k`
-    can be computed; the sampled token's log-prob; or the likeliest tokens' log-probs (`objective.k` of them)."""
+    """Sent per trained token: the last hidden state (for all objectives but `top_k`), the sampled token's log-prob, or
+    those of the `objective.k` likeliest tokens."""
     dtype: DType = "float32"
-    """The type that teachers compute in, and in which hidden states and heads are sent. A server computes in its own."""
+    """Compute type of teachers and type of what they send; servers compute in their own."""
     queue: ByteSize = Field("256MiB", validate_default=True, gt=0)
-    """Memory for scored rows that wait for the trainer while it overlaps with the teachers (`schedule.overlap`), over all
-    scoring workers; each worker may hold two more parts, of which each ends with the batch that brings it to 4 MiB. Rows
-    that the next micro-batch needs are always let in."""
+    """Memory for scored rows that wait for the trainer under `schedule.overlap`, over all scoring workers."""
     mask_tokens: dict[Name, list[str]] = {}
-    """Expert's name -> tokens that the expert never writes, such as `<think>`. Where the student writes one in a domain of
-    that expert, the token carries no loss: all that the expert could say about it is "never"."""
+    """Expert's name -> tokens that it never writes, such as `<think>`; they carry no loss in its domains."""
     max_quarantined: float = Field(0.001, ge=0, le=1)
-    """The run stops if a larger share of a step's responses is left out because a teacher's states are not finite."""
+    """The run stops if a teacher's states are not finite for a larger share of a step's responses."""
 
     @model_validator(mode="after")
     def _an_answer_is_asked_for(self) -> Teachers:
@@ -95,7 +92,7 @@ class Teachers(Strict):
 
 class _WithWorkers(Teachers):
     workers: int = Field(1, ge=1)
-    """Scoring workers; each teacher's rows of a step go to one of them."""
+    """Scoring workers; a teacher's rows of a step go to one of them."""
 
     @property
     def scoring_workers(self) -> int:
@@ -104,20 +101,16 @@ class _WithWorkers(Teachers):
 
 class TransformersTeachers(_WithWorkers):
     engine: Literal["transformers"] = "transformers"
-    """The scoring workers run the model's body under transformers, many rows packed into one forward pass."""
+    """Scoring workers run transformers, many rows in one forward pass."""
     memory: ByteSize = Field("8GiB", validate_default=True, gt=0)
-    """Memory for teachers' weights in each scoring worker, the teacher that is read ahead included. The least recently used
-    is dropped first; the one in use always stays."""
+    """Memory for teachers' weights in each scoring worker; the least recently used go first."""
     gpu_memory: ByteSize = Field(ByteSize(0), ge=0)
-    """Memory for teachers' weights on the GPU of each scoring worker, so that a teacher that comes again need not be copied. The
-    least recently used goes first; the one in use always stays. Default: that one alone. An adapter's weights are not counted."""
+    """Memory for teachers' weights on each worker's GPU, without adapters. Default: that of the one in use."""
     device_map: Literal["auto"] | None = None
-    """`auto`: a teacher's layers are divided among the devices of a scoring worker, as accelerate's map of that name does: first
-    its GPUs (`cluster.teacher_gpus`), equally, then what `max_memory` names beside them. Default: all on one device."""
+    """`auto`: divide a teacher's layers among the worker's GPUs, then what `max_memory` names; default: one device."""
     max_memory: dict[Device, Annotated[ByteSize, Field(gt=0)]] = {}
-    """Number of one of the worker's GPUs, `cpu` or `disk` -> most bytes of a teacher's weights there. Layers on `cpu` are brought to
-    the first GPU in every pass, or compute where they are if there is none; those on `disk` stay in the teacher's files until
-    a pass needs them. Default: 90 % of what each GPU has free, or all of the CPU's memory without GPUs."""
+    """GPU number, `cpu` or `disk` -> most bytes of a teacher there. Default: 90 % of each GPU's free memory; without
+    GPUs the CPU's."""
 
     @model_validator(mode="after")
     def _a_map_has_the_memory(self) -> TransformersTeachers:
@@ -135,29 +128,28 @@ class TransformersTeachers(_WithWorkers):
 
 class VLLMTeachers(_WithWorkers):
     engine: Literal["vllm"]
-    """A vLLM engine in each scoring worker. It holds one teacher at a time and reads the next one from its files."""
+    """A vLLM engine in each scoring worker, one teacher at a time."""
     kv_cache_gib: int = Field(1, ge=1)
-    """Key-value cache of an engine on a CPU, whole GiB; with `tensor_parallel_size` of each of its processes."""
+    """Key-value cache of a CPU engine (each process), whole GiB."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of a GPU's memory that an engine may take."""
     tensor_parallel_size: int = Field(1, ge=1)
-    """Processes that divide every weight of a teacher among them; on GPUs each has `cluster.teacher_gpus`."""
+    """Processes that share a teacher's weights; each has `cluster.teacher_gpus`."""
 
 
 class OpenAITeachers(_WithWorkers):
     elsewhere: ClassVar[bool] = True
 
     engine: Literal["openai"]
-    """The scoring workers ask servers elsewhere that speak the OpenAI completions API with vLLM's prompt log-probs."""
+    """Servers with the OpenAI completions API and vLLM's prompt log-probs."""
     payload: Literal["sampled_logprobs", "top_k"]
-    """What is sent per trained token: the sampled token's log-prob, or the likeliest tokens' log-probs (`objective.k` of
-    them). A server sends no hidden states."""
+    """The sampled token's log-prob, or those of the `objective.k` likeliest tokens."""
     servers: dict[Name, ServerConfig] = {}
-    """Expert's name -> its server. Each expert needs one."""
+    """Expert's name -> its server; each needs one."""
     api_key_env: str | None = None
-    """Environment variable that holds the servers' key; set it where the scoring workers run."""
+    """Environment variable with the servers' key, where the scoring workers run."""
     server_timeout_s: float = Field(120, gt=0, allow_inf_nan=False)
-    """Deadline of one request to a server. A request that fails is sent up to four times."""
+    """Deadline of one request; a failed one is sent up to four times."""
 
     @model_validator(mode="before")
     @classmethod
@@ -188,13 +180,13 @@ class FlightTeachers(Teachers):
     elsewhere: ClassVar[bool] = True
 
     engine: Literal["flight"]
-    """`opd teachers serve` on some machine scores, with workers and memory of its own."""
+    """`opd teachers serve` elsewhere, see docs/flight.md."""
     address: str
-    """Address of `opd teachers serve`: `grpc+tls://HOST:PORT`, or `grpc://127.0.0.1:PORT` on this machine."""
+    """`grpc+tls://HOST:PORT`, or `grpc://127.0.0.1:PORT` on this machine."""
     tls_root_certs: UserPath | None = None
-    """PEM file with the certificates to trust; needed with `grpc+tls`."""
+    """PEM file of certificates to trust; needed with `grpc+tls`."""
     token_file: UserPath | None = None
-    """File with the server's token, readable by its owner only; default: OPD_TEACHERS_TOKEN."""
+    """The server's token, readable by its owner only; default: OPD_TEACHERS_TOKEN."""
 
     @model_validator(mode="before")
     @classmethod
@@ -221,10 +213,9 @@ class FlightTeachers(Teachers):
 
 class NoTeachers(Teachers):
     engine: Literal["none"]
-    """No teachers: the student learns from rewards alone. Goes with `experts: {}`, `objective.kind: none` and
-    `objective.reward`; `opd experts train` makes such pipelines."""
+    """Rewards alone, with `experts: {}`, `objective.kind: none` and `objective.reward`."""
     payload: Literal["none"] = "none"
-    """Rows carry the rollouts alone."""
+    """No teacher's data."""
 
 
 ENGINES: dict[str, type[Teachers]] = {
@@ -240,7 +231,7 @@ SECRET = ("servers", "api_key_env")
 
 
 def without_other_engines(data: Any) -> Any:
-    """The section without the keys of other engines that hold their defaults.
+    """Return the section without the keys of other engines that hold their defaults.
 
     A pipeline that was written out with all its defaults, by an older release or for another engine, has such keys.
     Raises: PydanticCustomError for an unknown engine, or for a key of another engine with a value of its own, which this
@@ -266,7 +257,7 @@ def without_other_engines(data: Any) -> Any:
 
 
 def changed_teachers(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The section with some keys changed. If `engine` is among them, the keys that both engines have are kept."""
+    """Return the section with some keys changed. If `engine` is among them, the keys that both engines have are kept."""
     engine = changes.get("engine", data["engine"])
     known = ENGINES[engine].model_fields if isinstance(engine, str) and engine in ENGINES else data
     return {key: value for key, value in data.items() if key in known} | dict(changes)

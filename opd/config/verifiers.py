@@ -15,26 +15,26 @@ from opd.settings.strict import Strict
 
 class ExactMatchConfig(Strict):
     kind: Literal["exact_match"]
-    """The whole answer, apart from white space around it."""
+    """The whole answer, without white space around it."""
 
 
 class LastLineConfig(Strict):
     kind: Literal["last_line"]
-    """The last line that is not empty: for answers that come after some working."""
+    """The last line that is not empty."""
 
 
 class NumericConfig(Strict):
     kind: Literal["numeric"]
-    """The last number in the text, compared as a number."""
+    """The last number, as a number."""
     tolerance: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Largest difference that still counts as equal."""
 
 
 class RegexConfig(Strict):
     kind: Literal["regex"]
-    """The last match of a regular expression in the text."""
+    """The last match of a regular expression."""
     pattern: str = Field(..., min_length=1)
-    """The expression in Python's syntax. The answer is what its first group matched; without a group, the whole match."""
+    """In Python's syntax; the first group, or the whole match, is the answer."""
 
     @model_validator(mode="after")
     def _require_valid_regex(self) -> RegexConfig:
@@ -51,21 +51,21 @@ class RegexConfig(Strict):
 
 class MultipleChoiceConfig(Strict):
     kind: Literal["multiple_choice"]
-    """The letter that the text settles on: `B`, `(B)`, `B.`, `the answer is B`."""
+    """The letter that the text settles on: `B`, `(B)`, `the answer is B`."""
     choices: str = Field("ABCD", pattern=r"^[A-Z]{2,26}$")
-    """The letters that there are."""
+    """The letters."""
 
 
 class ReasoningGymConfig(Strict):
     kind: Literal["reasoning_gym"]
-    """The task family's own scoring function; only its full score counts."""
+    """Full score by the task's own function."""
 
 
 class PythonConfig(Strict):
     kind: Literal["python"]
-    """A function of yours: `function(text, answer, metadata)` gives a score in 0..1."""
+    """Your `function(text, answer, metadata)` gives a score in 0..1."""
     function: str = Field(..., pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """`module:function`; the module is looked for where Python finds modules, last in the current directory."""
+    """`module:function`; looked for where Python finds modules, last in the current directory."""
 
 
 VerifierName = Literal["exact_match", "last_line", "numeric", "multiple_choice", "reasoning_gym"]

@@ -65,6 +65,6 @@ class AdaptiveKLConfig(ObjectiveConfig):
     OBJECTIVE: ClassVar[type[Any]] = AdaptiveKL
 
     kind: Literal["adaptive_kl"] = "adaptive_kl"
-    """Forward KL at tokens where student and teacher hardly overlap, reverse KL at all others."""
+    """Forward KL where student and teacher hardly overlap, else reverse KL."""
     bound: float = Field(0.2, gt=0, le=1)
-    """Overlap sum_v min(p_v, q_v) from which on there is reverse KL alone; below, forward KL's share rises to 1 at 0."""
+    """Overlap sum_v min(p_v, q_v) from which on there is reverse KL alone."""

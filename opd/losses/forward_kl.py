@@ -33,4 +33,4 @@ class ForwardKLConfig(ObjectiveConfig):
     OBJECTIVE: ClassVar[type[Any]] = ForwardKL
 
     kind: Literal["forward_kl"]
-    """Exact KL(teacher || student) over the whole vocabulary."""
+    """Exact KL(teacher || student)."""

@@ -45,6 +45,6 @@ class JSDConfig(ObjectiveConfig):
     OBJECTIVE: ClassVar[type[Any]] = JSD
 
     kind: Literal["jsd"]
-    """Generalised Jensen-Shannon divergence over the whole vocabulary."""
+    """Generalised Jensen-Shannon divergence."""
     beta: float = Field(0.5, ge=0, le=1)
-    """Weight of the teacher in the mixture; 0 means forward, 1 reverse KL."""
+    """Weight of the teacher in the mixture; 0: forward, 1: reverse KL."""

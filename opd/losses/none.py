@@ -25,4 +25,4 @@ class NoDivergenceConfig(ObjectiveConfig):
     HAS_DIVERGENCE: ClassVar[bool] = False
 
     kind: Literal["none"]
-    """No teacher and no divergence: the student learns from `objective.reward` alone."""
+    """Rewards alone."""

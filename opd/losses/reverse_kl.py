@@ -33,4 +33,4 @@ class ReverseKLConfig(ObjectiveConfig):
     OBJECTIVE: ClassVar[type[Any]] = ReverseKL
 
     kind: Literal["reverse_kl"]
-    """Exact KL(student || teacher) over the whole vocabulary."""
+    """Exact KL(student || teacher)."""

@@ -62,18 +62,15 @@ class SampledConfig(ObjectiveConfig):
     IS_ESTIMATE: ClassVar[bool] = True
 
     kind: Literal["sampled"]
-    """Policy gradient from the log-prob of the sampled token alone (k1)."""
+    """Policy gradient from the sampled token's log-prob."""
     normalize: Literal["token_mean"] = "token_mean"
-    """Mean over the trained tokens of the whole step, each response's own length replaced by that of the step's others of
-    its domain, for it depends on the tokens that were sampled."""
+    """Mean over the step's trained tokens, with lengths of the domain's other responses."""
     ratio_clip: float | None = Field(None, gt=0)
-    """Upper bound of how much likelier a token has become since it was sampled, p / mu at the temperature of sampling;
-    default: none."""
+    """Upper bound of p / mu, how much likelier a token has become; default: none."""
     advantage_clip: float | None = Field(None, gt=0)
     """Bound of |log q - log p|, nats; default: none."""
     baseline: Literal["none", "leave_one_out"] = "none"
-    """Subtracted from the advantage to lower its variance: nothing, or the mean over the step's other responses of the
-    same domain (needs teachers.payload sampled_logprobs)."""
+    """Subtract the mean of the domain's other responses; needs payload `sampled_logprobs`."""
 
     @field_validator("normalize", mode="before")
     @classmethod

@@ -41,6 +41,6 @@ class SkewConfig(ObjectiveConfig):
     OBJECTIVE: ClassVar[type[Any]] = Skew
 
     kind: Literal["skew"]
-    """Reverse KL against the teacher with a little of the student mixed in."""
+    """Reverse KL with a little of the student mixed into the teacher."""
     alpha: float = Field(0.1, gt=0, lt=1)
     """Share of the student in the mixture."""

@@ -63,11 +63,11 @@ class TopKConfig(ObjectiveConfig):
     PAYLOADS: ClassVar[tuple[str, ...]] = ("top_k",)
 
     kind: Literal["top_k"]
-    """Reverse KL on the teacher's likeliest tokens, the rest accounted for."""
+    """Reverse KL on the teacher's likeliest tokens and their rest."""
     k: int = Field(64, ge=1)
-    """Tokens the teacher sends for each position."""
+    """Tokens that the teacher sends for each position."""
     tail: Literal["bucket", "unnormalised"] = "bucket"
-    """One bucket for all other tokens, or the generalised KL that needs none."""
+    """One bucket for all other tokens, or a generalised KL without."""
 
     @property
     def top_k(self) -> int:

@@ -46,6 +46,6 @@ def parse_url(text: str) -> tuple[str, Address] | None:
 
 
 def strip_secret(url: str) -> str:
-    """The address without the user and password that it may hold, so that it can be shown."""
+    """Return the address without the user and password that it may hold, so that it can be shown."""
     scheme, mark, rest = url.rpartition("://")
     return f"{scheme}{mark}{rest.rpartition('@')[2]}"

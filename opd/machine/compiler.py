@@ -20,13 +20,13 @@ HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
 
 def find_compiler() -> str | None:
-    """Its path; None if there is none."""
+    """Return the path of a C++ compiler; None if there is none."""
     return shutil.which("c++") or shutil.which("g++")
 
 
 @functools.cache
 def can_compile(key: str, what: str) -> bool:
-    """Whether there is one. Without it a setting `key` has no effect: one warning says that `what` eagerly."""
+    """Return True if there is a C++ compiler. Without it a setting `key` has no effect: one warning says that `what` eagerly."""
     keep_compiled_code_private()
     has_compiler = find_compiler() is not None
     if not has_compiler:

@@ -34,7 +34,7 @@ _MARK_FILE = "opd-driver"
 
 
 def driver_mark() -> str:
-    """The mark of this process: its number, when it started, and the namespace that its number belongs to.
+    """Return the mark of this process: its number, when it started, and the namespace that its number belongs to.
 
     The start is in ticks since the machine's start. By the clock it would be another one after the clock was set.
     """
@@ -42,7 +42,7 @@ def driver_mark() -> str:
 
 
 def directory_prefix() -> str:
-    """The beginning of the names of this process's temporary directories, with its mark."""
+    """Return the beginning of the names of this process's temporary directories, with its mark."""
     return f"opd-run-{driver_mark()}-"
 
 
@@ -97,18 +97,18 @@ def remove_orphans() -> list[str]:
 
 
 def _pid_namespace() -> int:
-    """The namespace of process numbers: containers count processes on their own, and may share a machine's /tmp."""
+    """Return the namespace of process numbers: containers count processes on their own, and may share a machine's /tmp."""
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
 def _read_start(pid: int) -> tuple[str, str]:
-    """When a process started, and its state. Raises: OSError if there is none."""
+    """Return when a process started (ticks since boot), and its state letter. Raises: OSError if there is none."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold spaces and brackets
     return fields[19], fields[0]
 
 
 def _find_own_processes() -> list[psutil.Process]:
-    """Every process that carries this one's mark, but for this one."""
+    """Return every process that carries this one's mark, but for this one."""
     own_mark = driver_mark()
     return [p for p in psutil.process_iter() if p.pid != os.getpid() and _read_mark(p) == own_mark]
 
@@ -121,7 +121,7 @@ def _read_mark(process: psutil.Process, variable: str = VARIABLE) -> str:
 
 
 def is_driver_alive(driver: str) -> bool:
-    """True if the driver with this mark lives, and also where that cannot be seen: for one in another container."""
+    """Return True if the driver with this mark lives, and also where that cannot be seen: for one in another container."""
     try:
         pid, started, namespace = map(int, driver.split("-"))
     except ValueError:
@@ -163,12 +163,12 @@ def remove_directories() -> list[str]:
 
 
 def ray_parent() -> Path:
-    """The directory in which Ray would have its temporary one."""
+    """Return the directory in which Ray would have its temporary one."""
     return Path(next(filter(None, map(os.environ.get, RAY_VARIABLES)), "/tmp"))
 
 
 def _read_directory_mark(directory: Path) -> str:
-    """The mark of the process that made it; empty if it has none, or if it is another user's."""
+    """Return the mark of the process that made it; empty if it has none, or if it is another user's."""
     match = _MARK.match(directory.name)
     if match:
         return match[1]

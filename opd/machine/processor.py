@@ -12,18 +12,18 @@ _KEYS = ("flags", "Features")
 
 
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the cores multiply in bfloat16. Without it torch converts number by number: one core with AVX2 alone gave 0.6
+    """Return True if the cores multiply in bfloat16. Without it torch converts number by number: one core with AVX2 alone gave 0.6
     GFLOP/s in bfloat16 and 69 in float32 (matrices of 1,024)."""
     return not BF16_FLAGS.isdisjoint(_cpuinfo_line(cpuinfo, _KEYS).split())
 
 
 def read_vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Who made the processor, as an x86_64 one says: `GenuineIntel`, `AuthenticAMD`; empty where Linux does not say."""
+    """Return the processor's vendor, as an x86_64 one says: `GenuineIntel`, `AuthenticAMD`; empty where Linux does not say."""
     return _cpuinfo_line(cpuinfo, ("vendor_id",)).partition(":")[2].strip()
 
 
 def slow_bf16(keys: Sequence[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """A warning if `keys`, settings that ask for bfloat16 on these cores, make them crawl; empty if there is none."""
+    """Return a warning if `keys`, settings that ask for bfloat16 on these cores, make them crawl; empty if there is none."""
     if not keys or has_bf16(cpuinfo):
         return []
     return [
@@ -33,7 +33,7 @@ def slow_bf16(keys: Sequence[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> lis
 
 
 def _cpuinfo_line(cpuinfo: Path, beginnings: tuple[str, ...]) -> str:
-    """The first line that begins so; empty if there is none, or no file."""
+    """Return the first line that begins so; empty if there is none, or no file."""
     if not cpuinfo.is_file():
         return ""
     return next((line for line in cpuinfo.read_text().splitlines() if line.startswith(beginnings)), "")

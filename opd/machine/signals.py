@@ -41,7 +41,7 @@ _is_resent = False
 
 
 def postpone_signal(number: int, frame: FrameType | None, raises: bool = True) -> bool:
-    """True if a handler must return and do nothing, because a module is being imported or a destructor runs. The signal comes
+    """Return True if a handler must return and do nothing, because a module is being imported or a destructor runs. The signal comes
     again afterwards.
 
     `number` and `frame` are the handler's own arguments. A handler that does not raise need not wait: it passes
@@ -101,7 +101,7 @@ def raise_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _would_lose_exception(frame: FrameType | None) -> bool:
-    """True if an import or a destructor called the code of this frame, directly or further up the stack, or is this code."""
+    """Return True if an import or a destructor called the code of this frame, directly or further up the stack, or is this code."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORT or frame.f_code.co_name == "__del__":
             return True

@@ -60,7 +60,7 @@ class RunMonitors:
             raise self._build_end_error(standing, step)
 
     def judge(self, record: StepRecord, rollouts: Sequence[Rollout]) -> tuple[AlarmRecord, ...]:
-        """The alarms of a step that is done; what those that begin saw is on disk. Raises: StorageError."""
+        """Return the alarms of a step that is done; what those that begin saw is on disk. Raises: StorageError."""
         self._append_record(record)
         readings = self._read_signals()
         self._alarms = self._find_alarms(readings, record.step)
@@ -72,7 +72,7 @@ class RunMonitors:
         return self._alarms
 
     def verdict(self) -> RunError | None:
-        """Why the run ends after the step that was judged last; None if it goes on."""
+        """Return the error that ends the run after the step that was judged last; None if it goes on."""
         return self._error
 
     def _append_record(self, record: StepRecord) -> None:
@@ -120,7 +120,7 @@ class RunMonitors:
             alarms.save(self._paths.alarms_file(step))
 
     def _build_end_error(self, ending: Sequence[AlarmRecord], step: int) -> RunError:
-        """What the run ends with: the hardest of the alarms decide how."""
+        """Build the error that ends the run: the hardest of the alarms decide its kind."""
         stops = [alarm for alarm in ending if alarm.action == "stop"]
         changes = " ".join(
             f"--set monitors.{alarm.signal}.stop=null" for alarm in {a.signal: a for a in stops}.values()

@@ -69,20 +69,20 @@ class Alarms:
 
 
 def load_signal(alarm: AlarmRecord) -> Signal:
-    """The signal that raised the alarm."""
+    """Return the signal that raised the alarm."""
     signal: Signal = import_object(SIGNALS[alarm.signal])
     return signal
 
 
 def format_alarm(alarm: AlarmRecord) -> str:
-    """The alarm for a person, without what to do about it."""
+    """Return the alarm for a person, without what to do about it."""
     whom = f"domain {alarm.domain}" if alarm.domain else "all domains"
     key = f"monitors.{alarm.signal}.{alarm.action}"
     return f"{alarm.signal}: {whom}: {load_signal(alarm).says.format(value=alarm.value)} ({key} is {alarm.limit:g})"
 
 
 def select_samples(alarm: AlarmRecord, rollouts: Sequence[Rollout], tokenizer: Decoder) -> list[AlarmSample]:
-    """The responses that show the alarm best, of its domain. Of a signal in which responses do not differ, the first ones of each
+    """Return the responses that show the alarm best, of its domain. Of a signal in which responses do not differ, the first ones of each
     domain, for the person who is asked to look; a mere warning has none, because they would be ordinary ones."""
     shown_by = load_signal(alarm).shown_by
     if shown_by is None and alarm.action == "warn":
@@ -108,7 +108,7 @@ def select_samples(alarm: AlarmRecord, rollouts: Sequence[Rollout], tokenizer: D
 
 
 def _interleave_domains(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The first of each domain, then the second of each, and so on."""
+    """Return the first of each domain, then the second of each, and so on."""
     counts: dict[str, int] = {}
     ranks = []
     for rollout in rollouts:

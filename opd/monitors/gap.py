@@ -15,7 +15,7 @@ def _read(history: SignalHistory) -> Mapping[str, float]:
 
 
 def _has_fresh_tokens(record: StepRecord) -> bool:
-    """Whether the step trained on tokens of the weights that it began with: others tell nothing, and their gap stands as 0."""
+    """Return True if the step trained on tokens of the weights that it began with: others tell nothing, and their gap stands as 0."""
     return not record.skipped and (not record.token_ages or "0" in record.token_ages)
 
 

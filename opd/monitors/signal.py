@@ -47,7 +47,7 @@ class Signal:
 def share_of_responses(
     steps: Sequence[StepRecord], counted: Callable[[StepRecord], Mapping[str, int]]
 ) -> dict[str, float]:
-    """Domain -> how many of its responses in these steps are counted ones, 0 to 1."""
+    """Return domain -> how many of its responses in these steps are counted ones, 0 to 1."""
     shares = {}
     for domain in _list_domains(steps):
         samples = sum(record.domains[domain].samples for record in steps if domain in record.domains)
@@ -57,13 +57,13 @@ def share_of_responses(
 
 
 def tokens_of_responses(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Domain -> mean trained tokens of a response in these steps."""
+    """Return domain -> mean trained tokens of a response in these steps."""
     lengths = {domain: mean_length(steps, domain) for domain in _list_domains(steps)}
     return {domain: length for domain, length in lengths.items() if length is not None}
 
 
 def means_of_tokens(steps: Sequence[StepRecord], key: str) -> dict[str, float]:
-    """Domain -> mean over its trained tokens in these steps; without the domains whose teachers do not tell."""
+    """Return domain -> mean over its trained tokens in these steps; without the domains whose teachers do not tell."""
     means = {domain: token_mean(select_domain(steps, domain), key) for domain in _list_domains(steps)}
     return {domain: mean for domain, mean in means.items() if mean is not None}
 

@@ -17,7 +17,7 @@ class Tool:
     """JSON schema of the arguments: an object with `properties` and `required`."""
 
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates and OpenAI's API spell it."""
+        """Return the tool as chat templates and OpenAI's API spell it."""
         told = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": told}
 
@@ -42,7 +42,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What an environment answers to an action."""
+    """An environment's answer to an action."""
 
     observation: str | tuple[str, ...] = ""
     """What the policy reads next: a text, or one text for each call of the action. After the last turn nobody reads it."""

@@ -17,7 +17,7 @@ BROKEN: frozenset[str] = frozenset(get_args(Broken))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What became of the sampled tokens of one or many episodes."""
+    """Counts of what became of the sampled tokens of one or many episodes."""
 
     segments: int = 0
     turns: int = 0
@@ -38,7 +38,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeResult:
-    """What came of one episode."""
+    """The result of one episode."""
 
     rollouts: tuple[Rollout, ...]
     """Its segments; none if it broke before the first turn."""
@@ -200,7 +200,7 @@ class EpisodesRecord:
         return cls(**read | {"by_turn": turns, "guard": guard})
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that these episodes have, by name."""
+        """Return the fields that these episodes have, by name."""
         seldom = ("sub_agents", "guard", "teacher_turns", "not_closed", "close_error")
         return {name: value for name, value in asdict(self).items() if value or name not in seldom}
 

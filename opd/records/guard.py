@@ -65,7 +65,7 @@ class GuardEvent:
 
     @property
     def line(self) -> str:
-        """What a reader of the episode is told."""
+        """The sentence that a reader of the episode gets."""
         done = "let pass" if self.verdict.allowed else "blocked"
         return f"guard: {done} by {DECIDED[self.verdict.stage]}, {self.rule}: {self.verdict.reason}"
 
@@ -77,7 +77,7 @@ class GuardEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardStats:
-    """What the guard saw in one or many episodes."""
+    """Counts of what the guard saw in one or many episodes."""
 
     checked: int = 0
     """Calls and answers that it was asked about."""
@@ -119,7 +119,7 @@ class GuardExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleRecord:
-    """What one rule did in one domain in a step, or in several."""
+    """Counts of what one rule did in one domain in a step, or in several."""
 
     hits: int = 0
     blocked: int = 0
@@ -138,7 +138,7 @@ class RuleRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardRecord:
-    """What the guard did in one domain in a step."""
+    """The guard's record of one domain in a step."""
 
     checked: int = 0
     blocked_turns: int = 0
@@ -180,6 +180,6 @@ def _record_rule(event: GuardEvent) -> RuleRecord:
 
 
 def _select_examples(given: tuple[GuardExample, ...]) -> tuple[GuardExample, ...]:
-    """The first of either verdict."""
+    """Return the first of either verdict."""
     first = {example.blocked: example for example in reversed(given)}
     return tuple(first[blocked] for blocked in (True, False) if blocked in first)

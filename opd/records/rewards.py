@@ -52,7 +52,7 @@ class Compared(Sums):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyReport:
-    """What the trainer says about the policy gradient of one step, summed over all ranks."""
+    """The trainer's report on the policy gradient of one step, summed over all ranks."""
 
     loss: float
     """The mean over the tokens that have an advantage, without the stream's weight."""
@@ -101,7 +101,7 @@ class RewardRecord:
     """With its weight."""
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that have a value; without keys of failures where there were none."""
+        """Return the keys that have a value; without keys of failures where there were none."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         optional = ("failed", "error")
         data["domains"] = {
@@ -122,7 +122,7 @@ class RewardRecord:
 
 
 def compare_gradients(compared: Compared | None) -> dict[str, float]:
-    """The keys of a `RewardRecord` that tell how the two gradients lie to each other."""
+    """Return the keys of a `RewardRecord` that tell how the two gradients lie to each other."""
     if compared is None:
         return {}
     divergence, policy = sqrt(compared.divergence_sq), sqrt(compared.policy_sq)

@@ -121,11 +121,11 @@ class Evaluation:
         return {domain: score.accuracy for domain, score in self.scores.items()}
 
     def is_of(self, domain: str, digest: str) -> bool:
-        """True if this is an evaluation of this model on this domain. A file of an older release names no model: it counts too."""
+        """Return True if this is an evaluation of this model on this domain. A file of an older release names no model: it counts too."""
         return domain in self.scores and self.weights.get(domain, digest) == digest
 
     def as_text(self) -> str:
-        """The text of its file."""
+        """Return the text of its file."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     def save(self, path: Path) -> None:
@@ -154,7 +154,7 @@ class Evaluation:
 
 
 def load_result(path: Path, wanted: int, read: Callable[[Mapping[str, Any]], T]) -> T:
-    """What `read` makes of a result's file of the wanted format.
+    """Return what `read` makes of a result's file of the wanted format.
 
     Raises: OSError; RunDirError for a file that is damaged or of another format.
     """

@@ -10,7 +10,7 @@ from opd.records.types import Rollout
 
 
 def count_ages(rollouts: Sequence[Rollout], policy_version: int) -> dict[int, int]:
-    """Age -> trained tokens, the youngest first; `policy_version` is that of the weights that are trained on them."""
+    """Return age -> trained tokens, the youngest first; `policy_version` is that of the weights that are trained on them."""
     found = Counter[int]()
     for rollout in rollouts:
         for span in rollout.spans:

@@ -61,7 +61,7 @@ class DomainRecord:
         return cls(**means, tokens=stats.tokens, samples=stats.samples)
 
     def to_json(self) -> dict[str, float]:
-        """The numbers that are known, by name."""
+        """Return the numbers that are known, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -104,11 +104,11 @@ class AlarmRecord:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What an alarm shares with that of the step before if it goes on."""
+        """Key that an alarm shares with that of the step before if it goes on."""
         return self.signal, self.domain, self.action
 
     def ends_after(self, step: int) -> bool:
-        """Whether the run ends after this step. A pause ends it once: who resumes has seen it."""
+        """Return True if the run ends after this step. A pause ends it once: whoever resumes has seen it."""
         return self.action == "stop" or (self.action == "pause" and self.since == step)
 
 
@@ -177,7 +177,7 @@ class StepRecord:
 
     @property
     def ends_run(self) -> bool:
-        """Whether a monitor ends the run after this step."""
+        """True if a monitor ends the run after this step."""
         return any(alarm.ends_after(self.step) for alarm in self.alarms)
 
     @property
@@ -191,7 +191,7 @@ class StepRecord:
         return {role: busy / self.seconds for role, busy in self.busy_s.items()} if self.seconds else {}
 
     def to_json(self) -> dict[str, Any]:
-        """A line of `metrics.jsonl`, without the fields that this step does not have."""
+        """Return a line of `metrics.jsonl`, without the fields that this step does not have."""
         data = asdict(self)
         data["domains"] = {name: found.to_json() for name, found in self.domains.items()}
         data["episodes"] = {name: found.to_json() for name, found in self.episodes.items()}
@@ -233,7 +233,7 @@ class StepRecord:
 
 
 def select_domain(records: Sequence[StepRecord], domain: str) -> list[DomainRecord]:
-    """What these steps say of a domain, without the steps in which it had no trained token."""
+    """Return a domain's records of these steps, without the steps in which it had no trained token."""
     return [record.domains[domain] for record in records if domain in record.domains and record.domains[domain].tokens]
 
 
@@ -309,13 +309,13 @@ def seconds_at_work(
 
 
 def _count_samples(batch: RolloutBatch, targets: TargetStream, trained: StepReport) -> list[Rollout]:
-    """Those that `DomainRecord.samples` counts: none without an optimiser step, as while a critic learns alone."""
+    """Return the rollouts that `DomainRecord.samples` counts: none without an optimiser step, as while a critic learns alone."""
     trainable = () if trained.skipped else batch.rollouts
     return [r for r in trainable if r.num_trained and r.sample_id not in targets.quarantined]
 
 
 def _record_episodes(batch: RolloutBatch, trained: StepReport) -> dict[str, EpisodesRecord]:
-    """Domain -> record."""
+    """Return domain -> record."""
     return {
         domain: EpisodesRecord.of(stats, {turn: part for (d, turn), part in trained.turns.items() if d == domain})
         for domain, stats in batch.episodes.items()
@@ -323,7 +323,7 @@ def _record_episodes(batch: RolloutBatch, trained: StepReport) -> dict[str, Epis
 
 
 def _count_prompts(batch: RolloutBatch) -> dict[str, int]:
-    """Domain -> prompts that the step took. An episode is one of them, whatever segments it has; the first is of its domain."""
+    """Return domain -> prompts that the step took. An episode is one of them, whatever segments it has; the first is of its domain."""
     episodes: dict[str, str] = {}
     for rollout in (*batch.rollouts, *batch.unfinished):
         if rollout.sample_id not in batch.carried_on:

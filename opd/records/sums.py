@@ -27,7 +27,7 @@ def add_to_sums(sums: dict[K, S], key: K, more: S) -> None:
 
 
 def sum_by_key(parts: Iterable[Mapping[K, S]]) -> dict[K, S]:
-    """The records of all parts by key, in the order in which the keys come."""
+    """Return the records of all parts by key, in the order in which the keys come."""
     found: dict[K, S] = {}
     for part in parts:
         for key, record in part.items():

@@ -22,7 +22,7 @@ equal numbers is a loop by any measure. Of loops with a broken token in twenty, 
 
 
 def measure_repetition(token_ids: Sequence[int]) -> float:
-    """Share of the n-grams in the tail that stand in it earlier, 0 to 1."""
+    """Return the share of the n-grams in the tail that stand in it earlier, 0 to 1."""
     tail = tuple(token_ids[-TAIL:])
     if len(tail) < SHORTEST:
         return 0.0
@@ -31,5 +31,5 @@ def measure_repetition(token_ids: Sequence[int]) -> float:
 
 
 def is_looping(rollout: Rollout) -> bool:
-    """Whether the response ran to its limit in a loop. One that ends by itself is an answer, however often it says `ha`."""
+    """Return True if the response ran to its limit in a loop. One that ends by itself is an answer, however often it says `ha`."""
     return rollout.truncated and measure_repetition(rollout.response_ids) > LOOP

@@ -217,7 +217,7 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """What one rollout phase produced."""
+    """The product of one rollout phase."""
 
     rollouts: tuple[Rollout, ...]
     quarantined: tuple[Quarantined, ...]
@@ -247,7 +247,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What an expert said about a few fixed token ids when it was registered."""
+    """An expert's log-probs of a few fixed token ids, taken when it was registered."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -336,7 +336,7 @@ class TurnStats(Sums):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What the trainer says about one optimiser step, summed over all ranks."""
+    """The trainer's report on one optimiser step, summed over all ranks."""
 
     step: int
     loss: float
@@ -403,7 +403,7 @@ class PushReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutProof:
-    """How a model's sequences are laid out for one forward pass, and what was measured when that was decided."""
+    """The layout of a model's sequences in one forward pass, and what was measured when it was chosen."""
 
     layout: str
     """Key of `opd.models.layouts.LAYOUTS`."""

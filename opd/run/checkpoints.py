@@ -87,7 +87,7 @@ class CompanionSaver:
         self._other.begin_save(own)
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
-        """The files of both; None if they are not all written after `wait_s`. Raises: StorageError."""
+        """Return the files of both; None if they are not all written after `wait_s`. Raises: StorageError."""
         deadline = time.monotonic() + wait_s
         files = self._trainer.saved(wait_s)
         others = None if files is None else self._other.saved(max(0.0, deadline - time.monotonic()))
@@ -196,7 +196,7 @@ def _delete_partial(temporary: Path) -> None:
 
 
 def list_checkpoint_steps(root: Path) -> list[int]:
-    """Steps that have a committed checkpoint, whole or damaged since, the oldest first."""
+    """Return the steps that have a committed checkpoint, whole or damaged since, the oldest first."""
     steps = [parse_step_name(path.name) for path in root.glob("step-*")]
     return sorted(step for step in steps if step is not None)
 

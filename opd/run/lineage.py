@@ -20,18 +20,18 @@ _MOST_KEYS = 6
 
 
 def events_until(manifest: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
-    """The events that the weights of this step have behind them."""
+    """Return the events that the weights of this step have behind them."""
     events = manifest.get(LINEAGE, ())
     return [e for e in events if (e["step"] <= step if e["event"] == BRANCHED else e["after_step"] < step)]
 
 
 def format_events(events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One sentence for each event. Paths are cut to their last part: the reader may sit at another machine."""
+    """Format one sentence for each event. Paths are cut to their last part: the reader may sit at another machine."""
     return [_format_branch(event) if event["event"] == BRANCHED else _format_extension(event) for event in events]
 
 
 def list_commands(manifest: Mapping[str, Any]) -> list[str]:
-    """The commands that made the run: the one that began it, and those that made it longer. Those of the run that it comes from
+    """Return the commands that made the run: the one that began it, and those that made it longer. Those of the run that it comes from
     are not its own."""
     events = manifest.get(LINEAGE, ())
     branch = max((index for index, event in enumerate(events) if event["event"] == BRANCHED), default=-1)

@@ -27,7 +27,7 @@ class MetricsFile:
             os.fsync(file.fileno())
 
     def read(self) -> list[StepRecord]:
-        """All whole records; a last line that a kill cut in two is left out.
+        """Return all whole records; a last line that a kill cut in two is left out.
 
         Raises: ValueError for a line that is no JSON, TypeError for one that is no record.
         """
@@ -43,7 +43,7 @@ class MetricsFile:
 
 
 def count_steps_and_tokens(records: Sequence[StepRecord]) -> tuple[int, int]:
-    """Steps that a merge has taken, and response tokens that it was trained on in them."""
+    """Return the steps that a merge has taken, and response tokens that it was trained on in them."""
     return len(records), sum(map(count_trained_tokens, records))
 
 

@@ -33,7 +33,7 @@ _ROUND = re.compile(r"round-[1-9]\d*")
 
 
 def step_name(step: int) -> str:
-    """Name of a file or directory of one step."""
+    """Return the name of a file or directory of one step."""
     return f"step-{step:06d}"
 
 
@@ -44,7 +44,7 @@ def parse_step_name(name: str) -> int | None:
 
 
 def _list_by_step(directory: Path) -> dict[int, Path]:
-    """Step -> the JSON file of that step in a directory, in order."""
+    """Return step -> the JSON file of that step in a directory, in order."""
     paths = {parse_step_name(path.stem): path for path in directory.glob("step-*.json")}
     return {step: paths[step] for step in sorted(step for step in paths if step is not None)}
 
@@ -66,7 +66,7 @@ class RunPaths:
 
     @property
     def next_pipeline(self) -> Path:
-        """What `pipeline` becomes as soon as the manifest says the same."""
+        """The file that becomes `pipeline` as soon as the manifest says the same."""
         return self.root / ".pipeline.yaml.next"
 
     @property
@@ -92,7 +92,7 @@ class RunPaths:
 
     @property
     def judged(self) -> Path:
-        """What the guard's judge answered in this run."""
+        """The answers of the guard's judge in this run."""
         return self.root / "judged.jsonl"
 
     @property
@@ -105,7 +105,7 @@ class RunPaths:
 
     @property
     def adapter(self) -> Path:
-        """What LoRA trained, as PEFT has it, where the pipeline wants it beside the model."""
+        """The adapter that LoRA trained, as PEFT has it, where the pipeline wants it beside the model."""
         return self.root / "adapter"
 
     @property
@@ -123,7 +123,7 @@ class RunPaths:
 
     @property
     def live(self) -> Path:
-        """What `opd merge` does here at this moment, or how it ended, for `opd status`."""
+        """The file that says what `opd merge` does here at this moment, or how it ended, for `opd status`."""
         return self.root / ".live.json"
 
     def scratch_path(self, name: str) -> Path:
@@ -149,11 +149,11 @@ class RunPaths:
         return self.root / "evaluation"
 
     def evaluation_file(self, name: str) -> Path:
-        """The file of an evaluation: one of `EXAMS`, or the `step_name` of an evaluation on the way."""
+        """Return the file of an evaluation: one of `EXAMS`, or the `step_name` of an evaluation on the way."""
         return self.evaluation / f"{name}.json"
 
     def exams_by_step(self) -> dict[int, Path]:
-        """Step -> file of the evaluations on the way, in order."""
+        """Return step -> file of the evaluations on the way, in order."""
         return _list_by_step(self.evaluation)
 
     @property
@@ -161,7 +161,7 @@ class RunPaths:
         return self.root / "monitors"
 
     def alarms_file(self, step: int) -> Path:
-        """What the monitors saw that acted after this step."""
+        """Return the file of what the monitors saw that acted after this step."""
         return self.monitors / f"{step_name(step)}.json"
 
     def alarms_by_step(self) -> dict[int, Path]:
@@ -173,7 +173,7 @@ class RunPaths:
         return self.root / "traces"
 
     def trace_file(self, step: int) -> Path:
-        """The episodes that were kept of this step."""
+        """Return the episodes that were kept of this step."""
         return self.traces / f"{step_name(step)}.json"
 
     def traces_by_step(self) -> dict[int, Path]:
@@ -202,18 +202,18 @@ class RunPaths:
         return self.baselines / "models"
 
     def baseline_file(self, name: str) -> Path:
-        """The file of one result."""
+        """Return the file of one result."""
         return self.baselines / f"{name}.json"
 
     def baseline_results(self) -> list[Path]:
-        """The files of all results, by name."""
+        """Return the files of all results, by name."""
         return sorted(self.baselines.glob("*.json"))
 
     def baseline_model(self, name: str) -> Path:
         return self.baseline_models / name
 
     def baseline_run(self, name: str) -> RunPaths:
-        """The run directory of the shorter merge behind a result."""
+        """Return the run directory of the shorter merge behind a result."""
         return RunPaths(self.baselines / "runs" / name)
 
     @property
@@ -222,7 +222,7 @@ class RunPaths:
         return self.root / "rounds.json"
 
     def round_dir(self, number: int) -> RunPaths:
-        """The run directory of a round, counted from 1."""
+        """Return the run directory of a round, counted from 1."""
         return RunPaths(self.root / f"round-{number}")
 
     @property
@@ -243,7 +243,7 @@ class ComparisonPaths:
         return RunPaths(self.root / f"seed-{number}")
 
     def seed_dirs(self) -> list[RunPaths]:
-        """The run directories that are there."""
+        """Return the run directories that are there."""
         return [RunPaths(path) for path in sorted(self.root.glob("seed-*"))]
 
     @property

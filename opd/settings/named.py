@@ -18,7 +18,7 @@ from opd.errors import ConfigError
 
 
 def is_place(name: Any) -> bool:
-    """True if this is written as `module:name`."""
+    """Return True if this is written as `module:name`."""
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
 
 

@@ -62,20 +62,20 @@ NO_KEY = {
 
 
 def find_nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like `word`; None if none is."""
+    """Return the known name that is most like `word`; None if none is."""
     names = {name.casefold(): name for name in reversed(list(known))}
     near = difflib.get_close_matches(word.casefold(), names, n=1)
     return names[near[0]] if near else None
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
-    """The `fix` of an error about an unknown name: the nearest known one, or what you say if there is none."""
+    """Return the `fix` of an error about an unknown name: the nearest known one, or what you say if there is none."""
     near = find_nearest(word, known)
     return f"did you mean `{near}`?" if near else otherwise
 
 
 def of_key(key: str, known: Collection[str]) -> str:
-    """The `fix` of an error about an unknown key of a section that has the keys `known`."""
+    """Return the `fix` of an error about an unknown key of a section that has the keys `known`."""
     theirs = {name: path.rpartition(".")[2] for name, path in ELSEWHERE.items()}
     for name in known:
         if name == theirs.get(key) or theirs.get(name) == key:
@@ -84,7 +84,7 @@ def of_key(key: str, known: Collection[str]) -> str:
 
 
 def of_key_elsewhere(key: str, everywhere: Iterable[str]) -> str | None:
-    """The `fix` of an error about a key that has its place in another section; None if no section has it.
+    """Return the `fix` of an error about a key that has its place in another section; None if no section has it.
 
     `everywhere` are all keys, written from the top with dots. Keys below a section's own are too many to guess from.
     """

@@ -56,5 +56,5 @@ def text_or_more(value: Any) -> str:
 
 
 def flag_or_mapping(value: Any) -> str:
-    """The same for a value that is true, false, or a mapping of more."""
+    """Return the same for a value that is true, false, or a mapping of more."""
     return "~mapping" if isinstance(value, Mapping) else "~flag"

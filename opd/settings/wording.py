@@ -76,7 +76,7 @@ _BOUNDS = {
 
 
 def describe_wanted(error: ErrorDetails) -> str:
-    """What the field wants in place of what it was given. Our own errors have worded it already."""
+    """Describe what the field wants in place of the value it has. Our own errors have worded it already."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in WANTED:
         return WANTED[kind]
@@ -91,19 +91,19 @@ def describe_wanted(error: ErrorDetails) -> str:
 
 
 def describe_error(error: ErrorDetails) -> str:
-    """What was found and what is wanted, in one phrase, for errors that name their place by themselves."""
+    """Describe what was found and what is wanted in one phrase, for errors that name the place themselves."""
     if error["type"] in ("missing", "json_invalid"):
         return "no value" if error["type"] == "missing" else error["msg"]
     return f"{error['input']!r:.60}, not {describe_wanted(error)}"
 
 
 def describe_alternatives(errors: Sequence[ErrorDetails]) -> str:
-    """What is wanted where several forms would do, of which each has its own error."""
+    """Describe what is wanted where several forms would do, of which each has its own error."""
     return " or ".join(dict.fromkeys(describe_wanted(error) for error in errors))
 
 
 def leads_to(data: Any, key: int | str) -> bool:
-    """True if the value is a mapping with this key, or a list with this index."""
+    """Return True if the value is a mapping with this key, or a list with this index."""
     if isinstance(data, Mapping):
         return key in data
     return isinstance(data, list | tuple) and isinstance(key, int) and key < len(data)

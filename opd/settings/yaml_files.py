@@ -74,7 +74,7 @@ MAX_YAML_DEPTH = 32
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of one YAML document, of bounded size. Raises: ValueError, yaml.YAMLError."""
+    """Return the value of one YAML document, of bounded size. Raises: ValueError, yaml.YAMLError."""
     if len(text) > MAX_YAML_BYTES:
         raise ValueError(f"{len(text):,} characters, at most {MAX_YAML_BYTES:,} are read")
     _bound_nodes(yaml.parse(text, Loader=yaml.SafeLoader))
@@ -147,7 +147,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def no_such_yaml(path: Path, shipped: Iterable[str], what: str, otherwise: str) -> ConfigError:
-    """The error about a name that is neither a file nor shipped, with the name or the file beside it that is most like it."""
+    """Return the error about a name that is neither a file nor shipped, with the name or the file beside it that is most like it."""
     names = {name: name for name in shipped}
     files = {file.stem: str(file) for file in path.parent.glob("*.y*ml")} if path.parent.is_dir() else {}
     near = find_nearest(path.stem, [*names, *files])
@@ -160,7 +160,7 @@ def no_such_yaml(path: Path, shipped: Iterable[str], what: str, otherwise: str) 
 
 
 def _yaml_problem(error: Exception) -> tuple[str, str]:
-    """The line and column of an error, empty if it has none, and what was found there."""
+    """Return the line and column of an error, empty if it has none, and what was found there."""
     if isinstance(error, OSError):
         return "", error.strerror or str(error)
     if isinstance(error, yaml.reader.ReaderError):
@@ -226,7 +226,7 @@ _TAG = re.compile(r"(bool|int|float|str|none)$|(list|dict|tuple|literal|function
 
 
 def keys_of(error: ErrorDetails, data: Any = None) -> list[str]:
-    """The keys that lead to the error in the user's data. The names of a union's members are left out, both pydantic's and
+    """Return the keys that lead to the error in the user's data. The names of a union's members are left out, both pydantic's and
     our own (~), because the user did not write them."""
     context = error.get("ctx", {})
     if "where" in context:
@@ -244,12 +244,12 @@ def keys_of(error: ErrorDetails, data: Any = None) -> list[str]:
 
 
 def found_in(error: ErrorDetails) -> str:
-    """The value that the user gave, as messages show it."""
+    """Return the value that the user gave, as messages show it."""
     return str(error.get("ctx", {}).get("found", "nothing" if error["type"] == "missing" else repr(error["input"])))
 
 
 def move_error(errors: ValidationError, above: Sequence[str], data: Any) -> PydanticCustomError:
-    """The first error about a part of a file, as an error about the whole, in which the part lies at the keys `above`."""
+    """Return the first error about a part of a file, as an error about the whole, in which the part lies at the keys `above`."""
     error = errors.errors()[0]
     where = ".".join([*above, *keys_of(error, data)])
     told = {"wanted": describe_wanted(error), "found": found_in(error), "where": where}
@@ -257,7 +257,7 @@ def move_error(errors: ValidationError, above: Sequence[str], data: Any) -> Pyda
 
 
 def every_key(model: type[BaseModel], above: str = "", within: tuple[type[BaseModel], ...] = ()) -> Iterator[str]:
-    """All keys of a file, written from the top with dots; a name that the user chooses is NAME."""
+    """Yield all keys of a file, written from the top with dots; a name that the user chooses is NAME."""
     for name, field in model.model_fields.items():
         yield above + name
         for section, keyed in _find_sections(field.annotation):
@@ -266,7 +266,7 @@ def every_key(model: type[BaseModel], above: str = "", within: tuple[type[BaseMo
 
 
 def _find_sections(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
-    """The models in a field's annotation, and whether each is a value of a mapping of names."""
+    """Yield the models in a field's annotation, and whether each is a value of a mapping of names."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, False
     keyed = getattr(annotation, "__origin__", None) is dict

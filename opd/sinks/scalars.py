@@ -21,7 +21,7 @@ OF_THE_STEP = (
 
 
 def flatten_record(record: StepRecord) -> dict[str, float]:
-    """Name -> number: `step/loss` and so on, `phase_s/PHASE`, `utilisation/ROLE`, `token_age/AGE`, `accuracy/DOMAIN`, and
+    """Return name -> number: `step/loss` and so on, `phase_s/PHASE`, `utilisation/ROLE`, `token_age/AGE`, `accuracy/DOMAIN`, and
     `KEY/DOMAIN` for a domain's numbers; with rewards also what `_flatten_reward` says."""
     values_by_name = {f"step/{key}": float(getattr(record, key)) for key in OF_THE_STEP}
     values_by_name["step/quarantined"] = float(sum(record.quarantined.values()))

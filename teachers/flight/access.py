@@ -22,19 +22,19 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenAddress:
-    """Where a server listens and what it asks of those who come."""
+    """The address at which a server listens, its TLS and the token that clients need."""
 
     address: Address
     tls: Tls | None
     token: str | None
 
     def url(self, port: int) -> str:
-        """The address as a pipeline's `teachers.address` has it."""
+        """Return the address as a pipeline's `teachers.address` has it."""
         return f"{'grpc+tls' if self.tls else 'grpc'}://{Address(self.address.host, port)}"
 
 
 def parse_endpoint(listen: str, tls_cert: Path | None, tls_key: Path | None, token_file: Path | None) -> ListenAddress:
-    """Raises: ConfigError for no address, half a certificate, an unfit token, or an open door to other machines."""
+    """Return the checked endpoint of `opd teachers serve`. Raises: ConfigError for no address, half a certificate, an unfit token, or an open door to other machines."""
     address = parse_address(listen)
     if address is None:
         raise ConfigError.at(
@@ -62,12 +62,12 @@ def parse_endpoint(listen: str, tls_cert: Path | None, tls_key: Path | None, tok
 
 
 def read_roots(file: Path | None) -> bytes | None:
-    """The certificates that a client trusts; None without TLS. Raises: ConfigError."""
+    """Return the certificates that a client trusts; None without TLS. Raises: ConfigError."""
     return None if file is None else _read_file(file, "teachers.tls_root_certs")
 
 
 def read_token(file: Path | None) -> str | None:
-    """The token in `file`, else in OPD_TEACHERS_TOKEN, else None.
+    """Return the token in `file`, else in OPD_TEACHERS_TOKEN, else None.
 
     Raises: ConfigError for a file that others may read, or a token that does not fit into a header.
     """

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightSpec:
-    """Where teachers are served, and what this side wants of them."""
+    """The address of the served teachers, and what this side expects of them."""
 
     address: str
     """The server's: `grpc+tls://HOST:PORT`, or `grpc://HOST:PORT` on this machine."""
@@ -116,7 +116,7 @@ class FlightPool:
                 )
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
-        """Every rollout scored by the teachers of its domain; asked when the first part is taken.
+        """Score every rollout by the teachers of its domain; the server is asked when the first part is taken.
 
         Taking parts raises: RunError for an answer that is not exactly what was asked, or a server that refuses or
         stays away. Raises: RunError for a domain without a teacher.
@@ -137,7 +137,7 @@ class FlightPool:
         )
 
     def heads(self) -> Mapping[str, HeadSource]:
-        """Content hash -> head, once the pool is ready."""
+        """Return content hash -> head, once the pool is ready."""
         return self._heads
 
     def __str__(self) -> str:
@@ -171,7 +171,7 @@ class FlightPool:
         return head_V_D
 
     def _iterate_parts(self, rollouts: Sequence[Rollout]) -> Iterator[np.ndarray]:
-        """Bytes of the parts as they come. After a break the question is asked again from the start: parts that had come before
+        """Yield the bytes of the parts as they come. After a break the question is asked again from the start: parts that had come before
         are left out by their numbers, because an engine's second scores may differ in the last bits."""
         received: set[tuple[int, int]] = set()
         for attempt in self._iterate_attempts("score", self._timeout_s):
@@ -185,7 +185,7 @@ class FlightPool:
                 return
 
     def _read_part_id(self, raw: np.ndarray) -> tuple[int, int]:
-        """Worker and number of a part. Raises: StreamError."""
+        """Return the number of a part's worker and the part's own. Raises: StreamError."""
         try:
             record = read_part_record(raw.data)
         except StreamError as error:
@@ -193,7 +193,7 @@ class FlightPool:
         return record.worker, record.number
 
     def _exchange_rollouts(self, rollouts: Sequence[Rollout], options: Any) -> Iterator[np.ndarray]:
-        """One question. Raises: ProtocolError for an answer without its last record."""
+        """Send the rollouts and yield each part. Raises: ProtocolError for an answer without its last record."""
         request = ScoreRequest(served=self._identity, rollouts=len(rollouts)).model_dump_json().encode()
         writer, reader = self._client.do_exchange(flight.FlightDescriptor.for_command(request), options)
         with writer:
@@ -284,7 +284,7 @@ class FlightPool:
 
 
 def _read_slice(batch: pa.RecordBatch) -> np.ndarray:
-    """Bytes of a slice."""
+    """Return the bytes of a slice. Raises: ProtocolError for a batch of another shape."""
     if not batch.schema.equals(SLICES) or batch.num_rows != 1 or any(c.null_count for c in batch.columns):
         raise ProtocolError(f"a batch of {batch.num_rows} rows with columns {batch.schema.names}, wanted one slice")
     raw: Any = batch.column("bytes")[0].as_buffer()
@@ -292,7 +292,7 @@ def _read_slice(batch: pa.RecordBatch) -> np.ndarray:
 
 
 def _extract_message(error: Any) -> str:
-    """What the server said, without gRPC's additions."""
+    """Return the server's own message, without gRPC's additions."""
     extra = getattr(error, "extra_info", None)
     return (
         extra.decode(errors="replace") if extra else str(error).partition(". Detail:")[0].partition(". gRPC client")[0]
@@ -300,7 +300,7 @@ def _extract_message(error: Any) -> str:
 
 
 def _shown(value: object) -> str:
-    """Digests shortened: they are compared, not read."""
+    """Format a value for an error, digests shortened: nobody reads all of one."""
     if isinstance(value, list):
         return ", ".join(f"{name} ({weight:.3g}, {digest[:12]})" for name, weight, digest in value) or "no teacher"
     return str(value)

@@ -60,7 +60,7 @@ class WireRule(Wire):
 
 
 class Hello(Wire):
-    """What a pool serves."""
+    """The server's first answer: versions, types, domains, teachers and heads of the pool that it serves."""
 
     protocol: str = PROTOCOL
     stream: str = STREAM_VERSION
@@ -75,7 +75,7 @@ class Hello(Wire):
     """Content hash -> what the architecture does to its logits."""
 
     def compute_identity(self) -> str:
-        """Equal for two pools that give the same answers: a client notices if another one took the address."""
+        """Return a hash that is equal for two pools that give the same answers: a client notices if another one took the address."""
         return blake3(self.model_dump_json().encode()).hexdigest()
 
 
@@ -99,7 +99,7 @@ W = TypeVar("W", bound=Wire)
 
 
 def parse_record(model: type[W], raw: bytes) -> W:
-    """Raises: ProtocolError for another version or anything that is not this record."""
+    """Parse and check a record. Raises: ProtocolError for another version or anything that is not this record."""
     try:
         data = loads(raw)
         version = data.get("protocol", PROTOCOL) if isinstance(data, dict) else PROTOCOL
@@ -113,7 +113,7 @@ def parse_record(model: type[W], raw: bytes) -> W:
 
 
 def encode_batches(rollouts: Sequence[Rollout]) -> Iterator[pa.RecordBatch]:
-    """The rollouts as Arrow batches of about `BATCH_TOKENS` tokens, in order."""
+    """Yield the rollouts as Arrow batches of about `BATCH_TOKENS` tokens, in order."""
     batch: list[Rollout] = []
     tokens = 0
     for rollout in rollouts:
@@ -128,7 +128,7 @@ def encode_batches(rollouts: Sequence[Rollout]) -> Iterator[pa.RecordBatch]:
 
 
 def split_slices(raw: memoryview) -> Iterator[pa.RecordBatch]:
-    """A byte string in pieces; nothing is copied."""
+    """Yield a byte string in pieces of at most `SLICE_BYTES`; nothing is copied."""
     for start in range(0, len(raw), SLICE_BYTES):
         piece = raw[start : start + SLICE_BYTES]
         offsets = pa.array([0, len(piece)], pa.int64()).buffers()[1]

@@ -91,7 +91,7 @@ class PoolServer(flight.FlightServerBase):
             return [self._hello.model_dump_json().encode()]
 
     def do_get(self, context: Any, ticket: Any) -> Any:
-        """A head, by its hash."""
+        """Return a head, by its hash."""
         with self._report_errors(context, "head"):
             key = ticket.ticket.decode(errors="replace")
             if key not in self._hello.heads:
@@ -192,7 +192,7 @@ class PoolServer(flight.FlightServerBase):
 
 
 def make_hello(options: ScorerOptions, routes: Routes, pool: Pool) -> Hello:
-    """What a pool that is ready, and was made with these options, serves."""
+    """Describe what a pool serves that is ready and was made with these options."""
     described = {a.teacher.name: pool.head_of(a.teacher) for part in routes.values() for a in part}
     return Hello(
         release=__version__,

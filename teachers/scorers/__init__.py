@@ -15,7 +15,7 @@ from opd.settings.named import import_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Where a teacher is served."""
+    """The server of a teacher."""
 
     base_url: str
     """Up to and including the API's version: https://host/v1."""
@@ -25,7 +25,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerOptions:
-    """What every scorer needs to know; plain values, so they cross process boundaries."""
+    """Settings of every scorer; plain values, so they cross process boundaries."""
 
     dtype: str
     """Teachers compute in it, hidden states and heads are sent in it."""
@@ -72,6 +72,6 @@ SCORERS = {
 
 
 def make_scorer(engine: str, options: ScorerOptions) -> Scorer:
-    """The scorer behind `teachers.engine`."""
+    """Make the scorer that `teachers.engine` names."""
     scorer: Scorer = import_object(SCORERS[engine])(options)
     return scorer

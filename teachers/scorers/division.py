@@ -27,7 +27,7 @@ OFF_GPUS = ("cpu", "disk")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Where the layers of all teachers of one architecture are."""
+    """The devices of the layers of all teachers of one architecture."""
 
     places: dict[str, DeviceName]
     """Module -> its place: accelerate's device map."""
@@ -66,7 +66,7 @@ class Division:
         return cls(places=places, main=main, on_disk=on_disk)
 
     def device_of(self, module: str) -> torch.device:
-        """The device on which a module computes."""
+        """Return the device on which a module computes."""
         place = _find_device(self.places, module)
         device = self.main if place in OFF_GPUS else place
         return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -98,7 +98,7 @@ def remove_hooks(model: nn.Module) -> None:
 
 
 def measure_free_memory() -> dict[DeviceName, int]:
-    """Bytes that weights may have on each GPU that this process sees, and on the CPU."""
+    """Return the bytes that weights may have on each GPU that this process sees, and on the CPU."""
     from accelerate.utils import get_max_memory
 
     # A tenth of a GPU is left for what a pass computes: accelerate's own share.
@@ -106,7 +106,7 @@ def measure_free_memory() -> dict[DeviceName, int]:
 
 
 def _find_device(places: Mapping[str, DeviceName], name: str) -> DeviceName:
-    """The place of a module or a parameter: that of the nearest module around it that has one. Raises: KeyError if none has."""
+    """Return the device of a module or a parameter: that of the nearest module around it that has one. Raises: KeyError if none has."""
     parent = name
     while parent and parent not in places:
         parent = parent.rpartition(".")[0]
@@ -116,7 +116,7 @@ def _find_device(places: Mapping[str, DeviceName], name: str) -> DeviceName:
 def _build_offload_index(
     model: Any, names: frozenset[str], model_dir: Path, dtype: torch.dtype
 ) -> dict[str, dict[str, str]]:
-    """Where in its files accelerate finds each of these parameters."""
+    """Build accelerate's index of these parameters: name -> file, name there, dtype. Raises: RunError for one that is missing."""
     tensors: dict[str, tuple[str, list[int]]] = {}
     for path in weight_files(model_dir):
         with safe_open(path, framework="pt") as file:

@@ -116,7 +116,7 @@ class OpenAIScorer:
         return self._servers[teacher.name]
 
     def _refuse_padded_head(self, teacher: Teacher) -> None:
-        """A server's softmax runs over the whole head; what it gives to rows beyond the tokenizer cannot be undone."""
+        """Refuse a head with padding rows: a server's softmax runs over them too, which cannot be undone. Raises: RunError."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(teacher.model_dir, trust_remote_code=False)
@@ -128,7 +128,7 @@ class OpenAIScorer:
             )
 
     async def _request_all(self, server: Server, teacher: Teacher, sequences: Sequences) -> list[list[Position]]:
-        """[sequence][token] log-probs; the first token of each has none."""
+        """Request all sequences, `IN_FLIGHT` at a time; returns [sequence][token] log-probs; the first token of each has none."""
         free_slots = asyncio.Semaphore(IN_FLIGHT)
         async with aiohttp.ClientSession(timeout=self._timeout, headers=self._build_headers()) as session:
 
@@ -162,7 +162,7 @@ class OpenAIScorer:
         return {"Authorization": f"Bearer {os.environ[self._key_env]}"}
 
     def _parse_positions(self, response: Any, ids: Sequence[int], teacher: Teacher) -> list[Position]:
-        """The checked log-probs of one answer. Raises: RunError saying what is wrong with it."""
+        """Return the checked log-probs of one answer, one entry a token. Raises: RunError saying what is wrong with it."""
         where = f"teacher {teacher.name}: its server"
         choices = response.get("choices") if isinstance(response, dict) else None
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
@@ -207,7 +207,7 @@ def _parse_number(value: Any) -> float:
 async def _post_request(
     session: aiohttp.ClientSession, server: Server, question: dict[str, Any], teacher: Teacher
 ) -> Any:
-    """The server's JSON. Raises: RunError for a refusal, or when every attempt failed."""
+    """Post a request and return the server's JSON. Raises: RunError for a refusal, or when every attempt failed."""
     url = f"{server.base_url.rstrip('/')}/completions"
     where = f"teacher {teacher.name}: {url}"
     problem = ""

@@ -11,7 +11,7 @@ from opd.records.types import Rollout
 
 
 def split_batches(rollouts: Sequence[Rollout], max_tokens: int, *, share: bool = False) -> Iterator[list[Rollout]]:
-    """All rollouts, shortest first, `max_tokens` prompt and response tokens at a time; a longer one goes alone.
+    """Yield all rollouts, shortest first, `max_tokens` prompt and response tokens at a time; a longer one goes alone.
 
     With `share` those that begin alike stay together, and what they have in common counts once.
     """
@@ -30,7 +30,7 @@ def split_batches(rollouts: Sequence[Rollout], max_tokens: int, *, share: bool =
 def build_logprob_answer(
     answers: type[Answer], rollout: Rollout, positions: Sequence[Position], top_k: int
 ) -> Answer | None:
-    """The answer from the log-probs at each trained token, [N]; None if one is not finite."""
+    """Build the answer from the log-probs at each trained token, [N]; None if one is not finite."""
     if not all(math.isfinite(value) for position in positions for value in position.values()):
         return None
     return answers.of_positions(rollout.trained_ids, positions, top_k)

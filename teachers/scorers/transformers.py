@@ -78,7 +78,7 @@ class TransformersScorer:
         return self._read_head_weight().cpu()
 
     def _read_head_weight(self) -> Tensor:
-        """[V, D] the head of the teacher in place, where it is multiplied."""
+        """Return [V, D] the head of the loaded teacher, on the device where it is multiplied."""
         from accelerate.utils import align_module_device
 
         head = self._model.get_output_embeddings()
@@ -99,17 +99,17 @@ class TransformersScorer:
         return self._head_keys[weights]
 
     def head_file(self, teacher: Teacher) -> HeadFile:
-        """Where the head lies; an adapter leaves its base's as it is."""
+        """Return the file that has the head; an adapter leaves its base's as it is."""
         names = self._architecture(teacher.model_dir).naming.head_names(read_tensors(teacher.model_dir))
         return HeadFile(teacher.model_dir.absolute(), names, str(self._dtype).removeprefix("torch."))
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
-        """What the teacher's architecture does to its logits."""
+        """Return what the teacher's architecture does to its logits."""
         self._load_teacher(teacher)
         return logit_rule(self._model.config)
 
     def layout(self, teacher: Teacher) -> LayoutProof:
-        """How rows are laid out for its architecture, proven with the first teacher that has it.
+        """Return how rows are laid out for its architecture, proven with the first teacher that has it.
 
         Raises: RunError if its rows see each other in every layout.
         """
@@ -129,7 +129,10 @@ class TransformersScorer:
 
     @torch.no_grad()
     def _check_head(self, teacher: Teacher, head_V_D: Tensor) -> None:
-        """Some architectures add a bias to their logits, or scale them in a way of their own; all of this is cheap."""
+        """Compare head and rule with the model's own logits on a few tokens. Raises: RunError if they differ.
+
+        Some architectures add a bias to their logits, or scale them in a way of their own.
+        """
         vocab_size = self._vocab_size  # what padding rows give is nobody's concern
         if not bool(torch.isfinite(head_V_D[:vocab_size]).all()):
             raise RunError(f"teacher {teacher.name}: output head is not finite")
@@ -148,7 +151,7 @@ class TransformersScorer:
             )
 
     def _has_bias(self) -> bool:
-        """Whether the head in place adds something to the logits, which may be less than rounding would explain."""
+        """Return True if the loaded head adds a bias to the logits, which may be less than rounding would explain."""
         from accelerate.utils import align_module_device
 
         head = self._model.get_output_embeddings()
@@ -187,7 +190,7 @@ class TransformersScorer:
 
     @torch.no_grad()
     def _build_answer(self, rollout: Rollout, hidden_N_D: Tensor, head: str) -> Answer:
-        """What the teacher in place says of one row; `head` is the key of its head."""
+        """Build the loaded teacher's answer for one row from its states [N, D]; `head` is the key of its head."""
 
         def compute_logprobs() -> Tensor:
             head_V_D = self._read_head_weight()[: self._vocab_size]
@@ -206,14 +209,14 @@ class TransformersScorer:
 
     @torch.no_grad()
     def _compute_trained_states(self, rollouts: Sequence[Rollout], layout: str) -> list[Tensor]:
-        """Per rollout [N, D]: the state at the position before each trained token, from which it is predicted."""
+        """Return for each rollout [N, D] the state at the position before each trained token, from which it is predicted."""
         packed = LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in rollouts])
         hidden_N_D = self._compute_states(packed)[predict_trained(packed, rollouts)].cpu()
         return list(hidden_N_D.split([r.num_trained for r in rollouts]))
 
     @torch.no_grad()
     def _compute_states(self, packed: Packed) -> Tensor:
-        """[B*T, D] last hidden states of the teacher in place."""
+        """Return [B*T, D] the last hidden states of the loaded teacher."""
         inputs = to_device(packed, self._device).inputs(self._dtype)
         return self._model.base_model(**inputs).last_hidden_state.flatten(0, 1)
 
@@ -240,7 +243,7 @@ class TransformersScorer:
         self._loaded_key = weight_key(teacher)
 
     def _read_tensors(self, teacher: Teacher) -> list[State]:
-        """Tensors of the (base) model, then those of the adapter if it has one. Raises: RunError."""
+        """Return the tensors of the (base) model, then those of the adapter if it has one. Raises: RunError."""
         if teacher.adapter_dir is None and (cached := self._device_cache.find(base_key(teacher))):
             return [cached]
         try:
@@ -249,7 +252,7 @@ class TransformersScorer:
             raise RunError(f"teacher {teacher.name}: {error}") from None
 
     def _copy_to_device(self, teacher: Teacher, state: State) -> State:
-        """The tensors where they are computed with, if that is one device."""
+        """Return the tensors on the device that computes. Only for architectures that are not divided."""
         if not self._device_cache.has_room_for(base_key(teacher), state):
             to_meta(self._model)  # the teacher before would stay on the GPU beyond the budget
         return self._device_cache.copy_to_device(base_key(teacher), state)
@@ -296,7 +299,7 @@ class TransformersScorer:
         self._hooks = attach_updates(self._model, {name: change.to(devices[name]) for name, change in changes.items()})
 
     def _read(self, directory: Path, dtype: torch.dtype) -> State:
-        """Tensors of a model by its modules' names, of an adapter as its file has them; without those that stay on disk."""
+        """Return the tensors of a model by its modules' names, of an adapter as its file has them; without those that stay on disk."""
         tensors, known = read_tensors(directory), self._architecture_of.get(directory)
         on_disk = self._on_disk(directory)
         if known is None or known.naming.is_plain(tensors):
@@ -312,7 +315,7 @@ class TransformersScorer:
         return state
 
     def _measure(self, directory: Path, dtype: torch.dtype) -> int:
-        """Bytes of what `_read` returns."""
+        """Return the bytes of what `_read` returns."""
         return weights_nbytes(directory, dtype, self._on_disk(directory))
 
     def _on_disk(self, directory: Path) -> frozenset[str]:
@@ -349,7 +352,7 @@ def _is_finite(states: Tensor) -> bool:
 
 @dataclass(slots=True)
 class _Architecture:
-    """What teachers of equal configs share."""
+    """The parts that teachers of equal configs share."""
 
     naming: Naming
     skeleton: Any
@@ -396,7 +399,7 @@ def _build_skeleton(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _read_config(model_dir: Path) -> tuple[Any, str]:
-    """A model's config, and what it says as one text: equal for all models of one architecture."""
+    """Return a model's config, and what it says as one text: equal for all models of one architecture."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)

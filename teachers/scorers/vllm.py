@@ -67,20 +67,20 @@ class VLLMScorer:
         return self._make_reference().head(teacher)
 
     def head_key(self, teacher: Teacher) -> str:
-        """Content hash of head and logit rule.
+        """Return content hash of head and logit rule.
 
         Raises: RunError as `TransformersScorer.head_key` does, and if vLLM gives other answers than transformers."""
         return self._verify_head(teacher).key
 
     def head_file(self, teacher: Teacher) -> HeadFile | None:
-        """Where the head lies."""
+        """Return the file that has the head."""
         return self._verify_head(teacher).file
 
     def layout(self, teacher: Teacher) -> None:
         """The engine keeps its sequences apart by itself."""
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
-        """What the teacher's architecture does to its logits."""
+        """Return what the teacher's architecture does to its logits."""
         return self._verify_head(teacher).rule
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
@@ -101,7 +101,7 @@ class VLLMScorer:
             yield rows
 
     def _score_batch(self, rollouts: Sequence[Rollout], head: str) -> list[Answer | None]:
-        """What the teacher that is loaded says of each row, None if it is not finite; `head` is the key of its head."""
+        """Return the loaded teacher's answer for each row, None if it is not finite; `head` is the key of its head."""
         answers = self._run_engine(rollouts, head)
         for i, rollout in enumerate(rollouts):
             if answers[i] is None:
@@ -194,11 +194,11 @@ class VLLMScorer:
         self._shape = shape
 
     def _make_reference(self) -> TransformersScorer:
-        """Made anew each time: it is asked once per teacher, and must not keep a second one in memory."""
+        """Make a transformers scorer on the CPU, anew each time: a kept one would hold a second teacher in memory."""
         return TransformersScorer(self._options, device="cpu")
 
     def _verify_head(self, teacher: Teacher) -> HeadSource:
-        """The head of a teacher on which vLLM and transformers agree."""
+        """Return the head of a teacher, once vLLM and transformers agree on a probe. Raises: RunError if they differ."""
         weights = weight_key(teacher)
         if weights not in self._heads:
             reference = self._make_reference()
@@ -222,6 +222,6 @@ class VLLMScorer:
 
 
 def _make_probe(vocab_size: int) -> Rollout:
-    """A few tokens that every vocabulary has."""
+    """Return a few tokens that every vocabulary has."""
     prompt, *response = range(min(8, vocab_size))
     return Rollout.to_score("probe", (prompt,), tuple(response))
