@@ -1,11 +1,6 @@
-<<<<<<< HEAD
-"""Writes what follows from the code: in docs/pipelines.md key tables, shipped files and an example report, in docs/commands.md the
-commands, in docs/plan.md the keys of a cluster spec and the shipped plans, in docs/results/plans.json the tables of these plans;
-and the keys that the shell offers behind `--set`.
-=======
 """Writes what follows from the code: in docs/pipelines.md key tables and the shipped files, in docs/commands.md the commands, in
-docs/plan.md the keys of a cluster spec and the shipped plans; and the keys that the shell offers behind `--set`.
->>>>>>> docs-a
+docs/plan.md the keys of a cluster spec and the shipped plans, in docs/results/plans.json the tables of these plans; and the keys that
+the shell offers behind `--set`.
 
     python docs/make_reference.py            rewrite the text between the markers
     python docs/make_reference.py --check    write nothing; exit code 1 and a diff if the text is out of date
@@ -37,7 +32,7 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.settings.yaml_files import every_key, load_yaml
 from pipelines.catalog import find_pipeline, shipped_pipelines
 from pipelines.commands.completion import KEYS
-from pipelines.plan.plan import Plan, make_plan
+from pipelines.plan.plan import MergePlan, make_plan
 from pipelines.plan.spec import ClusterSpec, load_spec
 from pipelines.plan.tables import plan_tables
 
@@ -68,24 +63,19 @@ class Tables:
         self.headings: dict[str, str] = dict(elsewhere or {})
 
     def __str__(self) -> str:
-<<<<<<< HEAD
-        sections = self.sections()
-        variants: dict[str, list[Schema]] = defaultdict(list)
-        for prefix, section, _ in sections:
-            variants[prefix].append(section["properties"])
         return "\n".join(
-            f"{self._heading} {_title(prefix, section['properties'], variants[prefix])}\n\n"
-            + table(("Key", "Type", "Default", "Meaning"), rows)
-            for prefix, section, rows in sections
+            f"{self._heading} {self._title(prefix)}\n\n" + table(("Key", "Type (default)", "Meaning"), rows)
+            for prefix, rows in self.sections()
         )
-=======
-        sections: list[tuple[str, str]] = []
+
+    def sections(self) -> list[tuple[str, list[tuple[str, ...]]]]:
+        """Return prefix and rows of every mapping, in the order of the top level's keys."""
+        sections: list[tuple[str, list[tuple[str, ...]]]] = []
         while self._waiting:
             prefix, kinds = self._waiting.popleft()
-            sections.append((prefix, table(("Key", "Type (default)", "Meaning"), list(self._rows(prefix, kinds)))))
+            sections.append((prefix, list(self._rows(prefix, kinds))))
         order = ["", *self._schema["properties"]]
-        sections.sort(key=lambda s: order.index(s[0].split(".")[0]))
-        return "\n".join(f"{self._heading} {self._title(prefix)}\n\n{text}" for prefix, text in sections)
+        return sorted(sections, key=lambda section: order.index(section[0].split(".")[0]))
 
     def _title(self, prefix: str) -> str:
         return (f"`{prefix.rstrip('.')}`" if prefix else "Top level") + self._owner
@@ -116,18 +106,6 @@ class Tables:
         own = [kind["properties"][key] for kind in kinds]
         default = next((f"`{one['default']}`" for one in own if "default" in one), "**required**")
         return f"`{prefix}{key}`", f"kind ({default})", " ".join(f"`{one['const']}`: {_meaning(one)}" for one in own)
->>>>>>> docs-a
-
-    def sections(self) -> list[tuple[str, Schema, list[tuple[str, ...]]]]:
-        """Return prefix, schema and rows of every mapping, in the order of the top level's keys."""
-        sections = []
-        while self._waiting:
-            prefix, section = self._waiting.popleft()
-            rows = [self._row(prefix, key, prop, section) for key, prop in section["properties"].items()]
-            sections.append((prefix, section, rows))
-        order = ["", *self._schema["properties"]]
-        sections.sort(key=lambda s: order.index(s[0].split(".")[0]))
-        return sections
 
     def _row(self, prefix: str, key: str, prop: Schema, section: Schema) -> tuple[str, ...]:
         kind, default = self._types(prefix + key, _options(prop)), _default(key, prop, section)
@@ -239,33 +217,20 @@ def suites() -> str:
     return table(("Suite", "Domains", "Names"), rows)
 
 
-<<<<<<< HEAD
-def report_example() -> str:
-    """What `opd.report.build_report` makes of one domain and two steps."""
-    phase_s = {"rollout": 0.5, "score": 0.25, "train": 0.75, "sync": 0.1}
-    records = [StepRecord(step=step, response_tokens=1000, phase_s=phase_s) for step in (1, 2)]
-    report = build_report(
-        "example",
-        {"before": {"reverse": 0.4}, "expert": {"reverse": 1.0}, "after": {"reverse": 0.94}},
-        records,
-        wall_s=31.5,
-        versions={"python": "3.11.2", "opd-merge": "0.2.0", "torch": "2.13.0"},
-    )
-    rounded = json.loads(json.dumps(report), parse_float=lambda text: round(float(text), 4))
-    return f"```json\n{json.dumps(rounded, indent=2)}\n```\n"
-
-
 def cluster_keys() -> str:
     """Return the keys of a cluster spec as a list, without sections whose keys have lines of their own."""
-    rows = [row for _, _, rows in Tables(ClusterSpec, "").sections() for row in rows]
-    return "".join(_line(*row) for row in rows if row[3] or row[1] != f"mapping, see {row[0]}")
+    tables = Tables(ClusterSpec, "")
+    rows = [row for _, rows in tables.sections() for row in rows]
+    headings = {f"[mapping](#{anchor(heading)})": heading for heading in tables.headings.values()}
+    return "".join(_line(key, kind.removesuffix(" (**required**)"), meaning, headings) for key, kind, meaning in rows)
 
 
-def _line(key: str, kind: str, default: str, meaning: str) -> str:
-    shared = kind.removeprefix("mapping, see ")
-    kind = "" if shared == key or (shared != kind and meaning) else f" as {shared}" if shared != kind else f" ({kind})"
-    default = "" if default in ("", "required") else f"; default {default}"
-    return f"- {key}{kind[:-1] + default + ')' if default else kind}" + (f": {meaning}\n" if meaning else "\n")
+def _line(key: str, kind: str, meaning: str, headings: Mapping[str, str]) -> str:
+    shared = headings.get(kind, "")
+    if shared == key and not meaning:
+        return ""
+    words = f" ({kind})" if not shared else "" if meaning else f" as {shared}"
+    return f"- {key}{words}" + (f": {meaning}\n" if meaning else "\n")
 
 
 def shipped_plans() -> str:
@@ -285,21 +250,14 @@ def shipped_plans() -> str:
     return table(header, rows)
 
 
-def _plan(name: str) -> Plan:
-    return make_plan(load_pipeline(find(name)), load_spec(SHIPPED_PLANS[name]))
+def _plan(name: str) -> MergePlan:
+    return make_plan(load_pipeline(find_pipeline(name)), load_spec(SHIPPED_PLANS[name]))
 
 
-def plan_tables() -> str:
+def printed_plans() -> str:
     """Return what `opd plan` prints of each shipped plan, as JSON: rows by table."""
-    printed = {name: {one.title: one.rows for one in tables(_plan(name))} for name in SHIPPED_PLANS}
+    printed = {name: {one.title: one.rows for one in plan_tables(_plan(name))} for name in SHIPPED_PLANS}
     return json.dumps(printed, indent=1) + "\n"
-=======
-def shipped_plan(pipeline: str, cluster: str) -> str:
-    """What `opd plan PIPELINE --cluster CLUSTER` prints."""
-    plan = make_plan(load_pipeline(find_pipeline(pipeline)), load_spec(cluster))
-    parts = [f"*{one.title}*\n\n{table(one.columns, one.rows)}" for one in plan_tables(plan)]
-    return "\n".join([*parts, "\n".join(f"- {note}" for note in plan.notes)])
->>>>>>> docs-a
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -332,7 +290,7 @@ def main() -> int:
         return 1
     written = {page: (old, fill(old)) for page, old in pages.items()}
     written[KEYS] = (KEYS.read_text(encoding="utf-8"), "".join(f"{key}\n" for key in settable_keys()))
-    written[PLANS] = (PLANS.read_text(encoding="utf-8") if PLANS.is_file() else "", plan_tables())
+    written[PLANS] = (PLANS.read_text(encoding="utf-8") if PLANS.is_file() else "", printed_plans())
     outdated = [page for page, (old, new) in written.items() if not _renew(page, old, new, check)]
     for page in outdated:
         print(f"{page} is out of date: run `python docs/make_reference.py`", file=sys.stderr)
