@@ -229,6 +229,7 @@ def _line(key: str, kind: str, meaning: str, headings: Mapping[str, str]) -> str
     shared = headings.get(kind, "")
     if shared == key and not meaning:
         return ""
+    kind = kind.replace(" (`", "; `").replace("`)", "`")
     words = f" ({kind})" if not shared else "" if meaning else f" as {shared}"
     return f"- {key}{words}" + (f": {meaning}\n" if meaning else "\n")
 
