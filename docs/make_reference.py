@@ -63,13 +63,19 @@ class Tables:
         self.headings: dict[str, str] = dict(elsewhere or {})
 
     def __str__(self) -> str:
-        sections: list[tuple[str, str]] = []
+        return "\n".join(
+            f"{self._heading} {self._title(prefix)}\n\n" + table(("Key", "Type (default)", "Meaning"), rows)
+            for prefix, rows in self.sections()
+        )
+
+    def sections(self) -> list[tuple[str, list[tuple[str, ...]]]]:
+        """Return prefix and rows of every mapping, in the order of the top level's keys."""
+        sections: list[tuple[str, list[tuple[str, ...]]]] = []
         while self._waiting:
             prefix, kinds = self._waiting.popleft()
-            sections.append((prefix, table(("Key", "Type (default)", "Meaning"), list(self._rows(prefix, kinds)))))
+            sections.append((prefix, list(self._rows(prefix, kinds))))
         order = ["", *self._schema["properties"]]
-        sections.sort(key=lambda s: order.index(s[0].split(".")[0]))
-        return "\n".join(f"{self._heading} {self._title(prefix)}\n\n{text}" for prefix, text in sections)
+        return sorted(sections, key=lambda section: order.index(section[0].split(".")[0]))
 
     def _title(self, prefix: str) -> str:
         return (f"`{prefix.rstrip('.')}`" if prefix else "Top level") + self._owner
@@ -209,6 +215,23 @@ def suites() -> str:
     """The task suites of `opd prompts make`."""
     rows = [(f"`{name}`", str(len(domains)), ", ".join(f"`{d}`" for d in domains)) for name, domains in DOMAINS.items()]
     return table(("Suite", "Domains", "Names"), rows)
+
+
+def cluster_keys() -> str:
+    """Return the keys of a cluster spec as a list, without sections whose keys have lines of their own."""
+    tables = Tables(ClusterSpec, "")
+    rows = [row for _, rows in tables.sections() for row in rows]
+    headings = {f"[mapping](#{anchor(heading)})": heading for heading in tables.headings.values()}
+    return "".join(_line(key, kind.removesuffix(" (**required**)"), meaning, headings) for key, kind, meaning in rows)
+
+
+def _line(key: str, kind: str, meaning: str, headings: Mapping[str, str]) -> str:
+    shared = headings.get(kind, "")
+    if shared == key and not meaning:
+        return ""
+    kind = kind.replace(" (`", "; `").replace("`)", "`")
+    words = f" ({kind})" if not shared else "" if meaning else f" as {shared}"
+    return f"- {key}{words}" + (f": {meaning}\n" if meaning else "\n")
 
 
 def shipped_plans() -> str:
