@@ -175,7 +175,7 @@ def report_example() -> str:
         {"before": {"reverse": 0.4}, "expert": {"reverse": 1.0}, "after": {"reverse": 0.94}},
         records,
         wall_s=31.5,
-        versions={"python": "3.11.2", "opd-merge": "0.1.0", "torch": "2.13.0"},
+        versions={"python": "3.11.2", "opd-merge": "0.2.0", "torch": "2.13.0"},
     )
     rounded = json.loads(json.dumps(report), parse_float=lambda text: round(float(text), 4))
     return f"```json\n{json.dumps(rounded, indent=2)}\n```\n"

@@ -13,7 +13,7 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _OFFERED = ("MergeResult", "check", "evaluate", "load_pipeline", "merge", "plan", "register_expert", "resume")
 PACKAGES = ("experts", "teachers", "pipelines")
 """Our other packages. Their names are common, and a notebook searches its own directory first."""

@@ -8,22 +8,19 @@ from typing import Any
 HEADER = """\
 # Families of models
 
-Which architectures a merge is right for, tried on tiny random models (two to three layers, width 64, heads of 32). This page is
-made, and each row can be made again, by
+Which architectures a merge is right for, tried on tiny random models (two to three layers, width 64, heads of 32) by
 
     python -m tests.models --output docs/results/models.json --table docs/models.md
     python -m tests.models --families "Llama,GPT-2" --output docs/results/models.json --table docs/models.md
 
-Each family's student is built from its transformers config class with a tokenizer of 76 tokens. Its experts are the student
-with disturbed weights (`whole`) and a LoRA adapter on the student, made by PEFT (`adapter`). `opd merge` runs six steps on the
-real engines (vLLM writes, transformers scores, DeepSpeed trains, Ray connects them), then once more from the checkpoint of
-step 3. What came out is compared with plain transformers, one sequence at a time. A tiny model says that an architecture's
-parts fit together; it says nothing of how well a large one learns.
+The experts of each student are its own weights disturbed (`whole`) and a LoRA adapter made by PEFT (`adapter`). `opd merge` runs six
+steps on the real engines, then once more from the checkpoint of step 3. The result is compared with plain transformers, one sequence
+at a time. A tiny model says that an architecture's parts fit together, nothing of how well a large one learns.
 
 | Column | Meaning |
 | --- | --- |
-| layout | how sequences share a forward pass, in the trainer and in the scorer if that differs: `packed` (told apart by position ids), `packed_indexed` (also by sequence indices and lengths), `padded` (one a row); proven on the model at start |
-| together | largest difference of hidden states between sequences laid out like that and each alone, relative to the largest state; at most {packing:.0e} |
+| layout | how sequences share a forward pass (trainer, and scorer if that differs): `packed` (told apart by position ids), `packed_indexed` (also by indices and lengths), `padded` (one a row) |
+| together | largest relative difference of hidden states between sequences laid out like that and each alone; at most {packing:.0e} |
 | scorer | largest difference of a token's log-prob between scorer and plain transformers, nats; at most {scorer:.0e} |
 | probe | largest gap between engine and trainer after a weight push, nats a token on average |
 | loss | of the first and the last step, nats |
