@@ -4,7 +4,7 @@
     python -m benchmarks.plan smollm2 --folder DIR --json FILE        DIR: where models/smollm2 and prompts/reasoning are
     python -m benchmarks.plan tiny --json FILE                        the merges that the overheads of a spec come from,
     python -m benchmarks.plan tiny-ten --json FILE                    and one of them with ten experts
-    python -m benchmarks.plan recorded                                no merge: docs/results/plan.json as rows of docs/plan.md
+    python -m benchmarks.plan recorded                                no merge: docs/results/plan.json as rows beside the plan
 
 Rates and three factors are those of a matrix product, copies, small calls and a layer alone, on the cores that the merge has,
 measured before and after each merge. Lengths are those that the merge's own records show. Nothing else is taken from what is compared. Merges of the same
@@ -165,7 +165,7 @@ def compared(run: Mapping[str, Any], folder: Path | None = None) -> list[tuple[s
 
 
 def recorded(folder: Path) -> list[str]:
-    """Rows of docs/plan.md for the merges of docs/results/plan.json; `folder` is empty, and gets the shapes of models."""
+    """Rows for the merges of docs/results/plan.json; `folder` is empty, and gets the shapes of models."""
     shapes(folder)
     merges = json.loads(RECORDED.read_text(encoding="utf-8"))
     ordered = sorted(merges, key=lambda one: bool(one["overheads"]))

@@ -1,5 +1,6 @@
 """Writes what follows from the code: in docs/pipelines.md key tables, shipped files and an example report, in docs/commands.md the
-commands, in docs/plan.md the keys of a cluster spec and the shipped plans; and the keys that the shell offers behind `--set`.
+commands, in docs/plan.md the keys of a cluster spec and the shipped plans, in docs/results/plans.json the tables of these plans;
+and the keys that the shell offers behind `--set`.
 
     python docs/make_reference.py            rewrite the text between the markers
     python docs/make_reference.py --check    write nothing; exit code 1 and a diff if the text is out of date
@@ -33,10 +34,12 @@ from opd.report import build_report
 from opd.settings.yaml_files import every_key, load_yaml
 from pipelines.catalog import find, shipped
 from pipelines.commands.completion import KEYS
-from pipelines.plan.plan import make_plan
+from pipelines.plan.plan import Plan, make_plan
 from pipelines.plan.spec import ClusterSpec, load_spec
 from pipelines.plan.tables import tables
 
+PLANS = Path(__file__).with_name("results") / "plans.json"
+SHIPPED_PLANS = {"merge-7b": "8-gpus", "merge-70b": "32-gpus", "merge-744b": "256-gpus"}
 PAGES = tuple(Path(__file__).with_name(name) for name in ("pipelines.md", "commands.md", "plan.md"))
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 TYPE_NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
@@ -55,20 +58,26 @@ class Tables:
         self._waiting: deque[tuple[str, Schema]] = deque([("", self._schema)])
 
     def __str__(self) -> str:
-        sections: list[tuple[str, Schema, str]] = []
-        while self._waiting:
-            prefix, section = self._waiting.popleft()
-            rows = [self._row(prefix, key, prop, section) for key, prop in section["properties"].items()]
-            sections.append((prefix, section, table(("Key", "Type", "Default", "Meaning"), rows)))
-        order = ["", *self._schema["properties"]]
-        sections.sort(key=lambda s: order.index(s[0].split(".")[0]))
+        sections = self.sections()
         variants: dict[str, list[Schema]] = defaultdict(list)
         for prefix, section, _ in sections:
             variants[prefix].append(section["properties"])
         return "\n".join(
-            f"{self._heading} {_title(prefix, section['properties'], variants[prefix])}\n\n{text}"
-            for prefix, section, text in sections
+            f"{self._heading} {_title(prefix, section['properties'], variants[prefix])}\n\n"
+            + table(("Key", "Type", "Default", "Meaning"), rows)
+            for prefix, section, rows in sections
         )
+
+    def sections(self) -> list[tuple[str, Schema, list[tuple[str, ...]]]]:
+        """Return prefix, schema and rows of every mapping, in the order of the top level's keys."""
+        sections = []
+        while self._waiting:
+            prefix, section = self._waiting.popleft()
+            rows = [self._row(prefix, key, prop, section) for key, prop in section["properties"].items()]
+            sections.append((prefix, section, rows))
+        order = ["", *self._schema["properties"]]
+        sections.sort(key=lambda s: order.index(s[0].split(".")[0]))
+        return sections
 
     def _row(self, prefix: str, key: str, prop: Schema, section: Schema) -> tuple[str, ...]:
         path = prefix + key
@@ -181,11 +190,44 @@ def report_example() -> str:
     return f"```json\n{json.dumps(rounded, indent=2)}\n```\n"
 
 
-def shipped_plan(pipeline: str, cluster: str) -> str:
-    """What `opd plan PIPELINE --cluster CLUSTER` prints."""
-    plan = make_plan(load_pipeline(find(pipeline)), load_spec(cluster))
-    parts = [f"*{one.title}*\n\n{table(one.columns, one.rows)}" for one in tables(plan)]
-    return "\n".join([*parts, "\n".join(f"- {note}" for note in plan.notes)])
+def cluster_keys() -> str:
+    """Return the keys of a cluster spec as a list, without sections whose keys have lines of their own."""
+    rows = [row for _, _, rows in Tables(ClusterSpec, "").sections() for row in rows]
+    return "".join(_line(*row) for row in rows if row[3] or row[1] != f"mapping, see {row[0]}")
+
+
+def _line(key: str, kind: str, default: str, meaning: str) -> str:
+    shared = kind.removeprefix("mapping, see ")
+    kind = "" if shared == key or (shared != kind and meaning) else f" as {shared}" if shared != kind else f" ({kind})"
+    default = "" if default in ("", "required") else f"; default {default}"
+    return f"- {key}{kind[:-1] + default + ')' if default else kind}" + (f": {meaning}\n" if meaning else "\n")
+
+
+def shipped_plans() -> str:
+    """Return a row of seconds and hours for each shipped plan."""
+    header = ("Plan", "Cluster", "Experts", "Step", "Rollout", "Score", "Train", "Push", "Hours of the merge")
+    plans = {name: _plan(name) for name in SHIPPED_PLANS}
+    rows = [
+        (
+            f"`{name}`",
+            f"`{plan.cluster}`",
+            str(plan.experts),
+            *(f"{seconds:.3g}" for seconds in (plan.step_s, *(phase.seconds for phase in plan.phases))),
+            f"{plan.hours:.3g}",
+        )
+        for name, plan in plans.items()
+    ]
+    return table(header, rows)
+
+
+def _plan(name: str) -> Plan:
+    return make_plan(load_pipeline(find(name)), load_spec(SHIPPED_PLANS[name]))
+
+
+def plan_tables() -> str:
+    """Return what `opd plan` prints of each shipped plan, as JSON: rows by table."""
+    printed = {name: {one.title: one.rows for one in tables(_plan(name))} for name in SHIPPED_PLANS}
+    return json.dumps(printed, indent=1) + "\n"
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -197,10 +239,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "suites": suites,
     "report-example": report_example,
     "commands": command_reference,
-    "cluster-keys": lambda: str(Tables(ClusterSpec, "###")),
-    "merge-7b": lambda: shipped_plan("merge-7b", "8-gpus"),
-    "merge-70b": lambda: shipped_plan("merge-70b", "32-gpus"),
-    "merge-744b": lambda: shipped_plan("merge-744b", "256-gpus"),
+    "cluster-keys": cluster_keys,
+    "shipped-plans": shipped_plans,
 }
 
 
@@ -222,6 +262,7 @@ def main() -> int:
         return 1
     written = {page: (old, fill(old)) for page, old in pages.items()}
     written[KEYS] = (KEYS.read_text(encoding="utf-8"), "".join(f"{key}\n" for key in settable_keys()))
+    written[PLANS] = (PLANS.read_text(encoding="utf-8") if PLANS.is_file() else "", plan_tables())
     outdated = [page for page, (old, new) in written.items() if not _renew(page, old, new, check)]
     for page in outdated:
         print(f"{page} is out of date: run `python docs/make_reference.py`", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A plan as tables: title, columns, rows. The command prints them, and docs/plan.md holds those of the shipped plans."""
+"""A plan as tables: title, columns, rows. The command prints them, and docs/results/plans.json holds those of the shipped plans."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pipelines.plan.memory import target_bytes
 from pipelines.plan.phases import Work, teacher_bytes
 
 ROW = 100
-"""Bytes of a row beside its tokens: its id, its span, and its place in the dictionary. See the table in docs/architecture.md."""
+"""Bytes of a row beside its tokens: its id, its span, and its place in the dictionary. See "Rows on the way" in docs/architecture.md."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
