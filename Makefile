@@ -85,7 +85,7 @@ test: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/integration
 
 # Lint and the tests of what differs from the last commit.
-quick: setup
+quick: lint
 	.ci/quick
 
 lint: setup

@@ -17,6 +17,7 @@ import re
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,7 @@ def shipped_plans() -> str:
     return table(header, rows)
 
 
+@cache
 def _plan(name: str) -> Plan:
     return make_plan(load_pipeline(find(name)), load_spec(SHIPPED_PLANS[name]))
 

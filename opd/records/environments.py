@@ -1,4 +1,4 @@
-"""What a policy and its environment hand each other. Light: an environment of yours imports this file and nothing else."""
+"""Records that a policy and its environment hand each other. Light: an environment of yours imports this file and nothing else."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Tool:
 
     def schema(self) -> dict[str, Any]:
         """The tool as chat templates and OpenAI's API spell it."""
-        told = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
-        return {"type": "function", "function": told}
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What an environment answers to an action."""
+    """Answer of an environment to an action."""
 
     observation: str | tuple[str, ...] = ""
     """What the policy reads next: a text, or one text for each call of the action. After the last turn nobody reads it."""
