@@ -5,7 +5,7 @@ OPD := $(BIN)/opd
 # Where torch for CPUs is; most package indices have only the build for CUDA. A mirror of yours: make TORCH_INDEX=URL
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo compare agents rl smollm2 smollm2-tools smollm2-rewards gpu-check test lint docs audit check clean
+.PHONY: setup demo compare agents rl smollm2 smollm2-tools smollm2-rewards gpu-check test quick lint docs audit check clean
 
 setup: .venv/.ready
 
@@ -83,6 +83,10 @@ gpu-check:
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile tests/unit
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/integration
+
+# Lint and the tests of what differs from the last commit.
+quick: lint
+	.ci/quick
 
 lint: setup
 	$(BIN)/ruff check .

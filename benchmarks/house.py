@@ -1,6 +1,6 @@
-"""Count what makes the tree hard to read for a stranger: names, docstrings, comments, loose modules, knots of folders, words.
+"""Count what makes the tree hard to read for a stranger: names, docstrings, comments, loose modules, circles of folders, words.
 
-    python -m benchmarks.house [--list one-word|empty|openers|classes]
+    python -m benchmarks.house [--list one-word|empty|openers]
 
 The numbers are thermometers: where a number and a reader disagree, the reader is right.
 """
@@ -11,98 +11,30 @@ import argparse
 import ast
 import io
 import json
-import re
 import statistics
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
-from tests.unit.sources import folder_knots
+from tests.unit.sources import ROOT, files, find_cycle, folder_edges, tree
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("opd", "experts", "teachers", "pipelines")
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md")
-EMPTY = frozenset(
-    [
-        "again",
-        "all_of_them",
-        "anew",
-        "asked",
-        "before",
-        "beside",
-        "both",
-        "come",
-        "done",
-        "each",
-        "else_",
-        "first",
-        "found",
-        "given",
-        "gone",
-        "goes",
-        "had",
-        "hears",
-        "here",
-        "its",
-        "kept",
-        "known",
-        "left",
-        "like",
-        "made",
-        "meant",
-        "mine",
-        "more",
-        "nobody",
-        "one",
-        "ones",
-        "other",
-        "others",
-        "ours",
-        "place",
-        "places",
-        "rest",
-        "said",
-        "same",
-        "seen",
-        "some",
-        "taken",
-        "tells",
-        "that",
-        "theirs",
-        "there",
-        "they",
-        "those",
-        "told",
-        "took",
-        "two",
-        "what",
-        "where",
-        "which",
-        "who",
-        "whole",
-        "why",
-        "wanted",
-        "words",
-        "wrote",
-    ]
-)
+EMPTY = frozenset({
+    "again", "all_of_them", "anew", "asked", "before", "beside", "both", "come", "done", "each", "else_", "first",
+    "found", "given", "gone", "goes", "had", "hears", "here", "its", "kept", "known", "left", "like", "made", "meant",
+    "mine", "more", "nobody", "one", "ones", "other", "others", "ours", "place", "places", "rest", "said", "same",
+    "seen", "some", "taken", "tells", "that", "theirs", "there", "they", "those", "told", "took", "two", "what",
+    "where", "which", "who", "whole", "why", "wanted", "words", "wrote",
+})  # fmt: skip
 """Participles, pronouns and other names that say nothing of what they hold."""
 OPENERS = ("What", "Who", "Whose", "Whether", "How", "Where", "Why", "When", "Which")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def sources() -> Iterator[tuple[str, str, ast.Module]]:
-    """Yield path, text and syntax tree of every product file."""
-    for path in sorted([ROOT / "cli.py", *(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))]):
-        text = path.read_text(encoding="utf-8")
-        yield str(path.relative_to(ROOT)), text, ast.parse(text)
-
-
-def bound_names(tree: ast.Module) -> Iterator[str]:
+def bound_names(module: ast.Module) -> Iterator[str]:
     """Yield each name that a file binds: functions, classes, arguments, variables, attributes of `self`."""
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, Function | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -113,59 +45,58 @@ def bound_names(tree: ast.Module) -> Iterator[str]:
             yield node.attr
 
 
-def functions(tree: ast.Module) -> Iterator[Function]:
+def functions(module: ast.Module) -> Iterator[Function]:
     """Yield functions and methods without those that Python itself names."""
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, Function) and not node.name.startswith("__"):
             yield node
 
 
-def docstrings(tree: ast.Module) -> Iterator[str]:
+def docstrings(module: ast.Module) -> Iterator[str]:
     """Yield the docstrings of modules, classes and functions."""
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, Function | ast.ClassDef | ast.Module) and (text := ast.get_docstring(node)):
             yield text
 
 
-def measure() -> dict[str, object]:
-    """Return the figures by name."""
-    names: list[str] = []
-    classes: Counter[str] = Counter()
-    bound: list[str] = []
-    opened: list[bool] = []
-    comments = lines = 0
-    for _, text, tree in sources():
-        names += [function.name.strip("_") for function in functions(tree)]
-        classes.update(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-        bound += [name.strip("_") for name in bound_names(tree)]
-        opened += [doc.split()[0].rstrip(",:") in OPENERS for doc in docstrings(tree)]
-        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-        comments += sum(token.type == tokenize.COMMENT and "noqa" not in token.string for token in tokens)
-        lines += text.count("\n")
-    pages = [page for pattern in PAGES for page in ROOT.glob(pattern)]
-    return {
-        "product_lines": lines,
-        "one_word_functions_percent": round(100 * sum("_" not in name for name in names) / len(names), 1),
-        "median_function_name": statistics.median(map(len, names)),
-        "openers_percent": round(100 * sum(opened) / len(opened), 1),
-        "empty_names_percent": round(100 * sum(name in EMPTY for name in bound) / len(bound), 1),
-        "comments_per_100_lines": round(100 * comments / lines, 2),
-        "class_names_twice": sorted(name for name, num in classes.items() if num > 1),
-        "folder_knots": [sorted(knot) for knot in folder_knots()],
-        "loose_modules": sorted(p.stem for p in (ROOT / "opd").glob("*.py") if p.stem != "__init__"),
-        "words": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
-    }
-
-
 def listed(kind: str) -> Iterator[str]:
     """Yield the places that a figure counts, one line each."""
-    for path, _, tree in sources():
+    for module in files():
         if kind == "one-word":
-            yield from (f"{path}:{f.lineno} {f.name}" for f in functions(tree) if "_" not in f.name.strip("_"))
+            yield from (f"{module} {f.name}" for f in functions(tree(module)) if "_" not in f.name.strip("_"))
         elif kind == "empty":
-            yield from (f"{path} {name}" for name in bound_names(tree) if name.strip("_") in EMPTY)
-        elif kind == "openers":
-            yield from (f"{path} {doc.splitlines()[0]}" for doc in docstrings(tree) if re.match("|".join(OPENERS), doc))
+            yield from (f"{module} {name}" for name in bound_names(tree(module)) if name.strip("_") in EMPTY)
+        else:
+            docs = docstrings(tree(module))
+            yield from (f"{module} {doc.splitlines()[0]}" for doc in docs if doc.split()[0].rstrip(",:") in OPENERS)
+
+
+def measure() -> dict[str, object]:
+    """Return the figures by name."""
+    trees = [tree(module) for module in files()]
+    names = [function.name.strip("_") for each in trees for function in functions(each)]
+    classes = Counter(node.name for each in trees for node in ast.walk(each) if isinstance(node, ast.ClassDef))
+    texts = [path.read_text(encoding="utf-8") for path in files().values()]
+    tokens = (token for text in texts for token in tokenize.generate_tokens(io.StringIO(text).readline))
+    comments = sum(token.type == tokenize.COMMENT and "noqa" not in token.string for token in tokens)
+    lines = sum(text.count("\n") for text in texts)
+    pages = [page for pattern in PAGES for page in ROOT.glob(pattern)]
+
+    def percent(kind: str, of: int) -> float:
+        return round(100 * sum(1 for _ in listed(kind)) / of, 1)
+
+    return {
+        "product_lines": lines,
+        "one_word_functions_percent": percent("one-word", len(names)),
+        "median_function_name": statistics.median(map(len, names)),
+        "openers_percent": percent("openers", sum(1 for each in trees for _ in docstrings(each))),
+        "empty_names_percent": percent("empty", sum(1 for each in trees for _ in bound_names(each))),
+        "comments_per_100_lines": round(100 * comments / lines, 2),
+        "class_names_twice": sorted(name for name, num in classes.items() if num > 1),
+        "folder_circle": find_cycle(folder_edges()),
+        "loose_modules": sorted(path.stem for path in (ROOT / "opd").glob("*.py") if path.stem != "__init__"),
+        "words": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
+    }
 
 
 if __name__ == "__main__":

@@ -251,6 +251,7 @@ def shipped_plans() -> str:
     return table(header, rows)
 
 
+@cache
 def _plan(name: str) -> MergePlan:
     return make_plan(load_pipeline(find_pipeline(name)), load_spec(SHIPPED_PLANS[name]))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from experts.suites.rows import SuiteRow
 from opd.environments.retry import gym_row
-from opd.prompts.unique import take_unique
+from opd.environments.unique import take_unique
 
 DRAWS_PER_ROW = 20
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from opd.environments.game import TaskRow
+from opd.environments.unique import take_unique
 from opd.errors import ConfigError, PromptError
-from opd.prompts.unique import take_unique
 from opd.records.environments import Action, Outcome, Tool
 from opd.settings.strict import Strict
 from opd.settings.yaml_files import validate_section

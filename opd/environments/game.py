@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Generic, Literal, TypedDict, TypeVar
 
 from pydantic import Field
 
+from opd.environments.unique import take_unique
 from opd.errors import PromptError
-from opd.prompts.unique import take_unique
 from opd.records.environments import Action, Outcome, Tool
 from opd.settings.strict import Strict
 from opd.settings.yaml_files import validate_section

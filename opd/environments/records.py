@@ -1,4 +1,4 @@
-"""The records that an environment of yours imports; they are defined in `opd.records.environments`."""
+"""Old place of `opd.records.environments`, from which environments written for 0.1 import."""
 
 from opd.records.environments import Action, Outcome, Tool, ToolCall
 

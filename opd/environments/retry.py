@@ -10,8 +10,8 @@ from pydantic import Field
 
 from opd.environments.asking import Asking, Judged
 from opd.environments.game import TaskRow
+from opd.environments.unique import take_unique
 from opd.errors import ConfigError, PromptError
-from opd.prompts.unique import take_unique
 from opd.records.environments import Action, Outcome
 from opd.settings.strict import Strict
 from opd.settings.yaml_files import validate_section

@@ -1,4 +1,4 @@
-"""What a policy and its environment hand each other. Light: an environment of yours imports this file and nothing else."""
+"""Records that a policy and its environment hand each other. Light: an environment of yours imports this file and nothing else."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Tool:
     """JSON schema of the arguments: an object with `properties` and `required`."""
 
     def schema(self) -> dict[str, Any]:
-        """Return the tool as chat templates and OpenAI's API spell it."""
-        told = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
-        return {"type": "function", "function": told}
+        """The tool as chat templates and OpenAI's API spell it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """An environment's answer to an action."""
+    """Answer of an environment to an action."""
 
     observation: str | tuple[str, ...] = ""
     """What the policy reads next: a text, or one text for each call of the action. After the last turn nobody reads it."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self, get_args
 
 from opd.records.guard import GuardRecord, GuardStats
 from opd.records.json_fields import keep_known_keys
+from opd.records.sums import Sums
 from opd.records.types import Broken, Rollout, StopReason, TurnStats
 
 BROKEN: frozenset[str] = frozenset(get_args(Broken))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
-    """Counts of what became of the sampled tokens of one or many episodes."""
+class Audit(Sums):
+    """Counts of the sampled tokens of one or many episodes, by what became of them."""
 
     segments: int = 0
     turns: int = 0
@@ -32,13 +33,10 @@ class Audit:
     teacher_turns: int = 0
     """Turns that the domain's expert wrote in the policy's place; `turns` counts them too."""
 
-    def __add__(self, other: Audit) -> Audit:
-        return Audit(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeResult:
-    """The result of one episode."""
+    """Outcome of one episode: its segments, why it ended, what it earned."""
 
     rollouts: tuple[Rollout, ...]
     """Its segments; none if it broke before the first turn."""
@@ -187,7 +185,7 @@ class EpisodesRecord:
             not_closed=stats.not_closed,
             close_error=stats.close_error,
             sub_agents=dict(stats.sub_agents),
-            by_turn=tuple(_record_turn(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
+            by_turn=tuple(_make_turn_record(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
             guard=None if stats.guard is None else GuardRecord.of(stats.guard),
         )
 
@@ -205,7 +203,7 @@ class EpisodesRecord:
         return {name: value for name, value in asdict(self).items() if value or name not in seldom}
 
 
-def _record_turn(stats: TurnStats | None) -> TurnRecord:
+def _make_turn_record(stats: TurnStats | None) -> TurnRecord:
     if stats is None:
         return TurnRecord(tokens=0, loss=0.0, logprob_gap=0.0)
     gap = stats.gap_sum / max(1, stats.tokens - stats.stale_tokens)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from opd.records.sums import Sums
+
 Stage = Literal["rules", "judge", "no_judge", "judge_failed"]
 """Who decided: a rule or the absence of a hit; the judge; `on_failure`, because there is no judge, or because it did not answer."""
 Suspicion = Literal["none", "rule", "certain", "unreadable", "answer"]
@@ -76,7 +78,7 @@ class GuardEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuardStats:
+class GuardStats(Sums):
     """Counts of what the guard saw in one or many episodes."""
 
     checked: int = 0
@@ -84,13 +86,6 @@ class GuardStats:
     blocked_turns: int = 0
     """Turns of the policy in which something was blocked."""
     events: tuple[GuardEvent, ...] = ()
-
-    def __add__(self, other: GuardStats) -> GuardStats:
-        return GuardStats(
-            checked=self.checked + other.checked,
-            blocked_turns=self.blocked_turns + other.blocked_turns,
-            events=self.events + other.events,
-        )
 
     @classmethod
     def sum_stats(cls, parts: Iterable[GuardStats | None]) -> GuardStats | None:
@@ -154,7 +149,7 @@ class GuardRecord:
         """Make the record from the counts of a domain."""
         rules: dict[str, RuleRecord] = {}
         for event in stats.events:
-            rules[event.rule] = rules.get(event.rule, RuleRecord()) + _record_rule(event)
+            rules[event.rule] = rules.get(event.rule, RuleRecord()) + _make_rule_record(event)
         return cls(checked=stats.checked, blocked_turns=stats.blocked_turns, rules=rules)
 
     @classmethod
@@ -167,7 +162,7 @@ class GuardRecord:
         return cls(checked=data["checked"], blocked_turns=data["blocked_turns"], rules=rules)
 
 
-def _record_rule(event: GuardEvent) -> RuleRecord:
+def _make_rule_record(event: GuardEvent) -> RuleRecord:
     verdict = event.verdict
     example = GuardExample(
         episode=event.episode,

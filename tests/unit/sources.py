@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -51,33 +52,28 @@ def imports() -> list[Import]:
     return [Import(m, target, when) for m in files() for target, when in _imports(tree(m).body, "start")]
 
 
-@cache
-def folder_knots() -> tuple[frozenset[str], ...]:
-    """Folders of opd/ that import each other in circles when they run; a loose module counts as a folder of its own."""
+def module_edges() -> set[tuple[str, str]]:
+    """Importer and imported, of our own modules; an import for type checkers alone is none when the program runs."""
+    return {(each.source, each.target) for each in imports() if each.when != "typing" and each.target in files()}
+
+
+def folder_edges() -> set[tuple[str, str]]:
+    """The same between folders of opd/; a loose module counts as a folder of its own."""
+    parts = ((source.split("."), target.split(".")) for source, target in module_edges())
+    return {(a[1], b[1]) for a, b in parts if a[0] == b[0] == "opd" and len(a) > 1 and len(b) > 1}
+
+
+def find_cycle(edges: Iterable[tuple[str, str]]) -> list[str]:
+    """Return nodes that lead to one another in a circle, the first also as the last; empty if there is none."""
     graph: dict[str, set[str]] = defaultdict(set)
-    for each in imports():
-        if (
-            each.when != "typing"
-            and each.target in files()
-            and each.source.startswith("opd.")
-            and each.target.startswith("opd.")
-        ):
-            source, target = each.source.split(".")[1], each.target.split(".")[1]
-            if source != target:
-                graph[source].add(target)
-
-    def reached(start: str) -> set[str]:
-        seen: set[str] = set()
-        waiting = [start]
-        while waiting:
-            new = graph[waiting.pop()] - seen
-            seen |= new
-            waiting += new
-        return seen
-
-    closure = {folder: reached(folder) for folder in list(graph)}
-    knots = {frozenset(b for b in over if folder in closure.get(b, ())) for folder, over in closure.items()}
-    return tuple(knot for knot in knots if knot)
+    for source, target in edges:
+        if source != target:
+            graph[source].add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def _imports(body: list[ast.stmt], when: str) -> Iterator[tuple[str, str]]:

@@ -15,9 +15,9 @@ from experts.suites import DOMAINS, SUITES, rewards, write_suite
 from experts.suites.letters import CHARACTERS, SPECIALS, build_tokenizer
 from experts.suites.rows import SuiteRow
 from opd.environments import find_environment
+from opd.environments.unique import take_unique
 from opd.errors import ConfigError
 from opd.prompts import read_prompt_lines
-from opd.prompts.unique import take_unique
 from opd.records.environments import Action
 from opd.verifiers.exact import LastLine
 from opd.verifiers.reasoning_gym import ReasoningGym
