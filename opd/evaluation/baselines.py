@@ -49,7 +49,7 @@ class BaselineResult:
 
     @property
     def accuracy(self) -> float:
-        """Mean over domains, 0..1."""
+        """Mean of the domains' accuracies, 0..1."""
         return fmean(score.accuracy for score in self.scores.values())
 
     def save(self, path: Path) -> None:

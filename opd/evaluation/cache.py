@@ -23,7 +23,7 @@ VARIABLE, OFF = "OPD_EXAM_CACHE", "off"
 
 
 def exam_cache_dir() -> Path | None:
-    """The directory of kept results; None if the user wants none."""
+    """Return the directory of kept results; None if the user wants none."""
     given = os.environ.get(VARIABLE)
     if given == OFF:
         return None
@@ -39,7 +39,7 @@ class ExamCache:
         self._tell = tell
 
     def find(self, facts: Mapping[str, Any]) -> Evaluation | None:
-        """The result that was measured under the same facts, saying which run it is from; None if there is none."""
+        """Return the result that was measured under the same facts, with the run that it is from; None if there is none."""
         file = self._file_of_facts(facts)
         try:
             entry = json.loads(file.read_bytes())

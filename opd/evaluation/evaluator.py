@@ -103,7 +103,7 @@ class EngineEvaluator:
         )
 
     def _score(self, exam: DomainExam, answers: Sequence[ScoredAnswer]) -> DomainScore:
-        """The score of one domain; the answers to a question lie side by side."""
+        """Return the score of one domain; the answers to a question lie side by side."""
         n = self._settings.n
         scores = [[a.score for a in answers[i : i + n]] for i in range(0, len(answers), n)]
         low, high = confidence_interval(scores)
@@ -129,7 +129,8 @@ class EngineEvaluator:
 
 
 def _choose_shown_answers(answers: Sequence[ScoredAnswer], n: int) -> list[ScoredAnswer]:
-    """The first few questions' answers; of the others the first few that are wrong, and the first few whose verifier raised."""
+    """Choose answers to show: those of the first few questions; of the others the first few that are wrong, and the first few
+    whose verifier raised."""
     first, rest = answers[: KEPT_QUESTIONS * n], answers[KEPT_QUESTIONS * n :]
     wrong = [a for a in rest if a.score < 1 and not a.error][:KEPT_WRONG]
     return [*first, *wrong, *[a for a in rest if a.error][:KEPT_FAILURES]]

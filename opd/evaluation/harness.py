@@ -35,12 +35,13 @@ TaskScores = dict[str, dict[str, float]]
 
 
 def is_task_file(task: str) -> bool:
-    """True for a YAML file of the user's, False for a name that the harness knows."""
+    """Return True for a YAML file of the user's, False for a name that the harness knows."""
     return task.endswith((".yaml", ".yml"))
 
 
 def check_tasks(config: LMEvalConfig) -> None:
-    """Raises: ConfigError if the harness is not installed, a task file is missing or the harness lacks a task's name."""
+    """Check that the tasks can be run. Raises: ConfigError if the harness is not installed, a task file is missing or the
+    harness lacks a task's name."""
     if not config.tasks:
         return
     if find_spec("lm_eval") is None:
@@ -129,7 +130,8 @@ def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
 
 
 def _harness_settings(config: LMEvalConfig, model_dir: Path, dtype: str, results: Path) -> dict[str, Any]:
-    """The harness's configuration file. Without further keys the harness runs no code of a model directory and no unsafe task."""
+    """Return the content of the harness's configuration file. Without further keys the harness runs no code of a model
+    directory and no unsafe task."""
     settings: dict[str, Any] = {
         "model": config.model,
         "model_args": {"pretrained": str(model_dir.absolute()), "dtype": dtype}
@@ -142,7 +144,7 @@ def _harness_settings(config: LMEvalConfig, model_dir: Path, dtype: str, results
 
 
 def read_results(data: Mapping[str, Any]) -> TaskScores:
-    """The numbers of a results file of the harness; names and aliases, and what it could not compute, are left out."""
+    """Read the numbers of a results file of the harness; names and aliases, and what it could not compute, are left out."""
     return {
         task: {key: float(value) for key, value in entry.items() if isinstance(value, int | float) and isfinite(value)}
         for task, entry in data.get("results", {}).items()
@@ -150,7 +152,7 @@ def read_results(data: Mapping[str, Any]) -> TaskScores:
 
 
 def task_rows(models: Mapping[str, TaskScores]) -> list[tuple[str, ...]]:
-    """Task, metric, then for each model its value with the harness's standard error; `-` where there is none."""
+    """Return rows of task, metric, then for each model its value with the harness's standard error; `-` where there is none."""
     # Of every model, because what the harness could not compute for one is not among its numbers.
     metrics = {(task, key): None for found in models.values() for task, entry in found.items() for key in entry}
     return [

@@ -36,14 +36,14 @@ class LengthRow:
 
 
 def right_moves(metadata: Mapping[str, Any]) -> int | None:
-    """Moves of the task's solution; None if its row has no such number."""
+    """Return the number of moves of the task's solution; None if its row has no such number."""
     moves = metadata.get("moves")
     return moves if type(moves) is int and moves > 0 else None
 
 
 def by_length(scored: Sequence[tuple[int | None, Sequence[float]]]) -> tuple[LengthScore, ...]:
-    """The scores of the groups that have a task, the shortest first. `scored`: right moves of a task (None: unknown, it is in
-    no group) and the scores of its answers, 0..1."""
+    """Return the scores of the groups that have a task, the shortest first. `scored`: right moves of a task (None: unknown, it
+    is in no group) and the scores of its answers, 0..1."""
     found = []
     for fewest, most in BUCKETS:
         mine = [s for moves, s in scored if moves is not None and fewest <= moves and (most is None or moves <= most)]
@@ -57,7 +57,8 @@ def by_length(scored: Sequence[tuple[int | None, Sequence[float]]]) -> tuple[Len
 
 
 def align_lengths(models: Mapping[str, Evaluation]) -> list[LengthRow]:
-    """A row for each domain and group of tasks that any of the models has a score for: name -> evaluation."""
+    """Return a row for each domain and group of tasks that any of the models has a score for. `models` maps a name to its
+    evaluation."""
     parts: dict[str, dict[tuple[int, int | None], dict[str, LengthScore]]] = {}
     for name, evaluation in models.items():
         for domain, score in evaluation.scores.items():
@@ -77,5 +78,5 @@ def align_lengths(models: Mapping[str, Evaluation]) -> list[LengthRow]:
 
 
 def describe_span(fewest: int, most: int | None) -> str:
-    """A group in words: `4-7`, `15 and more`."""
+    """Return a group in words: `4-7`, `15 and more`."""
     return f"{fewest} and more" if most is None else f"{fewest}-{most}"

@@ -1,4 +1,4 @@
-"""How sure a measured accuracy is, and pass@k.
+"""Confidence of a measured accuracy, and pass@k.
 
 Questions are the independent draws. Answers to one question are alike, so an interval that counted every answer as a
 draw of its own would be too narrow (Miller, "Adding Error Bars to Evals", arXiv 2411.00640, section 2.2).
@@ -17,7 +17,8 @@ WIDEST = 0.5
 
 
 def standard_error(scores: Sequence[Sequence[float]]) -> float:
-    """The standard error of the mean of all scores, clustered by question. `scores`: [question][answer] in 0..1, as many for each.
+    """Return the standard error of the mean of all scores, clustered by question. `scores`: [question][answer] in 0..1, as many
+    for each.
 
     With equally many answers a question, the clustered estimate is the standard error of the questions' means. One
     question says nothing about how much questions differ: the largest value there can be is taken.
@@ -27,7 +28,7 @@ def standard_error(scores: Sequence[Sequence[float]]) -> float:
 
 
 def confidence_interval(scores: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """95 % interval of the mean score; `scores` as in `standard_error`.
+    """Return the 95 % interval of the mean score; `scores` as in `standard_error`.
 
     Wilson's score interval (Wilson 1927) on the effective number of draws p (1 - p) / SE², after Dean and Pagano,
     "Evaluating Confidence Interval Methods for Binomial Proportions in Clustered Surveys" (2015). With one 0/1 answer a
@@ -48,7 +49,8 @@ def confidence_interval(scores: Sequence[Sequence[float]]) -> tuple[float, float
 
 
 def pass_at(k: int, scores: Sequence[Sequence[float]]) -> float:
-    """Chance that at least one of k answers to a question is fully right, unbiased from n >= k answers, over questions.
+    """Return the chance that at least one of k answers to a question is fully right: an unbiased estimate from n >= k answers,
+    averaged over questions.
 
     1 - C(n - c, k) / C(n, k) with c of n answers right (Chen et al., "Evaluating Large Language Models Trained on Code",
     arXiv 2107.03374, section 2.1).

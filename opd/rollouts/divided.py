@@ -1,4 +1,4 @@
-"""What of a model several processes can divide among them. vLLM would refuse the rest later, in processes of a worker."""
+"""Parts of a model that several processes can divide among them. vLLM would refuse the rest later, in processes of a worker."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DIVIDED = (
 
 
 def find_indivisible_part(config: Any, size: int, key: str) -> Refusal | None:
-    """The first part of a model that `size` processes cannot divide; None if they can. `config` is an object of transformers,
-    `key` the pipeline's key with the size."""
+    """Return the first part of a model that `size` processes cannot divide; None if they can. `config` is an object of
+    transformers, `key` the pipeline's key with the size."""
     text = config.get_text_config(decoder=True)
     for name in DIVIDED:
         found = getattr(text, name, None)

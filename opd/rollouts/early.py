@@ -14,8 +14,8 @@ Part = list[tuple[int, Any]]
 def sample_requests(
     engine: Any, requests: Sequence[tuple[Sequence[int], Any]], read: Callable[[Any], R]
 ) -> Iterator[Part]:
-    """Have a `vllm.v1.engine.llm_engine.LLMEngine` write requests of token ids and parameters, all in one batch. Gives what `read`
-    makes of each as soon as it is done, in the steps that `LLM.generate` takes."""
+    """Have a `vllm.v1.engine.llm_engine.LLMEngine` write requests of token ids and parameters, all in one batch. Yield what
+    `read` makes of each as soon as it is done, in the steps that `LLM.generate` takes."""
     for place, (token_ids, params) in enumerate(requests):
         engine.add_request(str(place), {"type": "token", "prompt_token_ids": list(token_ids)}, params)
     while engine.has_unfinished_requests():
@@ -25,7 +25,8 @@ def sample_requests(
 
 
 def in_groups(parts: Iterable[Part], groups: Sequence[int]) -> Iterator[Part]:
-    """Hold answers back until all of their group are there, because every part costs a call. `groups`: by place."""
+    """Hold answers back until all of their group are there, because every part costs a call. `groups` has the group of each
+    request."""
     left, held = Counter(groups), defaultdict[int, Part](list)
     for part in parts:
         whole: Part = []

@@ -1,4 +1,4 @@
-"""Which arguments of vLLM a user may set beside our own keys: all that it has, but for those that are refused here.
+"""Arguments of vLLM that a user may set beside our own keys: all that it has, but for those that are refused here.
 
 Refused is what would make the engine another distribution, or another model, than the trainer's, and what our own way of
 running an engine rests on. Whatever else somebody sets, the probe after every push compares engine and trainer.
@@ -95,7 +95,7 @@ REFUSED: dict[str, str] = (
 
 
 def refused_argument(given: Mapping[str, Any], cpu: bool) -> Refusal | None:
-    """The first of these arguments that cannot be handed to an engine, and why; None if all can."""
+    """Return the first of these arguments that cannot be handed to an engine, and why; None if all can."""
     known = engine_arguments()
     for name, value in given.items():
         if name in OURS:

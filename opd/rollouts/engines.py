@@ -27,7 +27,7 @@ AHEAD = 2
 
 
 class Telling(NamedTuple, Generic[R]):
-    """Who gets answers before the last one is there."""
+    """A callback for answers that are there before the last one, and the groups in which it gets them."""
 
     groups: list[int]
     """The group of each request: those of one group are told together, as far as one worker has them."""
@@ -64,8 +64,8 @@ class Engines:
             self._hold_files(again, base)
 
     def _hold_files(self, weights: Weights, base: Path | None = None) -> None:
-        """From now on a worker that is started again gets these weights; those of `base`, if that is not None, where they are
-        not all."""
+        """Have workers that are restarted from now on load these weights; with `base`, those that the directory lacks come
+        from `base`."""
 
         def restore(worker: Worker[VLLMWorker]) -> None:
             with weights() as model_dir:
@@ -94,8 +94,8 @@ class Engines:
         as_they_end: Callable[[Worker[VLLMWorker], int, list[int]], Pending[None]],
         telling: Telling[R] | None,
     ) -> list[R]:
-        """The answers to requests that are `dealt` out, in the order of the requests. With `telling` somebody gets each before others
-        are there; without, they come together."""
+        """Return the answers in the order of the requests; `dealt` has each worker's requests, by index. With `telling` each
+        answer is passed on as soon as its group is there; without, all come together."""
         if telling is None:
             parts = self._call(all_of_them)
             found = dict(zip(chain(*dealt), chain(*parts), strict=True))
@@ -111,7 +111,7 @@ class Engines:
         return [found[place] for place in range(len(found))]
 
     def _call(self, ask: Callable[[Worker[VLLMWorker], int], Pending[R]]) -> list[R]:
-        """The answers of all workers; `ask` calls one of them, and gets its index too.
+        """Return the answers of all workers; `ask` sends a worker its request, and gets its index too.
 
         A worker that dies is started again, once a call. The programs of its agents are ended, the new worker gets the weights
         that the others hold and does its part anew. Seeds belong to requests, so its answers are the same. Raises: what `opd.cluster.wait` raises.
@@ -126,8 +126,9 @@ class Engines:
                 pending[index] = ask(self._workers[index], index)
 
     def _restart_worker(self, restarted: set[int], error: cluster.WorkerDied) -> int:
-        """Start a worker anew that died, and give it the weights that the others hold. `restarted`: those of the same call. Returns
-        its index. Raises: `error` if it is none of these engines, or died a second time."""
+        """Restart the worker that died, and give it the weights that the others hold. `restarted` has the indices of those
+        that were restarted in the same call. Return its index. Raises: `error` if it is none of these engines, or died a
+        second time."""
         if error.worker not in self._workers or self._workers.index(error.worker) in restarted:
             raise error
         index = self._workers.index(error.worker)
@@ -145,7 +146,7 @@ def as_they_come(
     again: Callable[[cluster.WorkerDied], int],
     timeout_s: float,
 ) -> Iterator[tuple[int, int, Any]]:
-    """Each answer of all workers once, with the worker's index and its place among what that one was asked.
+    """Yield each answer of all workers once: the worker's index, the answer's place among that worker's requests, the answer.
 
     `begin` has a worker begin; `again` starts one anew that died, and returns its index. That one writes all of its part again,
     because the last bits of a response depend on the batch; what it had given already is left out.
@@ -168,6 +169,7 @@ def as_they_come(
             continue
         part = cluster.fetch_object(asked[index].popleft().handle)
         if part is None:
+            # The parts that were requested ahead of this one are None as well.
             asked[index].clear()
             continue
         asked[index].append(workers[index].submit(VLLMWorker.next_part))
@@ -178,5 +180,5 @@ def as_they_come(
 
 
 def worker_name(index: int) -> str:
-    """What errors call a worker, and what a place is reserved for."""
+    """Return the name of a worker, for errors and for the reservation of its place in the cluster."""
     return f"rollout worker {index}"

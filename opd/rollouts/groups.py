@@ -1,4 +1,4 @@
-"""What teachers score while the student still writes: which responses go to them together, and when.
+"""Groups of responses that teachers score while the student still writes: which responses go to them together, and when.
 
 The last bits of a score depend on what shares the forward pass. So who is scored together follows from the step's prompts, and
 never from who was done first:
@@ -31,12 +31,12 @@ class Early(Protocol):
     """Sample id of a prompt's response, or episode -> number of the group that it is scored with."""
 
     def written(self, sample_id: str, rollouts: Sequence[Rollout]) -> None:
-        """What came of a prompt is whole: a response, the segments of an episode, or nothing. Called once for each, in any order;
-        returns at once. Raises: what scoring raised meanwhile."""
+        """Take what came of a prompt, once it is whole: a response, the segments of an episode, or nothing. Called once for
+        each sample, in any order; returns at once. Raises: what scoring raised meanwhile."""
         ...
 
     def stream(self, rollouts: Sequence[Rollout]) -> TargetStream:
-        """The step's scores, now that all is written: `rollouts` are those of the batch."""
+        """Return the step's scores, now that all is written: `rollouts` are those of the batch."""
         ...
 
 
@@ -71,6 +71,7 @@ def _number_groups(prompts: Sequence[Prompt], sample_ids: Sequence[str], size: i
     for _, mine in sorted(by_domain.items()):
         before, filled = None, size
         for prompt, sample_id in mine:
+            # A group never ends between the responses to one prompt.
             if filled >= size and prompt.id != before:
                 number, filled = number + 1, 0
             found[sample_id], before, filled = number, prompt.id, filled + 1

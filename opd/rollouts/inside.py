@@ -1,4 +1,4 @@
-"""What is done inside the processes of a vLLM engine, beside its model.
+"""Work that is done inside the processes of a vLLM engine, beside its model.
 
 An engine is one process, or with `tensor_parallel_size` several of which each holds a part of every weight. vLLM makes
 `Inside` a base of its own worker class (`worker_extension_cls`), and calls these methods by name in all processes at the same
@@ -81,7 +81,7 @@ class Inside:
         repack_output_head(model)
 
     def opd_begin_stream(self, whole: bool) -> None:
-        """From now on weights come a few at a time: all that the model has if `whole`, else some of them.
+        """Prepare for weights that come a few at a time: all that the model has if `whole`, else some of them.
 
         vLLM reloads layer by layer: it keeps what belongs to a layer until all of it is there, packs it as the first load did, and
         copies it into the tensors that the engine reads.
@@ -98,7 +98,7 @@ class Inside:
             self._opd_model().load_weights(bucket.tensors())
 
     def opd_finish_stream(self) -> None:
-        """All have come."""
+        """Finish the stream of weights, all of which have come."""
         model = self._opd_model()
         with self._opd_reloading() as life_cycle:
             life_cycle.finalize_layerwise_reload(model, self._opd_this().model_config)
@@ -106,7 +106,7 @@ class Inside:
 
     @contextmanager
     def _opd_reloading(self) -> Iterator[Any]:
-        """vLLM's functions for a reload, in the surroundings that it gives to its own."""
+        """Yield vLLM's functions for a reload, within the context that vLLM's own reload runs in."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import reload
 
@@ -120,9 +120,9 @@ class Inside:
                 tensor.zero_()
 
     def _opd_model(self) -> Any:
-        """The torch module, or this process's part of it."""
+        """Return the model as a torch module, or this process's part of it."""
         return self._opd_this().get_model()
 
     def _opd_this(self) -> Any:
-        """This object as vLLM's worker, which it is too."""
+        """Return this object as vLLM's worker, which it is too."""
         return self

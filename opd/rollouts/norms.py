@@ -34,7 +34,8 @@ def use_norm_kernels() -> None:
 
 
 def _kernel_accepts(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    """The kernel knows no strides: it would read the rows of a view wrongly, without an error."""
+    """Return True if the kernel can take the tensor. It knows no strides: it would read the rows of a view wrongly, without an
+    error."""
     plain = variance_size is None and weight is not None and weight.dtype == x.dtype
     return plain and x.is_contiguous() and x.shape[-1] % LANES == 0
 
@@ -58,6 +59,6 @@ def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: i
 def _add_and_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The norm takes the place of `x`, and the sum that of the residual."""
+    """Add the residual and compute the norm in place: the norm takes the place of `x`, and the sum that of the residual."""
     torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
     return x, x_residual

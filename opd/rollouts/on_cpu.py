@@ -1,4 +1,4 @@
-"""What vLLM's build for CPUs is told beside the settings of every engine."""
+"""Settings for vLLM's build for CPUs, beside those of every engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ were 1.2 times as fast; with 150 and 8, where both find 128 tokens, as fast. Epi
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What an engine's settings have to know of a model."""
+    """Facts of a model that an engine's settings depend on."""
 
     recurrent: bool
     """It carries a state from token to token besides the keys and values of its attention."""
@@ -25,7 +25,7 @@ class Kind:
 
 
 def cpu_settings(model_dir: Path, *, shares_prompts: bool) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for an engine on a CPU."""
+    """Return the arguments of `vllm.LLM` for an engine on a CPU."""
     # After a part of a prompt vLLM winds the request's own random stream back, which a CPU's generator cannot do.
     # On a GPU, captured graphs go on with new weights: a reload copies into the tensors that they read.
     settings: dict[str, Any] = {"enable_chunked_prefill": False, "enforce_eager": True}
@@ -40,7 +40,7 @@ def cpu_settings(model_dir: Path, *, shares_prompts: bool) -> dict[str, Any]:
 
 
 def kind_of_model(model_dir: Path) -> Kind:
-    """The kind of a model directory, by vLLM's own reading of its config."""
+    """Return the kind of a model directory, by vLLM's own reading of its config."""
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(model=str(model_dir), **HF_FORMAT, skip_tokenizer_init=True, trust_remote_code=False)

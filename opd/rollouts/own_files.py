@@ -23,7 +23,7 @@ SOCKETS = "VLLM_RPC_BASE_PATH"
 
 @contextmanager
 def own_files() -> Iterator[None]:
-    """Within, engines that start in this process have their files in its own folder."""
+    """Have engines that start in this context put their files into this process's own folder."""
     from vllm.utils import network_utils
 
     folder, before, theirs = own_folder(), os.environ.get(SOCKETS), network_utils.tempfile
@@ -41,13 +41,13 @@ def own_files() -> Iterator[None]:
 
 
 def own_folder() -> str:
-    """This process's folder, which no other user can enter; it is made when it is first asked for."""
+    """Return this process's folder, which no other user can enter; it is made when it is first asked for."""
     return _own_folder().name
 
 
 @cache
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """This process's folder, which lives as long as it does."""
+    """Return this process's folder, which lives as long as it does."""
     leftovers.remove_directories()  # of workers that were killed on a node where no driver comes by
     # A socket's path has 107 characters at most, and a temporary directory's may be long.
     return tempfile.TemporaryDirectory(

@@ -9,7 +9,7 @@ from opd.records.types import Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """Where responses are cut, by their tokens alone, so that a resume cuts them in the same places."""
+    """Rule for where responses are cut, by their tokens alone, so that a resume cuts them in the same places."""
 
     at: int
     """A response is cut each time when it has so many tokens more, unless it ends there."""
@@ -19,5 +19,5 @@ class Cuts:
     """Responses that were cut in the step before, to be carried on."""
 
     def tokens_allowed(self, written: int, left: int) -> int:
-        """Tokens that a response may get now: `written` it has already, `left` it may have further at all."""
+        """Return how many tokens a response may get now; it has `written` already, and may have `left` more in all."""
         return left if written >= self.at * self.times else min(self.at, left)

@@ -66,14 +66,15 @@ class MachineLine:
         return [*self.workers, *self.beside]
 
     def forget(self, worker: Engine) -> None:
-        """It is dead."""
+        """Drop a worker that is dead."""
         for workers in (self.workers, self.beside):
             if worker in workers:
                 workers.remove(worker)
 
 
 def machines_of(nodes: Mapping[Engine, str], source: str | None) -> list[MachineLine]:
-    """The machines of workers whose nodes are these, in line; `source` is the node from which the buckets come, if it is known."""
+    """Return the machines of workers whose nodes are these, in line; `source` is the node from which the buckets come, if it
+    is known."""
     found: dict[str, list[Engine]] = {}
     for worker, node in nodes.items():
         found.setdefault(node, []).append(worker)
@@ -94,7 +95,7 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Asked:
-    """What was asked of a machine."""
+    """A bucket on its way into one machine."""
 
     place: int
     bucket: _Bucket
@@ -129,15 +130,17 @@ class BucketLine:
                 self._drop_worker(worker)
 
     def advance_buckets(self, handle: Any) -> None:
-        """The first machine takes this bucket, and each other one that which the machine before it took last."""
+        """Move the line on by one bucket: the first machine takes this one, and each other machine that which the machine
+        before it took last."""
         self._step(_Bucket(handle))
 
     def finish_line(self) -> None:
-        """No bucket is left: those that are under way reach the end of the line."""
+        """Move the buckets that are under way to the end of the line, since no other comes."""
         for _ in range(len(self._machines) - 1):
             self._step(None)
 
     def _step(self, bucket: _Bucket | None) -> None:
+        # Machine i takes the i-th bucket of the deque: a new one in front moves each of the others on by one machine.
         self._buckets.appendleft(bucket)
         asked = [
             self._send_bucket(place, one, self._machines[place].alive)
@@ -159,7 +162,7 @@ class BucketLine:
         return _Asked(place, bucket, copy, taking)
 
     def _wait(self, asked: _Asked) -> None:
-        """Raises: LostValue if a bucket is lost with all machines that had it."""
+        """Wait for workers that take a bucket. Raises: LostValue if it is lost with all machines that had it."""
         missing: list[Engine] = []
         for worker, pending in asked.taking:
             try:
@@ -173,6 +176,7 @@ class BucketLine:
                     raise
                 self._drop_worker(worker)
         if missing:
+            # The newest copy is lost with its machine: take the one before.
             asked.bucket.handles.pop()
             self._wait(self._send_bucket(asked.place, asked.bucket, missing))
         elif asked.copy is not None and self._machines[asked.place].workers:
@@ -184,7 +188,7 @@ class BucketLine:
 
 
 def _ask_all(workers: Sequence[Engine], ask: Callable[[Engine], Pending[R]], timeout_s: float) -> dict[Engine, R]:
-    """The answers of those workers that do not die."""
+    """Call workers and return the answers of those that do not die."""
     found: dict[Engine, R] = {}
     for worker, pending in [(worker, ask(worker)) for worker in workers]:
         try:

@@ -44,7 +44,7 @@ def drop_service_port(environ: MutableMapping[str, str]) -> None:
 
 
 def engine_env(size: int) -> dict[str, str]:
-    """Environment of the owner of an engine of so many processes, which inherit it."""
+    """Return the environment variables of the owner of an engine of so many processes, which inherit it."""
     if size == 1:
         return ENGINE_ENV
     own = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy the owner's threads' locks without the threads
@@ -55,8 +55,8 @@ def engine_env(size: int) -> dict[str, str]:
 
 @contextmanager
 def explain_failed_start(size: int) -> Iterator[None]:
-    """Within, an engine of so many processes starts. Raises: RunError with what they wrote if they do not start: vLLM's own error
-    says no more than that it is somewhere else."""
+    """Explain a failed start of an engine of so many processes within this context. Raises: RunError with what they wrote if
+    they do not start: vLLM's own error says no more than that it is somewhere else."""
     try:
         yield
     except Exception as error:  # vLLM raises no narrower one here

@@ -18,7 +18,7 @@ WHOLE = Cuts(at=1, times=0)
 
 
 def sample_ids(prompts: Sequence[Prompt], step: int) -> list[str]:
-    """An id for each prompt's response, also where a prompt comes several times."""
+    """Return an id for each prompt's response, also where a prompt comes several times."""
     seen: dict[str, int] = {}
     ids = []
     for prompt in prompts:
@@ -29,12 +29,12 @@ def sample_ids(prompts: Sequence[Prompt], step: int) -> list[str]:
 
 
 def group_id(step: int, prompt: Prompt) -> str:
-    """The id of the first response to the prompt in a step, which also names the group of all of them."""
+    """Return the id of the first response to the prompt in a step, which also names the group of all of them."""
     return f"{step:06d}/{prompt.id}"
 
 
 def seed_of(seed: int, sample_id: str) -> int:
-    """The seed of one response."""
+    """Return the seed of one response."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{sample_id}".encode()).digest()[:4], "big")
 
 
@@ -48,7 +48,7 @@ def refuse_unknown(sample_id: str, token_ids: Sequence[int], vocab_size: int) ->
 
 
 def begin_response(prompt: Prompt, sample_id: str, step: int) -> Rollout:
-    """A response without a token yet."""
+    """Return a response without a token yet."""
     return Rollout(
         sample_id=sample_id,
         group=group_id(step, prompt),
@@ -75,7 +75,7 @@ def request_of(begun: Rollout, room: int, temperature: float, seed: int) -> Gene
 
 
 def carried_on(begun: Rollout, out: Generated, masked: frozenset[int], policy_version: int) -> Rollout:
-    """The response with what the engine wrote after it; `masked`: ids that carry no loss."""
+    """Return the response with what the engine wrote after it; `masked`: ids that carry no loss."""
     return replace(
         begun,
         response_ids=begun.response_ids + out.token_ids,
@@ -86,7 +86,7 @@ def carried_on(begun: Rollout, out: Generated, masked: frozenset[int], policy_ve
 
 
 def _make_spans(token_ids: Sequence[int], masked: frozenset[int], policy_version: int) -> tuple[Span, ...]:
-    """A span for each run of trained tokens and for each run of masked ones."""
+    """Return a span for each run of trained tokens and for each run of masked ones."""
     origins: list[Origin] = ["masked" if token in masked else "policy" for token in token_ids]
     runs = [(origin, len(list(run))) for origin, run in groupby(origins)] or [("policy", 0)]
     return tuple(Span(length=length, origin=origin, policy_version=policy_version) for origin, length in runs)

@@ -38,7 +38,7 @@ and params.json where a directory has them beside Hugging Face's files, as Mistr
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why vLLM cannot serve a model."""
+    """A reason for which vLLM cannot serve a model."""
 
     where: str
     """Keys of config.json."""
@@ -48,7 +48,8 @@ class Refusal:
 
 
 def find_refusal(config: Any, architecture: str, dtype: str, cpu: bool) -> Refusal | None:
-    """The first known reason why an engine would not start; None if there is none. `config` is an object of transformers."""
+    """Return the first known reason why an engine would not start; None if there is none. `config` is an object of
+    transformers."""
     text = config.get_text_config(decoder=True)
     checks: list[Callable[[], Refusal | None]] = [
         lambda: _explain_unknown(architecture, text),
@@ -78,7 +79,7 @@ def _explain_unknown(architecture: str, text: Any) -> Refusal | None:
 
 
 def _falls_back(architecture: str, text: Any) -> bool:
-    """True if vLLM would run transformers' own modules with its attention in them; it cannot if layers are recurrent."""
+    """Return True if vLLM would run transformers' own modules with its attention in them; it cannot if layers are recurrent."""
     if not set(getattr(text, "layer_types", None) or ()) <= ATTENTION:
         return False
     import transformers
@@ -163,7 +164,7 @@ def _head_size(text: Any) -> Refusal | None:
 
 @cache
 def _served_architectures() -> frozenset[str]:
-    """All architectures in the tables of vLLM's registry for models that write text."""
+    """Return all architectures in the tables of vLLM's registry for models that write text."""
     tables = {"_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS"}
     found: set[str] = set()
     for node in ast.walk(_parse_vllm_file(REGISTRY)):
@@ -176,7 +177,7 @@ def _served_architectures() -> frozenset[str]:
 
 @cache
 def engine_arguments() -> frozenset[str]:
-    """Names of all arguments that an engine takes; empty without vLLM."""
+    """Return the names of all arguments that an engine takes; empty without vLLM."""
     found: set[str] = set()
     for node in ast.walk(_parse_vllm_file(ENGINE_ARGUMENTS)):
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
@@ -195,7 +196,7 @@ def _supported_sizes(file: str) -> tuple[int, ...]:
 
 
 def _parse_vllm_file(file: str) -> ast.Module:
-    """Syntax tree of a file of the installed vLLM; empty without vLLM, or if this version has no such file."""
+    """Return the syntax tree of a file of the installed vLLM; empty without vLLM, or if this version has no such file."""
     spec = importlib.util.find_spec("vllm")
     places = [Path(place) / file for place in (spec.submodule_search_locations or ()) if spec] if spec else []
     text = next((place.read_text(encoding="utf-8") for place in places if place.is_file()), "")

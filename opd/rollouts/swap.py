@@ -23,7 +23,7 @@ def swap_weights(llm: Any, model_dir: Path, *, whole: bool = True) -> None:
 
 
 class StreamedSwap:
-    """The same for weights that come a few at a time, in the order of a model's files. It must be finished before the engine is
+    """A swap of weights that come a few at a time, in the order of a model's files. It must be finished before the engine is
     used: until then the layers that wait for weights have none."""
 
     def __init__(self, llm: Any, *, whole: bool) -> None:
@@ -31,11 +31,11 @@ class StreamedSwap:
         llm.collective_rpc("opd_begin_stream", args=(whole,))
 
     def take_bucket(self, bucket: Bucket) -> None:
-        """Some weights, by their names in the files; each process of the engine keeps its part of them."""
+        """Take some weights, by their names in the files; each process of the engine keeps its part of them."""
         self._llm.collective_rpc("opd_take_bucket", args=(bucket,))
 
     def finish_swap(self) -> None:
-        """All have come. Raises: RunError as `swap_weights`."""
+        """Finish, once all weights have come. Raises: RunError as `swap_weights`."""
         self._llm.collective_rpc("opd_finish_stream")
         reset_prefix_cache(self._llm)
 

@@ -114,6 +114,7 @@ class VLLMRolloutEngine(Engines):
         if early is not None:
             for prompt, sample_id in zip(prompts, sample_ids(prompts, step), strict=True):
                 if not _fits_context(prompt, self._spec.engine.max_model_len):
+                    # Nothing comes of this prompt, and its group is scored once all of its members are reported.
                     early.written(sample_id, ())
         answers = self._sample_responses(answering, step, policy_version, cuts, early)
         acts = self._play_step(acting, step, policy_version, early)
@@ -129,7 +130,7 @@ class VLLMRolloutEngine(Engines):
     def _sample_responses(
         self, prompts: Sequence[Prompt], step: int, policy_version: int, cuts: Cuts, early: Early | None
     ) -> RolloutBatch:
-        """One response to each prompt, and the next part of those that were begun."""
+        """Sample one response to each prompt, and the next part of those that were begun."""
         limit, context = self._spec.max_new_tokens, self._spec.engine.max_model_len
         fitting = [(p, s) for p, s in zip(prompts, sample_ids(prompts, step), strict=True) if _fits_context(p, context)]
         # New ones first: the responses to a prompt are dealt out together.
@@ -152,6 +153,7 @@ class VLLMRolloutEngine(Engines):
         )
         written: dict[bool, list[Rollout]] = {True: [], False: []}
         for place, (out, room, all_of_it) in enumerate(zip(sampled, rooms, left, strict=True)):
+            # Whole: it ended by itself, or has all tokens that it may ever have. Else the next step carries it on.
             written[out.stop_reason == "stop" or room == all_of_it].append(grown(place, out))
         return RolloutBatch(
             rollouts=tuple(written[True]),
@@ -163,7 +165,7 @@ class VLLMRolloutEngine(Engines):
     def _play_step(
         self, prompts: Sequence[Prompt], step: int, policy_version: int, early: Early | None
     ) -> RolloutBatch:
-        """One episode for each prompt. Raises: RunError if too many of a domain break."""
+        """Play one episode for each prompt. Raises: RunError if too many of a domain break."""
         room = self._spec.engine.max_model_len
         requests = [
             self._in_step(p, EpisodeKey(sample_id=sample_id, group=group_id(step, p), step=step, domain=p.domain))
@@ -192,7 +194,7 @@ class VLLMRolloutEngine(Engines):
         return RolloutBatch(rollouts=rollouts, quarantined=tuple(refused), episodes=stats)
 
     def _in_step(self, prompt: Prompt, sample: EpisodeKey) -> EpisodeRequest:
-        """An episode of training: what is done about drift depends on the step."""
+        """Make the request for an episode of training: what is done about drift depends on the step."""
         request, drift = self._make_episode_request(prompt, sample), self._spec.drift.get(prompt.domain)
         if drift is None or not isinstance(request.options, EpisodeOptions):
             return request
@@ -255,7 +257,7 @@ class VLLMRolloutEngine(Engines):
         ]
 
     def _exam_episodes(self, asked: Sequence[tuple[Prompt, int]], temperature: float) -> list[EpisodeResult]:
-        """The episodes of those prompts whose domain has them, and that fit."""
+        """Play the evaluation's episodes of those prompts whose domain has them, and that fit."""
         room, limit = self._spec.engine.max_model_len, self._spec.max_answer_tokens
         requests = [
             self._make_episode_request(
@@ -297,7 +299,7 @@ def _make_progress_callback(
     asked: Sequence[Rollout] | Sequence[EpisodeKey],
     rollouts: Callable[[int, R], Sequence[Rollout]],
 ) -> Telling[R] | None:
-    """Who is told what came of each of these; None if nobody is."""
+    """Return the callback that passes on each answer's rollouts as soon as it is there; None without `early`."""
     if early is None:
         return None
     hears = early
@@ -319,7 +321,7 @@ def _refuse_prompt(prompt: Prompt, room: int) -> Quarantined:
 
 
 def _episode_completion(prompt: Prompt, result: EpisodeResult | None) -> Completion:
-    """An episode as an answer; None: the prompt did not fit."""
+    """Return an episode as an answer; no episode: the prompt did not fit."""
     return Completion(
         prompt=prompt,
         text=result.text if result else "",
@@ -330,6 +332,6 @@ def _episode_completion(prompt: Prompt, result: EpisodeResult | None) -> Complet
 
 
 def _is_unplayed(prompt: Prompt, result: EpisodeResult) -> Quarantined:
-    """An episode in which the policy took no turn."""
+    """Return the quarantine record of an episode in which the policy took no turn."""
     reason = f"the episode ended before the first turn ({result.stop_reason}) {result.error}".strip()
     return Quarantined(prompt_id=prompt.id, domain=prompt.domain, reason=reason)

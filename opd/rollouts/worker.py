@@ -44,7 +44,7 @@ _shapes: dict[bytes, dict[str, Any]] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What an engine is started with; plain values, so they cross process boundaries."""
+    """Options that an engine is started with; plain values, so they cross process boundaries."""
 
     model_dir: Path
     dtype: str
@@ -81,7 +81,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """What the engine wrote for one request."""
+    """Tokens that the engine wrote for one request."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -119,7 +119,8 @@ class VLLMWorker:
         return [_read_output(output.outputs[0]) for output in outputs]
 
     def begin_generate(self, requests: Sequence[GenerateRequest], groups: Sequence[int]) -> None:
-        """The same, but `next_part` gives what is done while others are written, whole groups at a time. `groups`: by request."""
+        """Begin what `generate` does; `next_part` gives what is done while others are written, whole groups at a time.
+        `groups` has the group of each request."""
         self._parts = in_groups(self._sample_requests(requests), groups)
 
     def _sample_requests(self, requests: Sequence[GenerateRequest]) -> Iterator[Part]:
@@ -143,17 +144,19 @@ class VLLMWorker:
     def begin_episodes(
         self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int, groups: Sequence[int]
     ) -> None:
-        """The same, but `next_part` gives what has ended while others are played, whole groups at a time. `groups`: by request."""
+        """Begin what `episodes` does; `next_part` gives what has ended while others are played, whole groups at a time.
+        `groups` has the group of each request."""
         self._parts = in_groups(self._play_as_they_end(requests, temperature, policy_version), groups)
 
     def next_part(self) -> Part | None:
-        """Go on with what was begun until a group is done: its places among the requests, and answers; None after the last."""
+        """Go on with what was begun until a group is done, and return its answers with their places among the requests; None
+        after the last."""
         return next(self._parts, None)
 
     def _play_as_they_end(
         self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int
     ) -> Iterator[Part]:
-        """Episodes as they end."""
+        """Yield episodes as they end, with their places among the requests."""
         guides = [None if request.guide is None else request.guide.model_dir for request in requests]
         for guide in dict.fromkeys(guides):
             mine = [place for place, other in enumerate(guides) if other == guide]
@@ -164,8 +167,8 @@ class VLLMWorker:
                 yield [(mine[place], result) for place, result in part]
 
     def _engine_with_weights(self, model_dir: Path) -> VLLMWorker:
-        """The engine beside the student's, with these weights and empty caches: what it writes must not depend on what it
-        wrote in a step before, which a resumed run has not seen."""
+        """Return the engine beside the student's, with these weights and empty caches: what it writes must not depend on what
+        it wrote in a step before, which a resumed run has not seen."""
         if self._expert is None:
             self._expert = VLLMWorker(dataclasses.replace(self._options, model_dir=model_dir), self._stop)
         elif self._expert._base == model_dir:
@@ -181,7 +184,7 @@ class VLLMWorker:
         policy_version: int,
         expert: VLLMWorker | None,
     ) -> Iterator[Part]:
-        """Episodes with one expert beside the policy, or none, as they end."""
+        """Yield episodes as they end, played with one expert beside the policy or none."""
         from opd.rollouts.endpoint.episode import (
             play_episodes,  # its HTTP server is not there where engines are not installed
         )
@@ -211,7 +214,7 @@ class VLLMWorker:
         self._sleep_engine()
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """[sequence][token - 1] log-prob of every token after the first, at temperature 1."""
+        """Return the log-prob of every token after the first, at temperature 1, as [sequence][token - 1]."""
         from vllm import SamplingParams
 
         self._wake_engine()
@@ -237,9 +240,9 @@ class VLLMWorker:
         self._base = base or model_dir
 
     def begin_stream(self, model_dir: Path, *, whole: bool) -> None:
-        """From now until `finish_stream` weights come in buckets: all that a model of this directory's shape has, or, unless
-        `whole`, some; the others are the directory's. It is read only if the engine holds another model, or other weights.
-        Raises: RunError if the engine cannot take all weights of its family in this way."""
+        """Prepare for weights that come in buckets until `finish_stream`: all that a model of this directory's shape has, or,
+        unless `whole`, some; the others are the directory's. It is read only if the engine holds another model, or other
+        weights. Raises: RunError if the engine cannot take all weights of its family in this way."""
         shape = model_shape(model_dir)
         if whole and shape["model_type"] in RESTARTED:
             raise RunError(f"{shape['model_type']} takes new weights from files alone: set sync.kind to shared_memory")
@@ -251,7 +254,7 @@ class VLLMWorker:
         self._stream = Incoming(StreamedSwap(self._llm, whole=whole), None if whole else model_dir)
 
     def take_bucket(self, bucket: Bucket) -> None:
-        """Some of the weights."""
+        """Take some of the weights."""
         assert self._stream is not None
         self._stream.swap.take_bucket(bucket)
 
@@ -292,7 +295,7 @@ class VLLMWorker:
 
     @staticmethod
     def _only_final_output(params: Any) -> Any:
-        """Nothing is told of a response before its end."""
+        """Have the engine say nothing of a response before its end."""
         from vllm.sampling_params import RequestOutputKind
 
         params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -300,12 +303,12 @@ class VLLMWorker:
 
     @cached_property
     def _dialogues(self) -> Dialogues:
-        """With the student's tokenizer, which episodes need and nothing else here."""
+        """Dialogues with the student's tokenizer, which episodes need and nothing else here."""
         tokenizer = load_tokenizer(self._options.model_dir, self._options.add_special_tokens)
         return Dialogues(tokenizer, self._stop)
 
     def _sleep_engine(self) -> None:
-        """Level 1: weights wait in the machine's memory, since after an evaluation no new ones come."""
+        """Send the engine to sleep, level 1: weights wait in the machine's memory, since after an evaluation no new ones come."""
         if self._options.sleep:
             self._llm.sleep(level=1)
             self._asleep = True
@@ -317,7 +320,7 @@ class VLLMWorker:
 
 
 def model_shape(model_dir: Path) -> dict[str, Any]:
-    """Everything in a model's config that decides whether weights can be swapped in place."""
+    """Return everything in a model's config that decides whether weights can be swapped in place."""
     config = (model_dir / "config.json").read_bytes()
     if config not in _shapes:
         _shapes.clear()  # the last one will do: every push asks for the shape of a copy of the same file
@@ -333,7 +336,7 @@ def _read_shape(model_dir: Path) -> dict[str, Any]:
 
 
 def can_swap(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether an engine of one shape takes the weights of another in place."""
+    """Return True if an engine of one shape takes the weights of another in place."""
     return old == new and new["model_type"] not in RESTARTED
 
 
@@ -352,7 +355,7 @@ def cut_vocabulary(llm: Any, vocab_size: int) -> None:
 
 
 def start_engine(options: EngineOptions, **more: Any) -> Any:
-    """A `vllm.LLM` that is scheduled in this process; `more` goes to it as it is and comes before what is set here.
+    """Start a `vllm.LLM` that is scheduled in this process; `more` goes to it as it is and comes before what is set here.
 
     Of all that could bend the distribution only the temperature is left: top-k, top-p, min-p, penalties, biases, forbidden
     words and the model directory's generation config are off.

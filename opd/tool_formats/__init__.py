@@ -1,4 +1,4 @@
-"""How models write tool calls, by the names of vLLM's `--tool-call-parser`.
+"""Forms in which models write tool calls, by the names of vLLM's `--tool-call-parser`.
 
 vLLM's own parsers are made for a server that never refuses: half a call is text for them, and nobody learns that it was meant as
 a call. They also bring torch, which a check before any compute must not wait for. So these are written anew, stricter;
@@ -34,7 +34,7 @@ ALIASES: Mapping[str, str] = {"qwen3_json": "hermes", "llama4_json": "llama3_jso
 
 
 def tool_format(name: str) -> ToolFormat:
-    """The format of this name."""
+    """Return the format of this name."""
     return TOOL_FORMATS[ALIASES.get(name, name)]
 
 

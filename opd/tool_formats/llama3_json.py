@@ -49,7 +49,7 @@ class Llama3Json:
 
 
 def _find_objects(text: str) -> Iterator[tuple[int, int, ToolCall]]:
-    """Begin, end and content of each call. Raises: BadCall for one that was begun and is no JSON, or has no parameters."""
+    """Yield begin, end and content of each call. Raises: BadCall for one that was begun and is no JSON, or has no parameters."""
     uncounted, end = Uncounted(text), 0
     while (found := _OBJECT.search(text, end)) is not None:
         begin = found.start()
@@ -69,7 +69,7 @@ def _find_objects(text: str) -> Iterator[tuple[int, int, ToolCall]]:
 
 
 def _read_call(data: dict[str, Any]) -> ToolCall | None:
-    """The call that an object is; None for other JSON. Raises: BadCall for parameters that are no object."""
+    """Return the call that an object is; None for other JSON. Raises: BadCall for parameters that are no object."""
     key = next((key for key in ("parameters", "arguments") if key in data), None)
     if key is None or not isinstance(data.get("name"), str):
         return None

@@ -36,7 +36,7 @@ class Mistral:
 
 
 def _read_calls(part: str) -> list[ToolCall]:
-    """The calls after one special token, one at least. Raises: BadCall."""
+    """Return the calls after one special token, one at least. Raises: BadCall."""
     if part[:1] in ("[", "{"):
         data = parse_json(part, WHERE)
         found = [call_of(one, WHERE) for one in (data if isinstance(data, list) else [data])]

@@ -53,7 +53,7 @@ class Pythonic:
 
 
 def _read_list(text: str) -> list[ast.expr]:
-    """What the list holds. Raises: BadCall if the text is no list."""
+    """Return the elements of the list. Raises: BadCall if the text is no list."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes such as \d in a string
@@ -66,7 +66,7 @@ def _read_list(text: str) -> list[ast.expr]:
 
 
 def _call(node: ast.expr) -> ToolCall:
-    """Raises: BadCall if it is no call with named arguments that are literals."""
+    """Read a call. Raises: BadCall if it is no call with named arguments that are literals."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise BadCall("wanted calls alone in the list, such as NAME(ARGUMENT=3)")
     arguments = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg is not None}
@@ -76,7 +76,7 @@ def _call(node: ast.expr) -> ToolCall:
 
 
 def _read_literal(node: ast.expr | None) -> Any:
-    """A literal that JSON has, too. Raises: BadCall for anything else."""
+    """Return the value of a literal that JSON has, too. Raises: BadCall for anything else."""
     match node:
         case ast.Constant(value=int() as value) if value >= _TOO_LARGE:
             raise BadCall("a number of more than 4300 digits")

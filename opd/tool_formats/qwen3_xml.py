@@ -58,7 +58,7 @@ def _write_call(call: ToolCall) -> str:
 
 
 def _call(inside: str, tools: Sequence[Tool]) -> ToolCall:
-    """Raises: BadCall."""
+    """Read a call. Raises: BadCall."""
     found = _FUNCTION.fullmatch(inside)
     if found is None:
         raise BadCall("wanted <function=NAME>...</function> between the tags")
@@ -73,7 +73,7 @@ def _call(inside: str, tools: Sequence[Tool]) -> ToolCall:
 
 
 def _read_parameters(name: str, body: str) -> Iterator[tuple[str, str]]:
-    """Name and text of each. Raises: BadCall for anything else in the function."""
+    """Yield name and text of each parameter. Raises: BadCall for anything else in the function."""
     at, end = 0, len(body.rstrip())
     while at < end:
         found = _PARAMETER.match(body, at)
@@ -84,7 +84,7 @@ def _read_parameters(name: str, body: str) -> Iterator[tuple[str, str]]:
 
 
 def _read_value(text: str, schema: Mapping[str, Any]) -> Any:
-    """The value that a text stands for, of the type that the schema wants; the text itself if it fits none."""
+    """Return the value that a text stands for, of the type that the schema wants; the text itself if it fits none."""
     kinds = types_of(schema)
     word = text.strip().lower()
     if "null" in kinds and word == "null":

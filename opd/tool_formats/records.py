@@ -1,4 +1,4 @@
-"""What the formats of tool calls share: what is read of a turn, the error for what cannot be read, and JSON."""
+"""Parts that the formats of tool calls share: the record of a turn that was read, the error for what cannot be read, and JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WrittenCalls:
 
 
 class ToolFormat(Protocol):
-    """How models of one family write tool calls."""
+    """The form in which models of one family write tool calls."""
 
     marks: tuple[str, ...]
     """Texts that tell calls from other text; special tokens for some students."""
@@ -58,14 +58,14 @@ class ToolFormat(Protocol):
     """What ends it; empty: the end of the turn."""
 
     def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
-        """The calls of a turn. `tools` decide the types of arguments that are written without quotes.
+        """Read the calls of a turn. `tools` decide the types of arguments that are written without quotes.
 
         Raises: BadCall for a call that was begun and cannot be read.
         """
         ...
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """The calls as such a model writes them."""
+        """Return the calls as such a model writes them."""
         ...
 
 
@@ -79,12 +79,12 @@ def between_tags(text: str) -> tuple[list[str], str]:
 
 
 def in_tags(insides: Sequence[str]) -> str:
-    """Inverse of `between_tags`, one call after the other."""
+    """Put calls between tags, one after the other: the inverse of `between_tags`."""
     return "\n".join(f"{OPEN}\n{inside}\n{CLOSE}" for inside in insides)
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The JSON of a text. Raises: BadCall that says where it stands."""
+    """Parse the JSON of a text. Raises: BadCall that says where the error stands."""
     try:
         return strict_json(text)
     except (ValueError, RecursionError) as error:
@@ -92,14 +92,14 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def call_of(data: Any, where: str) -> ToolCall:
-    """A call as a JSON object with `name` and `arguments`. Raises: BadCall if it is none."""
+    """Read a call from a JSON object with `name` and `arguments`. Raises: BadCall if it is none."""
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         raise BadCall(f'wanted {{"name": ..., "arguments": {{...}}}} {where}')
     return ToolCall(name=data["name"], arguments=arguments_of(data["name"], data.get("arguments", {})))
 
 
 def arguments_of(name: str, arguments: Any) -> Mapping[str, Any]:
-    """The arguments of a call of `name`. Raises: BadCall if they are no object."""
+    """Return the arguments of a call of `name`. Raises: BadCall if they are no object."""
     if not isinstance(arguments, dict):
         raise BadCall(f"{name:.60}: arguments is {arguments!r:.60}, wanted object")
     return arguments

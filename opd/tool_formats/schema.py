@@ -17,9 +17,9 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def problem_with(value: Any, schema: Mapping[str, Any], where: str) -> str:
-    """Why a value does not fit a JSON schema, empty if it does. Knows `type`, `enum`, `schema_properties`, `required`,
-    `additionalProperties` (by default false beside `schema_properties`) and `items`; other words of a schema, and these in a form that
-    JSON schema does not know, are for the policy."""
+    """Return why a value does not fit a JSON schema, empty if it does. Knows `type`, `enum`, `schema_properties`, `required`,
+    `additionalProperties` (by default false beside `schema_properties`) and `items`; other words of a schema, and these in a
+    form that JSON schema does not know, are for the policy."""
     kind = schema.get("type")
     kinds = [kind] if isinstance(kind, str) else _collect_texts(kind)
     if kinds and not any(fits_type(value, kind) for kind in kinds):
@@ -48,7 +48,7 @@ def _problem_inside(value: Mapping[str, Any], schema: Mapping[str, Any], where: 
 
 
 def schema_properties(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Name -> schema of each property; a schema that is no object, such as `true`, takes anything."""
+    """Return the schema of each property by name; a schema that is no object, such as `true`, takes anything."""
     found = schema.get("properties")
     if not isinstance(found, Mapping):
         return {}
@@ -56,7 +56,7 @@ def schema_properties(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, An
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a schema names: by `type`, by the values of `enum`, or in one of its alternatives; empty if none."""
+    """Return the types that a schema names: by `type`, by the values of `enum`, or in one of its alternatives; empty if none."""
     kind, choices = schema.get("type"), schema.get("enum")
     if kind is not None:
         return {kind} if isinstance(kind, str) else set(_collect_texts(kind))
@@ -68,7 +68,7 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
 
 
 def fits_type(value: Any, kind: str) -> bool:
-    """Whether a value is of a type of JSON schema."""
+    """Return True if a value is of a type of JSON schema."""
     if isinstance(value, bool):  # Python's True is an int, JSON's is not
         return kind == "boolean"
     return kind in _TYPES and isinstance(value, _TYPES[kind])

@@ -20,7 +20,7 @@ _TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair))
 
 
 def has_thoughts(text: str) -> bool:
-    """Return whether a text has a tag of a thought."""
+    """Return True if a text has a tag of a thought."""
     return _TAG.search(text) is not None
 
 
@@ -32,7 +32,7 @@ def without_thoughts(text: str, call: re.Pattern[str] | None = None, end: str = 
 
 
 def split_thoughts(text: str, call: re.Pattern[str] | None = None, end: str = "") -> Iterator[tuple[str, bool]]:
-    """Return the parts of a turn in order, each with whether it is a thought.
+    """Return the parts of a turn in order, each with True if it is a thought.
 
     A thought lasts to its end tag, or to the end of a turn that was cut in it; an end tag without a begin tag ends one that the
     prompt began. Tags within a call are text: `call` finds where one begins, `end` is the text that ends it, nothing: the turn's end.

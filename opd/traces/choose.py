@@ -1,4 +1,5 @@
-"""Which episodes of a step are shown to people. The choice depends on the step's rollouts alone, so a replay makes it again."""
+"""Choice of the episodes of a step that are shown to people. The choice depends on the step's rollouts alone, so a replay
+makes it again."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _OF_ONE_TURN = frozenset(get_args(TurnStop))
 
 
 def episodes_of(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
-    """Episode id -> its segments in order; responses of a single turn are left out."""
+    """Return the segments of each episode in order, by episode id; responses of a single turn are left out."""
     found: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.stop_reason not in _OF_ONE_TURN:
@@ -24,7 +25,8 @@ def episodes_of(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
 
 
 def choose_episodes(episodes: Mapping[str, Sequence[Rollout]]) -> dict[str, tuple[Why, ...]]:
-    """Episode id -> why it is shown; at most four episodes of a domain. Of several that fit, the first one is taken."""
+    """Choose the episodes to show: return why each is shown, by episode id; at most four episodes of a domain. Of several that
+    fit, the first one is taken."""
     by_domain: dict[str, list[str]] = {}
     for name, segments in episodes.items():
         by_domain.setdefault(segments[0].domain, []).append(name)
@@ -36,7 +38,7 @@ def choose_episodes(episodes: Mapping[str, Sequence[Rollout]]) -> dict[str, tupl
 
 
 def watched_samples(rollouts: Iterable[Rollout]) -> frozenset[str]:
-    """Samples whose loss is kept token by token: the segments of the chosen episodes."""
+    """Return the ids of samples whose loss is kept token by token: the segments of the chosen episodes."""
     episodes = episodes_of(rollouts)
     return frozenset(rollout.sample_id for name in choose_episodes(episodes) for rollout in episodes[name])
 
@@ -56,5 +58,5 @@ def _of_domain(names: Sequence[str], episodes: Mapping[str, Sequence[Rollout]]) 
 
 
 def _count_sampled(rollout: Rollout) -> int:
-    """Tokens that the policy sampled."""
+    """Return the number of tokens that the policy sampled."""
     return sum(span.length for span in rollout.spans if span.sampled)

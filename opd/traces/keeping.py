@@ -45,5 +45,5 @@ class TraceFiles:
 
 
 def _is_kept_step(step: int) -> bool:
-    """Whether the step is a power of two."""
+    """Return True if the step is a power of two."""
     return step & (step - 1) == 0

@@ -24,7 +24,7 @@ Losses = Mapping[str, Sequence[float]]
 
 
 def guard_events(stats: Iterable[EpisodeStats]) -> list[GuardEvent]:
-    """What the guard saw in a step, of all domains."""
+    """Return the events that the guard saw in a step, of all domains."""
     return [event for found in stats if found.guard is not None for event in found.guard.events]
 
 
@@ -35,7 +35,8 @@ def trace_of(
     tokenizer: Decoder,
     seen: Iterable[GuardEvent] = (),
 ) -> EpisodeTrace:
-    """One episode; segments without an entry in `losses` have none. `seen` is what the guard saw in the step."""
+    """Make the trace of one episode; segments without an entry in `losses` have none. `seen` is what the guard saw in the
+    step."""
     first = segments[0]
     place = f"{first.episode}/"  # sub-agents have names of their own below it
     return EpisodeTrace(
@@ -86,7 +87,7 @@ def _make_piece(span: Span, ids: Sequence[int], losses: Sequence[float], tokeniz
 
 
 def _shorten_text(text: str) -> tuple[str, int]:
-    """The text, or its first and last part, and how many characters are missing."""
+    """Return the text, or its first and last part, and how many characters are missing."""
     missing = len(text) - MAX_TEXT
     if missing <= 0:
         return text, 0

@@ -19,7 +19,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one of the two wrote at a stretch."""
+    """Text that the policy or the environment wrote at a stretch."""
 
     origin: Origin
     policy_version: int
@@ -77,11 +77,11 @@ class EpisodeTrace:
 
     @property
     def num_turns(self) -> int:
-        """Turns of the policy in all segments."""
+        """Number of turns of the policy in all segments."""
         return sum(max((turn for turn, _ in segment.turns), default=0) for segment in self.segments)
 
     def segment_kind(self, segment: SegmentTrace) -> str:
-        """What one of its segments is, in words."""
+        """Return what one of its segments is, in words."""
         if segment.origin == "main" and segment.sample_id in {other.next for other in self.segments}:
             return "continuation without thoughts"
         forked = segment.parent is not None and segment.origin == "main"
@@ -89,12 +89,12 @@ class EpisodeTrace:
 
     @property
     def sampled(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return sum(p.length for s in self.segments for p in s.pieces if p.origin in ("policy", "masked", "blocked"))
 
     @property
     def trained(self) -> int:
-        """Those of them that carry loss."""
+        """Number of sampled tokens that carry loss."""
         return sum(p.length for s in self.segments for p in s.pieces if p.origin in ("policy", "blocked"))
 
     @property
@@ -124,12 +124,12 @@ class StepTraces:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepTraces:
-        """Inverse of what `save` writes. Raises: KeyError or TypeError for anything else."""
+        """Make the traces from the parsed JSON that `save` writes. Raises: KeyError or TypeError for anything else."""
         return check_types(cls(step=data["step"], episodes=tuple(map(_read_episode, data["episodes"]))))
 
 
 def read_traces(path: Path) -> StepTraces:
-    """The episodes of a file. Raises: RunDirError if it is damaged or another release wrote it."""
+    """Read the episodes of a file. Raises: RunDirError if it is damaged or another release wrote it."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != FORMAT:

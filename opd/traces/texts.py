@@ -11,7 +11,7 @@ _NOT_WHOLE = "�"
 
 
 def token_texts(ids: Sequence[int], tokenizer: Decoder) -> list[str]:
-    """The text that each token adds to those before it, special tokens too; joined they are the text of all.
+    """Return the text that each token adds to those before it, special tokens too; joined they are the text of all.
 
     A character of several tokens stands with the last of them. Tokens are decoded a few at a time, since the text of a token
     may depend on the one before it, and that of a whole episode would be decoded once for each token.

@@ -26,6 +26,6 @@ VERIFIERS: dict[str, Callable[..., Verifier]] = {
 
 
 def build_verifier(config: VerifierConfig) -> Verifier:
-    """The verifier that a pipeline names. Raises: ConfigError for a `python` function that is not there."""
+    """Make the verifier that a pipeline names. Raises: ConfigError for a `python` function that is not there."""
     options: dict[str, Any] = {"kind": config} if isinstance(config, str) else config.model_dump()
     return VERIFIERS[options.pop("kind")](**options)

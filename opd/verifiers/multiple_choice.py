@@ -20,7 +20,7 @@ class MultipleChoice:
     choices: str = "ABCD"
 
     def chosen_letter(self, text: str) -> str | None:
-        """The letter, as a capital; None if the text names none."""
+        """Return the letter that a text chooses, as a capital; None if it names none."""
         letter = f"[{self.choices}]"
         if re.fullmatch(rf"[\s(]*{letter}[\s).:]*", text, re.IGNORECASE):
             return next(c for c in text if c.isalpha()).upper()

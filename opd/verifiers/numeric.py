@@ -19,7 +19,8 @@ NUMBER = re.compile(
 
 
 def last_number(text: str) -> Decimal | None:
-    """Exact, as decimal digits; commas between thousands are dropped. None if there is no number."""
+    """Return the last number of a text, exact, as decimal digits; commas between thousands are dropped. None if there is no
+    number."""
     found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     return Decimal(found[-1].replace(",", "")) if found else None
 

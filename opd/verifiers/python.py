@@ -23,7 +23,8 @@ class Python:
     function: str
 
     def __post_init__(self) -> None:
-        """Raises: ConfigError if the module cannot be imported, or has no such function of three arguments."""
+        """Check the function that is named. Raises: ConfigError if the module cannot be imported, or has no such function of
+        three arguments."""
         _refuse_unfit(self.function)
 
     def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
@@ -37,13 +38,13 @@ class Python:
 
 
 def load_function(function: str) -> Callable[..., Any]:
-    """The function of `module:function`. Raises: ConfigError."""
+    """Import the function of `module:function`. Raises: ConfigError."""
     found: Callable[..., Any] = import_user_object(function, f"verifier {function}", WANTED)
     return found
 
 
 def _refuse_unfit(function: str) -> None:
-    """Raises: ConfigError for a function that is not there, or cannot be called with three arguments."""
+    """Check the function. Raises: ConfigError for a function that is not there, or cannot be called with three arguments."""
     found = load_function(function)
     try:
         taken = inspect.signature(found)

@@ -1,4 +1,4 @@
-"""What stands for a verifier in a domain with an environment, whose reward is the score."""
+"""Score of a domain with an environment: the reward takes the place of a verifier."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class Reward:
 
 
 def score_of(episode: EpisodeResult) -> float:
-    """The episode's reward, cut to 0..1; 0 where the environment gave none, or the episode broke."""
+    """Return the episode's reward, cut to 0..1; 0 where the environment gave none, or the episode broke."""
     return 0.0 if episode.stop_reason in BROKEN else min(1.0, max(0.0, episode.reward or 0.0))

@@ -77,7 +77,7 @@ def _parse_messages(body: Mapping[str, Any]) -> Iterator[Message]:
 
 
 def _of_user(blocks: list[Mapping[str, Any]], where: str) -> Iterator[Message]:
-    """Results of tools are messages of their own, before what the user says."""
+    """Yield the messages of a user's turn: results of tools as messages of their own, before what the user says."""
     results = [block for block in blocks if block.get("type") == "tool_result"]
     for block in results:
         called = reading.read_text(block.get("tool_use_id"), f"{where}.content: tool_use_id")
@@ -113,7 +113,7 @@ def _parse_tools(body: Mapping[str, Any]) -> Iterator[Tool]:
 
 
 def body(reply: Reply, model: str) -> dict[str, Any]:
-    """The whole reply."""
+    """Return the body of a whole reply."""
     text = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
     calls = [{"type": "tool_use", "id": c.id, "name": c.name, "input": dict(c.arguments)} for c in reply.calls]
     usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
@@ -121,13 +121,13 @@ def body(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def opening(reply_id: str, model: str, created: int) -> bytes:
-    """The first event of a stream, which is sent before the policy has written anything."""
+    """Return the first event of a stream, which is sent before the policy has written anything."""
     message = _message_head(reply_id, model) | {"content": [], "usage": {"input_tokens": 0, "output_tokens": 0}}
     return _format_event("message_start", message=message | {"stop_reason": None, "stop_sequence": None})
 
 
 def rest(reply: Reply, request: Request) -> Iterator[bytes]:
-    """The further events of a stream."""
+    """Yield the further events of a stream."""
     blocks: list[dict[str, Any]] = body(reply, request.model)["content"]
     for index, block in enumerate(blocks):
         if block["type"] == "text":
@@ -149,12 +149,12 @@ def rest(reply: Reply, request: Request) -> Iterator[bytes]:
 
 
 def error(problem: ApiError) -> dict[str, Any]:
-    """The body of a refusal."""
+    """Return the body of a refusal."""
     return {"type": "error", "error": {"type": KINDS[problem.kind], "message": problem.message}}
 
 
 def error_event(problem: ApiError) -> bytes:
-    """The last event of a stream that breaks off."""
+    """Return the last event of a stream that breaks off."""
     return _format_event("error", error=error(problem)["error"])
 
 

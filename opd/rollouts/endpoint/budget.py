@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Budget:
-    """What is left of a number of tokens."""
+    """Tokens that are left of a limit, shared by turns that run at once."""
 
     def __init__(self, most: int | None, sampled: Callable[[], int]) -> None:
         """`most` tokens, None for as many as there are; `sampled` says how many have been taken."""
@@ -20,7 +20,7 @@ class Budget:
 
     @property
     def spent(self) -> bool:
-        """Whether nothing is left, even if all running turns sample nothing more."""
+        """True if nothing is left, even if all running turns sample nothing more."""
         return self._most is not None and self._sampled() >= self._most
 
     async def reserve_tokens(self, wanted: int) -> int:
@@ -39,7 +39,7 @@ class Budget:
         return share
 
     def give_back(self, share: int) -> None:
-        """The turn for which so many tokens were set aside has ended."""
+        """Free the tokens that were set aside for a turn which has ended."""
         self._aside -= share
         self._freed.set()
         self._freed = asyncio.Event()

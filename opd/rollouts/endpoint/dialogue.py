@@ -1,4 +1,4 @@
-"""How the student reads and writes the messages of a client: through its chat template, or as plain text without one."""
+"""Messages of a client as the student reads and writes them: through its chat template, or as plain text without one."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ class UnreadableMessages(Exception):
 
 
 class ClientDialogue(Protocol):
-    """What a session needs to know of the student's language."""
+    """The student's language, as far as a session needs it."""
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Tokens of a conversation, up to where the policy begins its turn. Raises: Unreadable."""
+        """Return the tokens of a conversation, up to where the policy begins its turn. Raises: Unreadable."""
         ...
 
     def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Tokens of the messages that come after a turn of the policy, up to where its next one begins. Raises: Unreadable."""
+        """Return the tokens of the messages that come after a turn of the policy, up to where its next one begins. Raises:
+        Unreadable."""
         ...
 
     def before(self, history: History, messages: Sequence[Message]) -> list[int]:
-        """Tokens of what was written so far, as the policy reads them when these messages follow. Raises: Unreadable."""
+        """Return the tokens of what was written so far, as the policy reads them when these messages follow. Raises:
+        Unreadable."""
         ...
 
     def text(self, turn: Sequence[int]) -> str:
-        """What the policy wrote, without what ends it."""
+        """Return the text of what the policy wrote, without the tokens that end a turn."""
         ...
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
-        """The text without the calls in it, and the calls. Raises: BadCall if one cannot be read."""
+        """Return the text without the calls in it, and the calls. Raises: BadCall if one cannot be read."""
         ...
 
 
@@ -92,7 +94,7 @@ class ChatMessages:
         return found.text, _assign_call_ids(found.calls)
 
     def _in_template(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """A whole conversation as the template takes it: some know no tools, some one call in a turn."""
+        """Return a whole conversation as the template takes it: some know no tools, some one call in a turn."""
         told = [self._appender.make_message_safe(message.for_template()) for message in with_own_ids(messages)]
         if self._appender.tools_in_template:
             return told if self._appender.parallel else _one_by_one(told)
@@ -100,7 +102,7 @@ class ChatMessages:
         return [message for are_results, run in runs for message in (without_tool_role([*run]) if are_results else run)]
 
     def _with_calls_in_text(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its calls as the policy writes them."""
+        """Return the message with its calls as the policy writes them."""
         functions = [call["function"] for call in message.get("tool_calls", ())]
         if not functions:
             return message
@@ -165,12 +167,13 @@ def _side_by_side(messages: Sequence[Message]) -> str:
 
 
 def _assign_call_ids(calls: Sequence[ToolCall]) -> tuple[Call, ...]:
-    """Calls with ids of nine letters and digits, which is what the strictest chat templates take."""
+    """Return the calls with ids of nine letters and digits, which is what the strictest chat templates take."""
     return tuple(Call(id=secrets.token_hex(5)[:9], name=call.name, arguments=call.arguments) for call in calls)
 
 
 def with_own_ids(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with calls numbered in each turn, and results with the numbers of their calls, whatever ids a client gave."""
+    """Return the conversation with calls numbered in each turn, and results with the numbers of their calls, whatever ids a
+    client gave."""
     found: list[Message] = []
     ids: dict[str, str] = {}
     for message in messages:
@@ -185,7 +188,7 @@ def with_own_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def _one_by_one(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turns with several calls as several turns with one, each followed by its result."""
+    """Split turns with several calls into turns with one call, each followed by its result."""
     found: list[dict[str, Any]] = []
     waiting: list[dict[str, Any]] = []
     for message in messages:

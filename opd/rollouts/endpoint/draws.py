@@ -1,4 +1,4 @@
-"""Which of several like turns of an episode a turn is, so that each is sampled with a seed of its own."""
+"""Numbers that tell like turns of an episode apart, so that each is sampled with a seed of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Draws:
         """Number of a turn and identity of its request -> draws that nobody waited for."""
 
     def draw_for_turn(self, number: int, identity: str) -> int:
-        """The draw of a turn, from 1 on."""
+        """Return the number of a turn's draw, from 1 on."""
         lost = self._lost.get((number, identity))
         if lost:
             return lost.pop(0)
@@ -27,5 +27,5 @@ class Draws:
         return self._drawn[number]
 
     def give_up_draw(self, number: int, identity: str, draw: int) -> None:
-        """Nobody waits for the turn any more."""
+        """Put back the draw of a turn that nobody waits for any more: the same request gets it if it comes again."""
         self._lost.setdefault((number, identity), []).append(draw)

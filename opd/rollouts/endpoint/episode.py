@@ -119,7 +119,7 @@ class _ProgramEpisode:
         return found
 
     async def _run_program(self, endpoint: EndpointServer) -> ProgramResult:
-        """Raises: EpisodeEnd if the program cannot be started, RunError if the engine fails meanwhile."""
+        """Run the agent's program. Raises: EpisodeEnd if it cannot be started, RunError if the engine fails meanwhile."""
         options, session = self._options, self._session
         found = endpoint.open_session(session)
         try:
@@ -139,7 +139,7 @@ class _ProgramEpisode:
         return ran
 
     def _task_for_program(self) -> dict[str, Any]:
-        """What the program is told. The answer is not in it."""
+        """Return the task that the program gets. The prompt's answer is not in it."""
         prompt = self._request.prompt
         return {
             "id": self._request.sample.sample_id,
@@ -148,7 +148,7 @@ class _ProgramEpisode:
         }
 
     def _stop_reason(self, ran: ProgramResult) -> EpisodeEnd:
-        """Why the episode ended."""
+        """Return why the episode ended."""
         session, last = self._session, ran.err.strip().splitlines()[-1:]
         if session.why == "foreign":
             return EpisodeEnd("foreign", "the program used its key for another episode's session")
@@ -166,7 +166,7 @@ class _ProgramEpisode:
         return EpisodeEnd("done")
 
     async def _program_reward(self, ran: ProgramResult) -> float | None:
-        """What the verifier gives, or the program's result. Raises: EpisodeEnd for a result that cannot be read."""
+        """Return the verifier's score, or the program's result. Raises: EpisodeEnd for a result that cannot be read."""
         result = ran.result if isinstance(ran.result, Mapping) else {}
         if self._options.verifier is not None:
             return await self._verify_answer(result.get("answer", self._session.last_text))
@@ -176,7 +176,7 @@ class _ProgramEpisode:
         raise EpisodeEnd("agent", f"the program's result has the reward {reward!r:.40}, wanted a finite number or null")
 
     async def _verify_answer(self, answer: Any) -> float:
-        """Raises: EpisodeEnd if the verifier raises, or takes longer than a program may."""
+        """Score the answer with the verifier. Raises: EpisodeEnd if it raises, or takes longer than a program may."""
         verifier, prompt = self._options.verifier, self._request.prompt
         assert verifier is not None
 
@@ -196,7 +196,7 @@ class _ProgramEpisode:
 
 
 def _open_dialogue(dialogues: Dialogues, request: EpisodeRequest) -> ClientDialogue:
-    """How the student reads messages. Raises: ModelError if its chat template cannot append."""
+    """Make the dialogue by which the student reads messages. Raises: ModelError if its chat template cannot append."""
     options, prompt = request.options, request.prompt.text
     assert isinstance(options, AgentOptions)
     if not options.through_template(dialogues.tokenizer):
@@ -205,6 +205,6 @@ def _open_dialogue(dialogues: Dialogues, request: EpisodeRequest) -> ClientDialo
 
 
 def _describe_requests(session: EndpointSession) -> list[str]:
-    """What a reader of the episode should know about its requests."""
+    """Return notes for a reader of the episode about its requests."""
     given = ", ".join(f"{name} ({count} requests)" for name, count in session.overridden.items())
     return [f"settings that the agent gave and the training decides: {given}"] if given else []

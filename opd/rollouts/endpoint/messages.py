@@ -27,7 +27,7 @@ class ApiError(Exception):
 
 
 def make_request_error(message: str) -> ApiError:
-    """The error for a request that is wrong in itself, so that sending it again would not help."""
+    """Return the error for a request that is wrong in itself, so that sending it again would not help."""
     return ApiError(400, "invalid", message)
 
 
@@ -54,7 +54,7 @@ class Message:
 
     @property
     def key(self) -> str:
-        """What has to be equal for two messages to count as the same one.
+        """Text that two messages have in common if they count as the same one.
 
         A client sends back what it was sent in its own writing: white space around the text may be gone, the arguments of a
         call may have their keys in another order, and some clients give calls ids of their own.
@@ -63,7 +63,7 @@ class Message:
         return canonical_json([self.role, self.text.strip(), calls])
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it."""
+        """Return the message as chat templates read it."""
         found: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.calls:
             found["tool_calls"] = [
@@ -77,7 +77,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a client asks for."""
+    """A client's request for one turn."""
 
     model: str
     """Whatever name the client gave; the reply repeats it."""
@@ -96,13 +96,13 @@ class Request:
 
     @property
     def context(self) -> str:
-        """What has to be equal, beside the messages, for a request to continue another one's conversation."""
+        """Text that two requests have in common, beside the messages, if one can continue the other's conversation."""
         return canonical_json([tool.schema() for tool in self.tools])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the policy answered."""
+    """The policy's answer to a request."""
 
     id: str
     """Unique in the session; a retry gets the same."""
@@ -124,18 +124,18 @@ class Reply:
 
 
 def canonical_json(value: Any) -> str:
-    """JSON with sorted keys: equal for equal values."""
+    """Return JSON with sorted keys: equal for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=dict)
 
 
 def request_hash(body: Mapping[str, Any]) -> str:
-    """Hash of a request's body without the settings that decide how the reply is sent alone."""
+    """Return the hash of a request's body without the settings that decide only how the reply is sent."""
     asked = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
     return sha256(canonical_json(asked).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def conversation_digests(context: str, messages: Iterable[Message]) -> Iterator[str]:
-    """A digest of the conversation up to each message."""
+    """Yield a digest of the conversation up to each message."""
     digest = sha256(context.encode("utf-8", "surrogatepass")).hexdigest()
     for message in messages:
         digest = sha256(f"{digest}{message.key}".encode("utf-8", "surrogatepass")).hexdigest()
@@ -148,6 +148,6 @@ def given_beside(body: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ..
 
 
 def split_for_stream(text: str) -> Iterable[str]:
-    """The text in the parts in which a stream sends it, not too many: the loop waits for none of them."""
+    """Split the text into the parts in which a stream sends it, not too many: the loop waits for none of them."""
     size = max(64, len(text) // 64)
     return (text[start : start + size] for start in range(0, len(text), size))

@@ -116,7 +116,7 @@ def _tools(body: Mapping[str, Any]) -> Iterator[Tool]:
 
 
 def body(reply: Reply, model: str) -> dict[str, Any]:
-    """The whole reply."""
+    """Return the body of a whole reply."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.text or None if reply.calls else reply.text}
     if reply.calls:
         message["tool_calls"] = [_call_body(call) for call in reply.calls]
@@ -125,12 +125,12 @@ def body(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def opening(reply_id: str, model: str, created: int) -> bytes:
-    """The first event of a stream, which is sent before the policy has written anything."""
+    """Return the first event of a stream, which is sent before the policy has written anything."""
     return _event(_format_chunk(reply_id, model, created, {"role": "assistant", "content": ""}, None))
 
 
 def rest(reply: Reply, request: Request) -> Iterator[bytes]:
-    """The further events of a stream."""
+    """Yield the further events of a stream."""
     about = (reply.id, request.model, reply.created)
     for piece in split_for_stream(reply.text):
         yield _event(_format_chunk(*about, {"content": piece}, None))
@@ -150,13 +150,13 @@ def rest(reply: Reply, request: Request) -> Iterator[bytes]:
 
 
 def error(problem: ApiError) -> dict[str, Any]:
-    """The body of a refusal."""
+    """Return the body of a refusal."""
     kind = "invalid_request_error" if problem.status < 500 else "server_error"
     return {"error": {"message": problem.message, "type": kind, "param": None, "code": CODES.get(problem.kind)}}
 
 
 def error_event(problem: ApiError) -> bytes:
-    """The last event of a stream that breaks off."""
+    """Return the last event of a stream that breaks off."""
     return _event(error(problem))
 
 

@@ -1,4 +1,4 @@
-"""How an agent's program runs; plain values that cross process boundaries."""
+"""Options by which an agent's program runs; plain values that cross process boundaries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOptions:
-    """How the episodes of one domain run whose agent is a program."""
+    """Options for the episodes of one domain whose agent is a program."""
 
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -51,5 +51,5 @@ class AgentOptions:
     """What checks the policy's calls before the program gets them; None: nothing."""
 
     def through_template(self, tokenizer: Any) -> bool:
-        """Whether the student reads messages through its chat template."""
+        """Return True if the student reads messages through its chat template."""
         return self.render == "template" or (self.render is None and tokenizer.chat_template is not None)

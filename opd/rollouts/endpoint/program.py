@@ -29,7 +29,7 @@ GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """How a program ended."""
+    """The end of a program, and what it left."""
 
     code: int | None
     """Exit status, negative for a signal; None if it had to be ended."""
@@ -66,7 +66,7 @@ async def run_program(
 
 
 def program_environment(folder: Path, given: Mapping[str, str], inherit: Sequence[str]) -> dict[str, str]:
-    """All variables of a program: few of ours, those that the pipeline names, the paths of its files."""
+    """Return all environment variables of a program: few of ours, those that the pipeline names, the paths of its files."""
     ours = {name: os.environ[name] for name in (*INHERITED, *inherit) if name in os.environ}
     base = {"HOME": str(folder), "TMPDIR": str(folder), "PATH": search_path()}
     return (
@@ -80,13 +80,13 @@ def program_environment(folder: Path, given: Mapping[str, str], inherit: Sequenc
 
 
 def search_path() -> str:
-    """Our PATH, with the Python that runs us first, as for somebody who activated its environment."""
+    """Return our PATH, with the Python that runs us first, as for somebody who activated its environment."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 @asynccontextmanager
 async def _open_pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
-    """The end of a pipe that a program writes to, for the program to have, and a reader of the other end.
+    """Open a pipe: the end that a program writes to, for the program to have, and a reader of the other end.
 
     With a pipe of asyncio's own, a wait for the program would be one for all that hold the pipe.
     """
@@ -104,7 +104,7 @@ async def _open_pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
 async def _start_process(
     command: Sequence[str], folder: Path, environ: Mapping[str, str], out: int, err: int
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process whose standard input is the task; killed at the end, also if we are cancelled. Takes `out` and `err`."""
+    """Start a process whose standard input is the task; killed at the end, also if we are cancelled. Takes `out` and `err`."""
     try:
         with (folder / "task.json").open("rb") as task:
             process = await asyncio.create_subprocess_exec(
@@ -151,7 +151,7 @@ class _Tail:
 
 
 def _read_result(file: Path, out: str) -> Any:
-    """JSON of the result file; without one, of the last printed line."""
+    """Read the JSON of the result file; without one, of the last printed line."""
     if file.is_file() and file.stat().st_size <= MAX_RESULT_BYTES:
         return _json(file.read_text("utf-8", "replace"))
     return _json(next((line for line in reversed(out.splitlines()) if line.strip()), ""))

@@ -11,14 +11,14 @@ from opd.rollouts.endpoint.messages import make_request_error
 
 
 def read_mapping(value: Any, where: str) -> Mapping[str, Any]:
-    """An object of JSON."""
+    """Return a value that must be an object of JSON."""
     if not isinstance(value, dict):
         raise make_request_error(f"{where}: expected an object, found {_type_name(value)}")
     return value
 
 
 def read_list(value: Any, where: str) -> list[Any]:
-    """A list; nothing at all counts as an empty one."""
+    """Return a value that must be a list; nothing at all counts as an empty one."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -27,14 +27,14 @@ def read_list(value: Any, where: str) -> list[Any]:
 
 
 def read_text(value: Any, where: str) -> str:
-    """A text."""
+    """Return a value that must be a text."""
     if not isinstance(value, str):
         raise make_request_error(f"{where}: expected text, found {_type_name(value)}")
     return value
 
 
 def read_positive_integer(value: Any, where: str) -> int | None:
-    """A whole number of at least 1, or nothing."""
+    """Return a value that must be a whole number of at least 1, or nothing."""
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -43,7 +43,7 @@ def read_positive_integer(value: Any, where: str) -> int | None:
 
 
 def read_content(value: Any, where: str) -> str:
-    """The text of a message's content: a text, nothing, or a list of parts that are all text."""
+    """Return the text of a message's content: a text, nothing, or a list of parts that are all text."""
     if value is None or isinstance(value, str):
         return value or ""
     found = []
@@ -59,7 +59,7 @@ def read_content(value: Any, where: str) -> str:
 
 
 def read_arguments(value: Any, where: str) -> Mapping[str, Any]:
-    """The arguments of a call, which OpenAI's form writes as JSON in a text."""
+    """Return the arguments of a call, which OpenAI's form writes as JSON in a text."""
     written = read_text(value, where)
     try:
         found = strict_json(written or "{}")
@@ -69,7 +69,7 @@ def read_arguments(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def read_tool(data: Mapping[str, Any], schema: str, where: str) -> Tool:
-    """A tool whose arguments' JSON schema stands under the key `schema`."""
+    """Read a tool whose arguments' JSON schema stands under the key `schema`."""
     given = data.get(schema)
     return Tool(
         name=read_text(data.get("name"), f"{where}.name"),

@@ -73,7 +73,7 @@ class EndpointServer:
         await self._runner.cleanup()
 
     def open_session(self, session: EndpointSession) -> Mapping[str, str]:
-        """Serve a session. Returns the environment variables by which the stock clients of both APIs find it."""
+        """Serve a session. Return the environment variables by which the stock clients of both APIs find it."""
         name = secrets.token_urlsafe(16)
         self._sessions[name] = session
         base = f"http://{LOOPBACK}:{self._port}/s/{name}"
@@ -85,12 +85,12 @@ class EndpointServer:
         }
 
     def close(self, session: EndpointSession) -> None:
-        """Serve a session no more; what it is waiting for is cancelled."""
+        """Stop serving a session; what it is waiting for is cancelled."""
         self._sessions = {name: one for name, one in self._sessions.items() if one is not session}
         session.close()
 
     def _find_session(self, http: web.Request) -> EndpointSession:
-        """The session that the URL names. Raises: ApiError if there is none, or the secret is not its own."""
+        """Return the session that the URL names. Raises: ApiError if there is none, or the secret is not its own."""
         session = self._sessions.get(http.match_info["session"])
         if session is None:
             raise ApiError(404, "not_found", "there is no such session, or its episode has ended")
@@ -124,12 +124,12 @@ class EndpointServer:
 
 
 def _equal_in_constant_time(one: str, other: str) -> bool:
-    """Compares in a time that does not tell how much is right."""
+    """Compare two texts in a time that does not tell how much of them is equal."""
     return hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode())
 
 
 def _codec_of_url(http: web.BaseRequest) -> Codec:
-    """The wire format of a URL; OpenAI's for one that has none."""
+    """Return the wire format of a URL; OpenAI's for one that has none."""
     return next((codec for path, codec in CODECS.items() if http.path.endswith(f"/v1/{path}")), openai)
 
 

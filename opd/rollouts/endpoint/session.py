@@ -62,7 +62,7 @@ QUOTED = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a session may do, whatever its requests say."""
+    """Limits of a session, whatever its requests say."""
 
     max_new_tokens: int
     """Longest turn; a request may ask for a shorter one."""
@@ -112,7 +112,7 @@ class Turn:
     """The reply of the same request, if that was sent before."""
 
     async def wait_for_reply(self) -> Reply:
-        """The policy's answer. Raises: ApiError if the engine fails or the session ends meanwhile."""
+        """Return the policy's answer. Raises: ApiError if the engine fails or the session ends meanwhile."""
         return self.recorded or await self.session.sample_turn(self)
 
 
@@ -179,7 +179,7 @@ class EndpointSession:
 
     @property
     def audit(self) -> Audit:
-        """What became of the tokens that were sampled for this session, once it is closed."""
+        """Counts of what became of the tokens that were sampled for this session, once it is closed."""
         return self._trace.audit + Audit(lost_turns=self._begun - self._kept)
 
     def end_session(self, why: End) -> None:
@@ -194,7 +194,8 @@ class EndpointSession:
             task.cancel()
 
     async def accept_request(self, request: Request) -> Turn:
-        """Take a request that was counted: everything that can be wrong with it is found here. Raises: ApiError."""
+        """Check a request that was counted, and make its turn: everything that can be wrong with a request is found here.
+        Raises: ApiError."""
         self.overridden.update(request.overridden)
         recorded = self._answered.get(request.identity)
         if recorded is not None:
@@ -221,7 +222,7 @@ class EndpointSession:
             turn = await self._go_on(turn, written)
 
     async def _one_turn(self, turn: Turn) -> tuple[_Written, TraceSegment]:
-        """A turn of the policy, and where it is in the trace. Raises: ApiError."""
+        """Sample one turn of the policy and put it into the trace; return it with its segment. Raises: ApiError."""
         self._begun += 1
         draw = self._draws.draw_for_turn(turn.number, turn.request.identity)
         try:
@@ -237,7 +238,7 @@ class EndpointSession:
             raise ApiError(500, "engine", "the engine failed, and with it this episode") from None
 
     async def _write(self, turn: Turn, seed: int) -> _Written:
-        """A turn of the policy, and what the guard says of it. Raises: RunError if the engine fails."""
+        """Have the engine write a turn, and the guard judge it. Raises: RunError if the engine fails."""
         request = turn.request
         task = asyncio.ensure_future(self._engine.generate(turn.ids, max_tokens=turn.max_tokens, seed=seed))
         self._running.add(task)
@@ -253,7 +254,7 @@ class EndpointSession:
         return read
 
     async def _go_on(self, turn: Turn, written: _Written) -> Turn:
-        """The turn that follows one of which nothing happens: the session answers it itself. Raises: ApiError."""
+        """Answer a turn of which nothing happens in the agent's place, and return the turn that follows it. Raises: ApiError."""
         request, looked = turn.request, written.looked
         if written.unread:
             new = [Message(role="tool", text=f"{UNREADABLE}{written.unread}")]
@@ -285,7 +286,8 @@ class EndpointSession:
             raise ApiError(403, "permission", f"this episode takes no more requests ({self.why})")
 
     async def _encode_request(self, request: Request) -> tuple[Sequence[int], int]:
-        """Everything that comes before the reply, and the turns of the policy in it. Raises: ApiError."""
+        """Return the tokens of everything that comes before the reply, and the number of turns of the policy in it. Raises:
+        ApiError."""
         messages = request.messages
         if not messages or messages[-1].role not in ("user", "tool"):
             raise make_request_error("messages: expected the last one to be of the user or of a tool")
@@ -309,7 +311,8 @@ class EndpointSession:
         return ids, sum(message.role == "assistant" for message in messages)
 
     def _refuse_more_than_the_context(self, messages: Sequence[Message]) -> None:
-        """Raises: ApiError for a message that fits no context, or more of them: to tokenise them would only cost time."""
+        """Refuse messages if one alone fits no context, or if they are too many for it: to tokenise them would only cost time.
+        Raises: ApiError."""
         longest, most = max(len(m.text) for m in messages), max(MAX_OBSERVATION, 32 * self._terms.max_model_len)
         room, found = self._terms.max_model_len, ""
         if longest > most:
@@ -321,11 +324,11 @@ class EndpointSession:
             raise ApiError(400, "context", f"prompt is too long: {found}")
 
     def _token_limit(self, ids: Sequence[int], request: Request) -> int:
-        """Tokens of the next turn at most, for this request. Raises: ApiError if there are none."""
+        """Return the most tokens that the next turn may have, for this request. Raises: ApiError if there are none."""
         return min(self._tokens_left(ids), request.max_tokens or self._terms.max_new_tokens)
 
     def _tokens_left(self, ids: Sequence[int]) -> int:
-        """Tokens of the next turn at most. Raises: ApiError if there are none."""
+        """Return the most tokens that the next turn may have, whatever the request. Raises: ApiError if there are none."""
         room = self._terms.max_model_len - len(ids)
         if room < 1:
             self.too_long = True
@@ -337,7 +340,8 @@ class EndpointSession:
         return min(room, self._terms.max_new_tokens)
 
     def _turn_seed(self, number: int, draw: int) -> int:
-        """That of the white box for the first turn with this number; others like it are those of parallel conversations."""
+        """Return the seed of a turn. The first draw of a turn number has the seed that the white box gives to it; further
+        draws are those of parallel conversations."""
         return seed_of(self._terms.seed, "turn", number, *((draw,) if draw > 1 else ()))
 
     def _commit_turn(self, turn: Turn, written: _Written) -> TraceSegment:
@@ -345,6 +349,7 @@ class EndpointSession:
         segment = self._trace.continue_or_fork(turn.ids, begins=self._begins_dialogue(turn))
         segment.append_policy_turn(written.sampled)
         self._kept += 1
+        # What came before such a turn is noted already: the session wrote it itself, in `_go_on`.
         asked = [] if turn.request.identity in self._unseen else [turn.request.messages[-1]]
         self.said += [*(f"{message.role}: {message.text}" for message in asked), f"policy: {written.whole}"]
         if self._watch is not None:
@@ -355,13 +360,14 @@ class EndpointSession:
         return segment
 
     def _begins_dialogue(self, turn: Turn) -> bool:
-        """Whether a request begins a dialogue of its own: it has no turn of the policy, and quotes none as a summary."""
+        """Return True if a request begins a dialogue of its own: it has no turn of the policy, and quotes none as a summary."""
         said = without_thoughts(self.last_text).strip()
         quoted = len(said) >= QUOTED and any(said in message.text for message in turn.request.messages)
         return turn.number == 0 and not quoted
 
     def _make_reply(self, turn: Turn, written: _Written, segment: TraceSegment) -> Reply:
-        """The reply to the agent, on record: with those calls that it may make."""
+        """Make the reply to the agent, with those calls that it may make, and record it for requests that repeat or continue
+        it."""
         request, sampled, looked = turn.request, written.sampled, written.looked
         dummies = looked.dummies or (None,) * len(written.calls)
         calls = tuple(call for call, dummy in zip(written.calls, dummies, strict=True) if dummy is None)
@@ -410,6 +416,7 @@ class EndpointSession:
 
         if not request.stop or not stops(len(ids)):
             return sampled, None
+        # More tokens do not take a stop string away, so the first count that has one can be found by bisection.
         count = 1 + bisect_left(range(1, len(ids)), True, key=lambda number: bool(stops(number)))
         cut = replace(sampled, token_ids=ids[:count], logprobs=sampled.logprobs[:count], stop_reason="stop")
         return cut, stops(count)[0]
@@ -444,7 +451,7 @@ def _own_call_results(calls: Sequence[Call], texts: Sequence[str]) -> list[Messa
 
 
 def _in_order(new: Sequence[Message], calls: Sequence[Call]) -> Sequence[Message]:
-    """The messages after a reply, with the results in the order of its calls: templates tell results apart by place."""
+    """Return the messages after a reply, with the results in the order of its calls: templates tell results apart by place."""
     places = {call.id: place for place, call in enumerate(calls)}
     results = (message for message in new if message.role == "tool")
     ordered = iter(sorted(results, key=lambda message: places.get(message.answers, len(places))))
@@ -452,7 +459,8 @@ def _in_order(new: Sequence[Message], calls: Sequence[Call]) -> Sequence[Message
 
 
 def _merge_dummies(new: Sequence[Message], dummies: Sequence[str | None]) -> Sequence[Message]:
-    """The messages after a reply, with the answers to the calls that the agent did not see at the places of these calls."""
+    """Return the messages after a reply, with the answers to the calls that the agent did not see put in at the places of
+    these calls."""
     if all(text is None for text in dummies):
         return new
     own = [message for message in new if message.role == "tool"]

@@ -1,4 +1,4 @@
-"""What an episode appends to a dialogue: new messages as tokens after the tokens that the policy sampled.
+"""Text that an episode appends to a dialogue: new messages as tokens after the tokens that the policy sampled.
 
     rendered so far   <|im_start|>user ... <|im_end|>\n<|im_start|>assistant\n
     sampled           I look it up. <tool_call>...</tool_call><|im_end|>
@@ -106,8 +106,8 @@ class ChatAppender:
         return self._stop_ids[self._stops.index(self._closer)]
 
     def encode_opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Token ids of the messages that come before the first turn, which `make_message_safe` has made harmless. Raises: what the template
-        raises."""
+        """Return the token ids of the messages that come before the first turn, which `make_message_safe` has made harmless.
+        Raises: what the template raises."""
         given = [dict(message) for message in messages]
         if tools and not self.tools_in_template:
             listed = "\n".join(map(json.dumps, self._tool_schemas(tools)))
@@ -119,7 +119,7 @@ class ChatAppender:
     def encode_following(
         self, messages: Sequence[Message], *, ended: bool, tools: Sequence[Tool] = (), note: str = ""
     ) -> list[int]:
-        """Token ids that follow a turn and bring these messages, up to where the policy writes again.
+        """Return the token ids that follow a turn and bring these messages, up to where the policy writes again.
 
         `ended`: the turn ends with an end token; else the template's own comes first, which the policy did not sample.
         Messages of the role `tool` come first among them, one for each call of the turn. `note` is a text of the user's, last.
@@ -140,7 +140,8 @@ class ChatAppender:
 
     @property
     def format(self) -> ToolFormat:
-        """How the student writes calls. Raises: ModelError if its template writes them in a form that nobody reads."""
+        """Format in which the student writes calls. Raises: ModelError if its template writes them in a form that nobody
+        reads."""
         if self._format is None:
             raise ModelError.at(
                 "the student's chat template",
@@ -152,8 +153,8 @@ class ChatAppender:
         return self._format
 
     def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
-        """The calls of a turn, whatever they ask for, but for those in thoughts; without tools all of it is text. Raises: BadCall,
-        ModelError."""
+        """Read the calls of a turn, whatever they ask for, but for those in thoughts; without tools all of it is text. Raises:
+        BadCall, ModelError."""
         if not tools or not has_thoughts(text):
             return self.format.read(text, tools) if tools else WrittenCalls((), text)
         parts = split_thoughts(text, self.format.begins, self.format.ends)
@@ -161,18 +162,19 @@ class ChatAppender:
         return WrittenCalls(tuple(call for one in found for call in one.calls), "".join(one.text for one in found))
 
     def drops_thoughts(self, *, calls: int, noted: bool) -> bool:
-        """Whether the template leaves out the thoughts of earlier turns once a turn with so many calls is answered; `noted`: with a
-        text of the user's last."""
+        """Return True if the template leaves out the thoughts of earlier turns once a turn with so many calls is answered;
+        `noted`: with a text of the user's last."""
         as_user = not calls or (noted and self._note_apart)
         return bool(self._dropped["tool"] if calls else ()) or bool(self._dropped["user"] if as_user else ())
 
     def drops(self, written: Sequence[int], roles: Iterable[str]) -> bool:
-        """Whether the template leaves out thoughts that stand in these tokens once messages of these roles follow."""
+        """Return True if the template leaves out thoughts that stand in these tokens once messages of these roles follow."""
         dropped = [end for role in {*roles} for _, end in self._dropped.get(role, ())]
         return bool(dropped) and any(end in self.turn_text(written) for end in dropped)
 
     def without_thoughts(self, turn: Sequence[int]) -> list[int]:
-        """Token ids of a turn as the template writes it once a message of the user follows: without its thoughts, if it has some.
+        """Return the token ids of a turn as the template writes it once a message of the user follows: without its thoughts, if
+        it has some.
 
         Raises: what the template raises.
         """
@@ -187,15 +189,16 @@ class ChatAppender:
         return [*encode_text(self._tokenizer, rest.removesuffix(after)), *ended]
 
     def turn_text(self, token_ids: Sequence[int]) -> str:
-        """What the policy wrote, without what ends it."""
+        """Return the text of what the policy wrote, without the tokens that end a turn."""
         return written_text(self._tokenizer, token_ids, self._ends)
 
     def break_special_tokens(self, text: str) -> str:
-        """The text with a blank inside of whatever would be read as a special token."""
+        """Return the text with a blank inside of whatever would be read as a special token."""
         return escape_specials(text, self._special)
 
     def make_message_safe(self, message: Message) -> dict[str, Any]:
-        """The message with all of its texts harmless, those of its calls too. The template knows the policy's thoughts by their tags."""
+        """Return the message with all of its texts harmless, those of its calls too. The template knows the policy's thoughts
+        by their tags."""
         thinks = message.get("role") == "assistant"
         specials = [special for special in self._special if not (thinks and has_thoughts(special))]
         found: dict[str, Any] = escape_specials_inside(message, specials)
@@ -206,14 +209,15 @@ class ChatAppender:
         return render_messages(self._tokenizer, [dict(m) for m in messages], self._day, **variables)
 
     def _tool_schemas(self, tools: Sequence[Tool]) -> list[Any]:
-        """What the policy reads of tools: what they say of themselves is text, too."""
+        """Return the schemas of tools as the policy reads them, without special tokens: what tools say of themselves is text,
+        too."""
         return [escape_specials_inside(tool.schema(), self._special) for tool in tools]
 
     def _accepts_history(self, history: Sequence[Message]) -> bool:
         return self._renders_text(lambda: self._render(history))
 
     def _renders_text(self, rendered: Callable[[], str]) -> bool:
-        """Whether the template gives a text."""
+        """Return True if the template gives a text."""
         from jinja2 import TemplateError
 
         try:
@@ -222,7 +226,7 @@ class ChatAppender:
             return False
 
     def _render_following(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """What the template writes after a turn that follows `history`, from its end token on.
+        """Return what the template writes after a turn that follows `history`, from its end token on.
 
         Raises: ModelError if what came before the turn is not what the engine saw.
         """
@@ -241,7 +245,7 @@ class ChatAppender:
     def _turn_and_rest(
         self, history: Sequence[Message], turn: Message, new: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[str, str]:
-        """The text before a turn, and the text of the turn with what follows it. Raises: as `_render_following`."""
+        """Return the text before a turn, and the text of the turn with what follows it. Raises: as `_render_following`."""
         start, whole = self._render(history, tools), self._render([*history, turn, *new], tools)
         if not whole.startswith(start):
             raise self._make_template_error("changes what stands before a turn when a message follows it", start, whole)
@@ -273,7 +277,7 @@ class ChatAppender:
             raise self._make_template_error("gives other tokens if a message is tokenised alone", pieces[0], pieces[1])
 
     def _find_format(self, parser: str) -> tuple[ToolFormat | None, bool]:
-        """The format of calls, and whether the template tells of tools and results in it. None: nobody reads its calls."""
+        """Return the format of calls, and whether the template tells of tools and results in it. None: nobody reads its calls."""
         turns = self._render_probe_calls() if self._renders_text(self._prove_tools_listed) else []
         if parser != AUTO:
             form = tool_format(parser)
@@ -285,14 +289,15 @@ class ChatAppender:
         return (None if self._odd_call else tool_format(FALLBACK)), False
 
     def _prove_tools_listed(self) -> str:
-        """Raises: ValueError if the template leaves out the tools."""
+        """Render the tools, to prove that the template lists them. Raises: ValueError if it leaves them out."""
         texts = [self._render(history, [_PROBE]) for history in self._histories]
         if not all(_PROBE.name in text for text in texts):
             raise ValueError("a template without tools")
         return texts[0]
 
     def _render_probe_calls(self) -> list[str]:
-        """A turn with each of the probe's calls, as the template writes it before a result; none if it takes no results."""
+        """Return a turn with each of the probe's calls, as the template writes it before a result; none if it takes no
+        results."""
         from jinja2 import TemplateError
 
         result = number_call_results([{"role": "tool", "name": _PROBE.name, "content": "result"}])
@@ -306,18 +311,19 @@ class ChatAppender:
         return [rest.partition(self._closer)[0] for rest in rests]
 
     def prove_note(self) -> None:
-        """Raises: ModelError if no text of the user's can follow the results of tools, so that nobody could ask for a summary."""
+        """Prove that a text of the user's can follow the results of tools. Raises: ModelError if it cannot, so that nobody
+        could ask for a summary."""
         if not self._renders_text(self._render_note_after_result):
             raise self._make_template_error("refuses a text of the user's after the results of tools", "", "")
 
     @property
     def _unkept(self) -> list[str]:
-        """Return the special tokens that a turn is not rendered again with: all but the marks of calls and thoughts."""
+        """Special tokens that a turn is not rendered again with: all but the marks of calls and thoughts."""
         calls = () if self._format is None else self._format.marks
         return [special for special in self._special if special not in (*calls, *chain.from_iterable(TAGS))]
 
     def _probe_dropped_thoughts(self, tag: tuple[str, str], role: str) -> bool:
-        """Whether a thought between these tags is gone once a message of the role follows its turn."""
+        """Return True if a thought between these tags is gone once a message of the role follows its turn."""
         from jinja2 import TemplateError
 
         turn = _turn_with_thought(tag)
@@ -339,20 +345,20 @@ class ChatAppender:
         return THOUGHT not in rest
 
     def _with_note(self, messages: list[dict[str, Any]], note: str) -> list[dict[str, Any]]:
-        """The messages with a text of the user's after them, in a message of its own where the template takes that."""
+        """Return the messages with a text of the user's after them, in a message of its own where the template takes that."""
         if messages and not self._note_apart:
             return [*messages[:-1], messages[-1] | {"content": f"{messages[-1]['content']}\n\n{note}"}]
         return [*messages, {"role": "user", "content": note}]
 
     def _render_note_after_result(self) -> str:
-        """What the template writes where a text of the user's follows a result. Raises: what the template raises."""
+        """Render a text of the user's after a result, and return that text. Raises: what the template raises."""
         result = [{"role": "tool", "name": _PROBE.name, "content": "result 42"}]
         self.encode_following(result, ended=True, tools=[_PROBE], note="Sum up.")
         return "Sum up."
 
     def _render_two_results(self) -> str:
-        """What the template writes after a turn with two calls. Raises: ValueError if that is another text after another
-        history, or lacks the results."""
+        """Return what the template writes after a turn with two calls. Raises: ValueError if that is another text after
+        another history, or lacks the results."""
         told = ("result 42", "result 43")
         new = number_call_results([{"role": "tool", "name": _PROBE.name, "content": text} for text in told])
         tools = [_PROBE] if self._tools_stay else []
@@ -372,13 +378,13 @@ class ChatAppender:
 
 
 def _turn_with_thought(tag: tuple[str, str]) -> Message:
-    """A turn of the assistant with a thought."""
+    """Return a turn of the assistant with a thought."""
     return {"role": "assistant", "content": f"{tag[0]}\n{THOUGHT}\n{tag[1]}\n\n{REPLY}"}
 
 
 def number_call_results(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with the results of a turn's calls numbered as `call_id` numbers the calls: templates may ask for ids, and a
-    client's own would give other tokens than an environment's."""
+    """Return the messages, with the results of a turn's calls numbered as `call_id` numbers the calls: templates may ask for
+    ids, and a client's own would give other tokens than an environment's."""
     places = count()
     return [
         {**message, "tool_call_id": call_id(next(places))} if message["role"] == "tool" else message
@@ -387,12 +393,12 @@ def number_call_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def call_id(place: int) -> str:
-    """Nine letters and digits, as the strictest chat templates want them."""
+    """Return the id of a turn's call: nine letters and digits, as the strictest chat templates want them."""
     return f"call{place:05d}"
 
 
 def _format_reads_turns(form: ToolFormat, turns: Sequence[str], *, alone: bool = False) -> bool:
-    """Whether a format reads one of the probe's turns; `alone`: with nothing around the call but a block for thoughts."""
+    """Return True if a format reads one of the probe's turns; `alone`: with nothing around the call but a block for thoughts."""
     for turn, asked in zip(turns, _ASKED, strict=False):
         try:
             found = form.read(turn, [_PROBE])
@@ -405,7 +411,7 @@ def _format_reads_turns(form: ToolFormat, turns: Sequence[str], *, alone: bool =
 
 
 def _turn_with_probe_calls(*asked: Mapping[str, Any]) -> Message:
-    """A turn of the assistant that calls the probe's tool, once for each of the arguments."""
+    """Return a turn of the assistant that calls the probe's tool, once for each of the arguments."""
     calls = [
         {"id": call_id(i), "type": "function", "function": {"name": _PROBE.name, "arguments": dict(one)}}
         for i, one in enumerate(asked)
@@ -414,7 +420,7 @@ def _turn_with_probe_calls(*asked: Mapping[str, Any]) -> Message:
 
 
 def _with_preface(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The text before the first message, for a template that refuses the role `system`."""
+    """Put the text before the first message's, for a template that refuses the role `system`."""
     return [messages[0] | {"content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:]]
 
 
@@ -425,7 +431,7 @@ def _with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, An
 
 
 def without_tool_role(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tool results in the role `user`, all of a turn in one message."""
+    """Return the messages with tool results in the role `user`, all of a turn in one message."""
     results = [m["content"] for m in messages if m["role"] == "tool"]
     others = [m for m in messages if m["role"] != "tool"]
     told = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)

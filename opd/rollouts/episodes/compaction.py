@@ -16,7 +16,7 @@ from opd.rollouts.episodes.turns import History
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompactionOptions:
-    """When and how an episode is compacted; `opd.config.context.ContextConfig` explains the fields."""
+    """Options that decide when and how an episode is compacted; `opd.config.context.ContextConfig` explains the fields."""
 
     compact_at: int
     keep_last: int
@@ -36,13 +36,13 @@ class Compactor:
     """Summaries so far."""
 
     def options_if_due(self, tokens: int) -> CompactionOptions | None:
-        """The options if a segment of so many tokens is to be summarised; else None."""
+        """Return the options if a segment of so many tokens is to be summarised; else None."""
         options = self.options
         if options is None or tokens <= options.compact_at or self.done >= options.max_compactions:
             return None
         return options
 
     def cut_history(self, history: History, keep_last: int, head: list[int]) -> History:
-        """What follows a summary: another beginning, and the last turns."""
+        """Return the history that follows a summary: another beginning, and the last turns."""
         self.done += 1
         return History(head, history.turns[-keep_last:] if keep_last else [])

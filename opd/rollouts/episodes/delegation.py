@@ -47,11 +47,11 @@ class Delegation:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """The tools that start them."""
+        """Tools that start sub-agents."""
         return self._options.sub_agents.tools if self._options.sub_agents else ()
 
     def starts_sub_agent(self, call: ToolCall) -> bool:
-        """True if the call is for a sub-agent, and not for the environment. Raises: BadCall if it gives no task."""
+        """Return True if the call is for a sub-agent, and not for the environment. Raises: BadCall if it gives no task."""
         if self._options.sub_agents is None or call.name not in self._options.sub_agents.kinds:
             return False
         if not self._task_of_call(call).strip():
@@ -59,7 +59,8 @@ class Delegation:
         return True
 
     def make_requests(self, calls: Sequence[ToolCall], tokens: int | None) -> list[EpisodeRequest | None]:
-        """What each of the calls of a turn starts; None for one too many. `tokens`: what is left of the agent's budget."""
+        """Return the episode that each call of a turn starts; None for a call over the limit. `tokens`: what is left of the
+        agent's budget."""
         assert self._options.sub_agents is not None
         left = self._options.sub_agents.at_most - sum(self.ends.values()) + self.ends[REFUSED]
         started = calls[:left]
@@ -72,12 +73,13 @@ class Delegation:
         return [*found, *[None] * (len(calls) - len(started))]
 
     def refusal_text(self) -> str:
-        """What the agent reads of a call that started nothing."""
+        """Return what the agent reads of a call that started nothing."""
         self.ends[REFUSED] += 1
         return NO_MORE
 
     def render_answer(self, call: ToolCall, end: EpisodeEnd, said: str, inner: Delegation) -> str:
-        """What the agent reads of a sub-agent that ended so, with `said` as its last turn and `inner` its own sub-agents."""
+        """Return what the agent reads of a sub-agent that ended so, with `said` as its last turn and `inner` its own
+        sub-agents."""
         self.ends += inner.ends
         self.ends[end.reason] += 1
         self.error = self.error or inner.error or (end.error if end.reason in BROKEN else "")
@@ -86,7 +88,7 @@ class Delegation:
         return self._sub_agent_kind(call).result.replace(ANSWER, self._clean(said))
 
     def shares_environment(self, call: ToolCall) -> bool:
-        """Whether the call's sub-agent acts on the environment of this agent."""
+        """Return True if the call's sub-agent acts on the environment of this agent."""
         return self._sub_agent_kind(call).shares
 
     def _sub_agent_kind(self, call: ToolCall) -> SubAgentOptions:
@@ -97,7 +99,7 @@ class Delegation:
         return self._clean(str(call.arguments["task"]))
 
     def _request_of(self, call: ToolCall, tokens: int | None, inner: int) -> EpisodeRequest:
-        """The episode that a call starts. Its ids, and so its seeds, follow from the order of calls alone."""
+        """Return the episode that a call starts. Its ids, and so its seeds, follow from the order of calls alone."""
         assert self._options.sub_agents is not None
         self._number += 1
         caller, kind, task = self._request, self._sub_agent_kind(call), self._task_of_call(call)
@@ -130,7 +132,7 @@ class Delegation:
 
 
 def _first_message(kind: SubAgentOptions, task: str, *, plain: bool) -> str | Messages:
-    """What the sub-agent reads before the first observation."""
+    """Return what the sub-agent reads before the first observation."""
     asked = kind.prompt.replace(TASK, task)
     if plain:
         return asked
@@ -139,8 +141,8 @@ def _first_message(kind: SubAgentOptions, task: str, *, plain: bool) -> str | Me
 
 
 def in_order(calls: Sequence[bool], answers: Sequence[str], outcome: Outcome) -> tuple[str, ...]:
-    """One text for each call of a turn: `calls` says which started sub-agents, whose answers these are; the others are the
-    environment's."""
+    """Return one text for each call of a turn: `calls` says which started sub-agents, whose answers these are; the others are
+    the environment's."""
     seen = outcome.observation
     mine, theirs = iter(answers), iter((seen,) if isinstance(seen, str) else seen)
     return tuple(next(mine) if delegated else next(theirs, "") for delegated in calls)

@@ -28,33 +28,33 @@ class BadObservation(Exception):
 
 
 class Dialogue(Protocol):
-    """How an episode's texts become tokens, and its turns become calls."""
+    """Conversion of an episode's texts into tokens, and of its turns into calls."""
 
     def first(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
-        """Token ids of the prompt, the first observation and a note of ours, up to where the policy writes. Raises:
+        """Return the token ids of the prompt, the first observation and a note of ours, up to where the policy writes. Raises:
         BadObservation, and what a chat template raises."""
         ...
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What a turn says, without what ends it."""
+        """Return the text of a turn, without the tokens that end it."""
         ...
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
-        """The tool calls in a turn's text. Raises: BadCall."""
+        """Return the tool calls in a turn's text. Raises: BadCall."""
         ...
 
     def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
-        """Token ids that follow a turn with so many calls, a note of ours last; `ended` is explained at `ChatAppender.after`.
-        Raises: as `first`."""
+        """Return the token ids that follow a turn with so many calls, a note of ours last; `ended` is explained at
+        `ChatAppender.after`. Raises: as `first`."""
         ...
 
     def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
-        """Whether the thoughts of all turns are left out of what the policy reads once a turn with so many calls is answered; `noted`:
-        a note of ours comes with the answer."""
+        """Return True if the thoughts of all turns are left out of what the policy reads once a turn with so many calls is
+        answered; `noted`: a note of ours comes with the answer."""
         ...
 
     def without_thoughts(self, turn: Sequence[int]) -> list[int]:
-        """Token ids of a turn as the policy reads it then. Raises: what a chat template raises."""
+        """Return the token ids of a turn as the policy reads it without its thoughts. Raises: what a chat template raises."""
         ...
 
 
@@ -91,7 +91,7 @@ class PlainDialogue:
         return list(turn)
 
     def _join_safely(self, *texts: str) -> str:
-        """The texts side by side: halves of a special token would make a whole one."""
+        """Join texts so that halves of a special token do not make a whole one."""
         return escape_specials("".join(map(check_observation, texts)), self._special)
 
 
@@ -151,7 +151,7 @@ class ChatDialogue:
 
 
 def check_observation(text: str) -> str:
-    """An environment's text as it is. Raises: BadObservation if it is too long, or has characters that are no text."""
+    """Return an environment's text as it is. Raises: BadObservation if it is too long, or has characters that are no text."""
     if len(text) > MAX_OBSERVATION:
         raise BadObservation(f"{len(text):,} characters, at most {MAX_OBSERVATION:,} can be read")
     if (odd := control_in(text)) is not None:

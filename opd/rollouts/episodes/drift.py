@@ -19,7 +19,7 @@ class Curriculum:
     over_steps: int
 
     def turns_at_step(self, step: int, max_turns: int) -> int:
-        """min(max_turns, first + floor((max_turns - first) (step - 1) / over_steps)), for steps from 1."""
+        """Return min(max_turns, first + floor((max_turns - first) (step - 1) / over_steps)), for steps from 1."""
         return min(max_turns, self.first + (max_turns - self.first) * (step - 1) // self.over_steps)
 
 
@@ -35,7 +35,7 @@ class TeacherTurns:
     """Whether the student is trained on the expert's turns."""
 
     def probability_at_step(self, step: int) -> float:
-        """share max(0, 1 - (step - 1) / over_steps), for steps from 1."""
+        """Return share max(0, 1 - (step - 1) / over_steps), for steps from 1."""
         return self.share * max(0.0, 1 - (step - 1) / self.over_steps)
 
 
@@ -50,7 +50,7 @@ class Guide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftOptions:
-    """What is done in one domain's training; exams know nothing of it."""
+    """Measures against drift in one domain's training; exams know nothing of them."""
 
     curriculum: Curriculum | None = None
     teacher_turns: TeacherTurns | None = None
@@ -58,11 +58,11 @@ class DriftOptions:
     """The domain's prompts are prefixes of episodes, after which the student writes one turn."""
 
     def turn_limit(self, step: int, max_turns: int) -> int:
-        """Turns that an episode of this step may have."""
+        """Return how many turns an episode of this step may have."""
         return max_turns if self.curriculum is None else self.curriculum.turns_at_step(step, max_turns)
 
     def guide_at_step(self, step: int) -> Guide | None:
-        """Who writes some of the turns beside the student; None from the step on where nobody does."""
+        """Return the guide that writes some of the turns beside the student; None from the step on where none does."""
         turns = self.teacher_turns
         probability = 0.0 if turns is None else turns.probability_at_step(step)
         if turns is None or not probability:

@@ -40,7 +40,7 @@ END_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one engine samples; the same for all turns but for their length and seed."""
+    """Settings by which one engine samples; the same for all turns but for their length and seed."""
 
     params: Callable[[int, int], Any]
     """The engine's parameters for a longest length and a seed."""
@@ -76,7 +76,7 @@ class _Leave:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Told:
-    """What is for whoever drives the engine."""
+    """A message for whoever drives the engine."""
 
     what: Any
 
@@ -97,7 +97,7 @@ class BatchEngine:
         self._failed = ""
 
     def add_engine(self, engine: Any) -> TokenEngine:
-        """Another engine, such as an expert's, that is stepped by the same thread and samples alike."""
+        """Add another engine, such as an expert's, which is stepped by the same thread and samples alike."""
         self._engines.append(engine)
         return _Beside(self, len(self._engines) - 1)
 
@@ -105,7 +105,7 @@ class BatchEngine:
         return await self.sample_turn(token_ids, max_tokens, seed, engine=0)
 
     async def sample_turn(self, token_ids: Sequence[int], max_tokens: int, seed: int, *, engine: int) -> Sampled:
-        """A turn by one of the engines: see `generate`."""
+        """Sample a turn by one of the engines: see `generate`."""
         room = min(max_tokens, self._sampling.context - len(token_ids))
         if self._failed or room < 1 or not token_ids:
             raise RunError(
@@ -123,7 +123,7 @@ class BatchEngine:
             raise
 
     def publish(self, what: Any) -> None:
-        """Have `iterate_steps` give this. From any thread."""
+        """Hand something to whoever drives the engine, who gets it from the generator of steps. May be called from any thread."""
         self._inbox.put(_Told(what))
 
     def drive(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -140,7 +140,8 @@ class BatchEngine:
                 return result
 
     def iterate_steps(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Generator[list[Any], None, T]:
-        """The same; gives meanwhile what `publish` was told, and does not step the engine until it is asked to go on."""
+        """Do as `drive` does; yield meanwhile what other threads handed over, and does not step the engine until it is asked
+        to go on."""
         done: Future[T] = Future()
 
         def talk() -> None:
@@ -172,16 +173,19 @@ class BatchEngine:
             self._waiting.clear()
 
     def _admit_requests(self) -> bool:
-        """Bring the inbox into the batch; wait for it while the batch is empty, and a moment while most are about to come. False
-        at the end."""
+        """Bring the inbox into the batch; wait for it while the batch is empty, and a moment while most turns are about to
+        come. Return False at the end."""
+        # More turns may be about to come than are in the batch: a step for the few that are left would cost nearly as much.
         patient = self._coming > len(self._waiting)
         began = time.monotonic()
         until, latest = began + FIRST_S, began + MOST_S
         while True:
             moment = max(0.0, min(until, latest) - time.monotonic()) if patient and self._coming else 0.0
             try:
+                # Without a turn in the batch there is nothing to step, so the wait has no limit.
                 item = self._inbox.get(timeout=moment if self._waiting else None)
             except queue.Empty:
+                # They did not come in time, and are not waited for a second time.
                 self._coming = 0 if patient else self._coming
                 return True
             if item is None:
@@ -222,6 +226,7 @@ class BatchEngine:
                     )  # may raise, and then the ask still waits for `_fail_requests`
                     ended.append((self._waiting.pop(output.request_id), methodcaller("set_result", turn)))
         finally:
+            # Also where a later output raised: these turns are whole, and their episodes wait for them.
             self._coming += len(ended)
             _settle_turns(ended)
 
@@ -235,7 +240,7 @@ class BatchEngine:
         )
 
     def _fail_requests(self, error: BaseException) -> None:
-        """Nobody waits for ever for a turn that does not come."""
+        """Fail all turns that are waited for or still in the inbox, so that nobody waits for ever."""
         self._failed = f"the engine failed: {error}"
         asks = list(self._waiting.values())
         with suppress(queue.Empty):

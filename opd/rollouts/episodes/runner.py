@@ -59,13 +59,14 @@ class Dialogues:
         self._appenders: dict[tuple[date | None, str, str], ChatAppender] = {}
 
     def make_dialogue(self, request: EpisodeRequest, tools: Sequence[Tool]) -> Dialogue:
-        """The dialogue that fits the request's prompt. Raises: ModelError if the template cannot append."""
+        """Make the dialogue that fits the request's prompt. Raises: ModelError if the template cannot append."""
         if isinstance(request.prompt.text, str):
             return PlainDialogue(self.tokenizer, tools, self.stops)
         return ChatDialogue(self.make_appender(request.options), tools)
 
     def make_appender(self, options: EpisodeOptions | AgentOptions) -> ChatAppender:
-        """The student's chat template, as these options want it. Raises: ModelError if it cannot append."""
+        """Return the appender for the student's chat template, as these options want it. Raises: ModelError if it cannot
+        append."""
         day, parser, variables = options.template_date, options.tool_call_parser, options.chat_template_kwargs
         wanted = day, parser, json.dumps(variables, sort_keys=True)
         if wanted not in self._appenders:
@@ -73,7 +74,7 @@ class Dialogues:
         return self._appenders[wanted]
 
     def clean_text(self, text: str) -> str:
-        """What the policy wrote, as text that another dialogue can begin with."""
+        """Return what the policy wrote, as text that another dialogue can begin with."""
         return escape_specials(readable(text), self._special)
 
     @cached_property
@@ -98,7 +99,8 @@ async def run_episodes(
 
 
 async def _at_once(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of them return, in order. Raises: what the first that fails raises; the others are cancelled."""
+    """Run all coroutines at once and return their results, in order. Raises: what the first that fails raises; the others are
+    cancelled."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(part) for part in parts]
@@ -108,13 +110,13 @@ async def _at_once(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def seed_of(*parts: object) -> int:
-    """32 bits that depend on every part and on nothing else."""
+    """Return a seed of 32 bits that depends on every part and on nothing else."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:4], "big")
 
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """What all agents of a step have in common."""
+    """Engines and settings that all agents of a step share."""
 
     engine: TokenEngine
     dialogues: Dialogues
@@ -180,9 +182,11 @@ class _EpisodeRun:
         return found
 
     async def play_episode(self) -> EpisodeEnd:
-        """Why it ended. Raises: as `run`."""
+        """Play all turns, close the environment, and return why the episode ended. Raises: as `run`."""
         try:
             end = await self._end_of_part(self._play_turns)
+            # After a timeout the environment's thread is still busy, so a call of `close` would only run into the next deadline;
+            # `leave` has that thread close it once it is back.
             if end.reason != "timeout":
                 await self._close()
         finally:
@@ -190,7 +194,7 @@ class _EpisodeRun:
         return end
 
     async def _end_of_part(self, part: Callable[[], Any]) -> EpisodeEnd:
-        """How a part of the episode ends it."""
+        """Run a part of the episode that ends it, and return why it ended."""
         from jinja2 import TemplateError
 
         try:
@@ -211,11 +215,11 @@ class _EpisodeRun:
             self._close_error = self._close_error or error.error
 
     def _describe_error(self, error: str) -> str:
-        """What broke it, with its name; nothing if nothing did."""
+        """Return an error as one line with the episode's id in front; empty if there is none."""
         return one_line(f"{self._request.sample.sample_id}: {error}", MAX_ERROR) if error else ""
 
     async def _play_turns(self) -> None:
-        """Raises: EpisodeEnd, always, or what ends an episode otherwise."""
+        """Play the turns. Raises: EpisodeEnd, always, or what ends an episode otherwise."""
         opening = await self._begin()
         segment = self._trace.begin_segment(await read_aside(opening.ids), self._origin)
         self._history = History(list(segment.ids))
@@ -232,8 +236,10 @@ class _EpisodeRun:
         raise EpisodeEnd("curriculum" if limit < self._options.max_turns else "turns")
 
     async def _sample_turn(self, segment: TraceSegment, turn: int) -> tuple[str, Sampled]:
-        """Who writes the next turn, and what: each turn of each episode has a coin of its own. Raises: EpisodeEnd."""
+        """Sample the next turn; return its author, policy or expert, and the turn. Each turn of each episode has a coin of its
+        own. Raises: EpisodeEnd."""
         guide, most = self._request.guide, self._options.max_turn_tokens
+        # A seed has 32 bits and follows from the run's seed and the ids alone, so a resumed run throws the same coin.
         if guide is None or self._turn_seed("guide", turn) >= guide.probability * 2**32:
             return "policy", await self._sample_policy(segment, most, "turn", turn)
         assert self._site.expert is not None
@@ -250,7 +256,7 @@ class _EpisodeRun:
         return sampled
 
     async def _write(self, engine: TokenEngine, segment: TraceSegment, max_tokens: int, *what: object) -> Sampled:
-        """What an engine writes after the segment; `what` decides the seed."""
+        """Have an engine write after the segment; `what` decides the seed."""
         sampled = await engine.generate(segment.ids, max_tokens=max_tokens, seed=self._turn_seed(*what))
         await hand_over(self._site.handover)
         return sampled
@@ -261,8 +267,8 @@ class _EpisodeRun:
     async def _go_on(
         self, segment: TraceSegment, sampled: Sampled, answer: EncodedAnswer, opening: Opening
     ) -> TraceSegment:
-        """The segment that the next turn follows: this one with what the environment answered, one without earlier thoughts, or a
-        compacted one."""
+        """Return the segment that the next turn follows: this one with what the environment answered, one without earlier
+        thoughts, or a compacted one."""
         dialogue = opening.dialogue
         ids = await read_aside(answer.ids, dialogue)
         self._note_observation(answer)
@@ -284,7 +290,7 @@ class _EpisodeRun:
         return self._trace.begin_segment(self._history.ids, "summary", segment)
 
     def _note_observation(self, answer: EncodedAnswer) -> None:
-        """Keep for people what the environment said. Raises: BadObservation for what nobody can read."""
+        """Note the environment's texts in the dialogue that people read. Raises: BadObservation for what nobody can read."""
         self._said += [f"environment: {check_observation(text)}" for text in answer.texts]
 
     async def _begin(self) -> Opening:
@@ -296,7 +302,7 @@ class _EpisodeRun:
         return Opening(dialogue, request.prompt.text, first)
 
     def _tokens_left_in_context(self, segment: TraceSegment) -> int:
-        """Tokens that the policy may write next. Raises: EpisodeEnd if there are none."""
+        """Return the number of tokens that the policy may write next. Raises: EpisodeEnd if there are none."""
         in_context = self._in_context(segment)
         if in_context < 1:
             raise EpisodeEnd("context")
@@ -306,18 +312,18 @@ class _EpisodeRun:
         return in_context if left is None else min(in_context, left)
 
     def _in_context(self, segment: TraceSegment) -> int:
-        """Tokens that the context has left."""
+        """Return the number of tokens that the context has left."""
         return self._site.context - len(segment.ids)
 
     def _own_tokens_left(self) -> int | None:
-        """What is left of the agent's own tokens, those of its sub-agents taken off; None: it has no limit."""
+        """Return what is left of the agent's budget of tokens, those of its sub-agents taken off; None: it has no limit."""
         budget = self._options.max_tokens
         return None if budget is None else budget - self._trace.audit.sampled
 
     async def _answer_turn(
         self, segment: TraceSegment, sampled: Sampled, dialogue: Dialogue, who: str
     ) -> EncodedAnswer:
-        """What environment and sub-agents say to the turn. Raises: EpisodeEnd."""
+        """Return what environment and sub-agents answer to the turn. Raises: EpisodeEnd."""
         ended = sampled.stop_reason == "stop"
         if not ended and len(sampled.token_ids) < self._options.max_turn_tokens:
             self._tokens_left_in_context(
@@ -346,7 +352,8 @@ class _EpisodeRun:
         return EncodedAnswer(in_order(delegated, answers, outcome), calls=len(calls), ended=ended)
 
     async def _act_in_environment(self, segment: TraceSegment, sampled: Sampled, action: Action) -> Outcome:
-        """What the environment says to a turn, and what the guard says in its place. Raises: EpisodeEnd."""
+        """Act on the environment, but for calls that the guard blocks, which it answers in the environment's place. Raises:
+        EpisodeEnd."""
         looked = CheckedTurn(calls=action.calls)
         if self._watch is not None:
             looked = await self._watch.check_turn(self._turns - 1, "" if action.calls else action.text, action.calls)
@@ -360,7 +367,8 @@ class _EpisodeRun:
         return replace(outcome, observation=looked.merge_observations(outcome.observation))
 
     async def _run_sub_agents(self, calls: Sequence[ToolCall], segment: TraceSegment) -> list[str]:
-        """What sub-agents answer to these calls of a turn. Raises: EpisodeEnd if the environment is over then."""
+        """Run the sub-agents that these calls of a turn start, and return their answers. Raises: EpisodeEnd if the environment
+        is over then."""
         agents = [
             None
             if request is None
@@ -379,7 +387,8 @@ class _EpisodeRun:
         return answers
 
     async def _end_of(self, agent: _EpisodeRun | None) -> EpisodeEnd | None:
-        """Why a sub-agent ended; None if it did not begin. Those that share the environment take turns, in the calls' order."""
+        """Play a sub-agent's episode and return why it ended; None if it did not begin. Those that share the environment take
+        turns, in the calls' order."""
         if agent is None:
             return None
         if not agent._shares:
@@ -388,7 +397,7 @@ class _EpisodeRun:
             return None if self._world.over else await agent.play_episode()
 
     def _taken_over(self, call: ToolCall, agent: _EpisodeRun, end: EpisodeEnd, segment: TraceSegment) -> str:
-        """What the policy reads of a sub-agent that has ended; its tokens are this episode's."""
+        """Take over the tokens and counts of a sub-agent that has ended, and return what the policy reads of it."""
         self._trace.adopt_segments(agent._trace, segment)
         if self._watch is not None and agent._watch is not None and agent._watch is not self._watch:
             self._watch.stats += agent._watch.stats
@@ -402,13 +411,13 @@ class _EpisodeRun:
 
 
 def watch_of(request: EpisodeRequest) -> GuardWatch | None:
-    """The guard of one episode, if its domain has one. Raises: ConfigError for rules or a judge that cannot be used."""
+    """Return the guard of one episode, if its domain has one. Raises: ConfigError for rules or a judge that cannot be used."""
     spec = request.options.guard
     return None if spec is None else GuardWatch(shared_guard(spec), request.sample.sample_id, spec.config.on_hit)
 
 
 def _open_world(request: EpisodeRequest, options: EpisodeOptions, lent: World | None) -> World:
-    """What the agent of a request acts on; `lent` is its caller's environment."""
+    """Make what the agent of a request acts on; `lent` is its caller's environment."""
     if lent is not None:
         return CallersEnvironment(lent)
     if not options.environment:

@@ -1,4 +1,4 @@
-"""What goes into an episode and what comes out of it; plain values that cross process boundaries."""
+"""Input and result of an episode; plain values that cross process boundaries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EpisodeEnd(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeOptions:
-    """How the episodes of one domain run."""
+    """Options for the episodes of one domain."""
 
     environment: str
     """Its class, as `module:Class`. Empty for a sub-agent without an environment of its own."""
@@ -90,13 +90,14 @@ class EpisodeRequest:
 
 
 def is_reward(value: Any) -> bool:
-    """Whether this is a number that can be a reward."""
+    """Return True if this is a number that can be a reward."""
     # NaN is not, and an int may be too large for a float.
     return isinstance(value, int | float) and abs(value) <= MAX_REWARD
 
 
 def refuse_many_broken(domain: str, stats: EpisodeStats, max_share: float) -> None:
-    """Raises: RunError if more than `max_share` of a domain's episodes broke, or of their sub-agents; one always may."""
+    """Refuse a step of which too much broke. Raises: RunError if more than `max_share` of a domain's episodes broke, or of
+    their sub-agents; one always may."""
     started = {reason: num for reason, num in stats.sub_agents.items() if reason != REFUSED}
     for what, ends, error in (
         ("episodes", stats.stop_reasons, stats.error),

@@ -1,4 +1,4 @@
-"""What sub-agents there are: tools that start an episode of their own. `delegation` starts them."""
+"""Kinds of sub-agents: tools that start an episode of their own. `delegation` starts them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ or the environment that they share was over."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubAgentOptions:
-    """How one kind of sub-agent runs; `opd.config.sub_agents.SubAgentConfig` explains what has no words here."""
+    """Options of one kind of sub-agent; `opd.config.sub_agents.SubAgentConfig` explains what has no words here."""
 
     description: str
     domain: str = ""
@@ -49,7 +49,7 @@ class SubAgentsOptions:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """What the policy reads of them."""
+        """Tools by which the policy starts sub-agents."""
         task = {"type": "string", "description": "What to do, with everything that one has to know for it."}
         parameters = {"type": "object", "properties": {"task": task}, "required": ["task"]}
         return tuple(
@@ -62,5 +62,5 @@ class SubAgentsOptions:
         return frozenset(kind.domain for kind in self.kinds.values() if kind.domain)
 
     def nested_options(self, at_most: int) -> SubAgentsOptions | None:
-        """What one of the sub-agents may start in turn."""
+        """Return the options for what one of the sub-agents may start in turn; None if it may start nothing."""
         return replace(self, at_most=at_most, depth=self.depth - 1) if self.depth > 1 and at_most else None

@@ -75,7 +75,7 @@ class OwnThread:
         threading.Thread(target=self._run_calls, name="environment", daemon=True).start()
 
     async def call(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
-        """`function(*arguments)`; `what` names it in errors. Raises: Failed, Overdue."""
+        """Run `function(*arguments)` in the thread; `what` names it in errors. Raises: Failed, Overdue."""
         loop = asyncio.get_running_loop()
         job = _ThreadJob(function, arguments, loop.create_future(), loop)
         self._jobs.put(job)

@@ -1,4 +1,4 @@
-"""What episodes need of the student's tokenizer."""
+"""The student's tokenizer, as far as episodes need it."""
 
 from __future__ import annotations
 

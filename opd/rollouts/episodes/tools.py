@@ -13,12 +13,12 @@ from opd.tool_formats.schema import problem_with, schema_properties
 
 
 def checked_calls(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
-    """The calls as they are. Raises: BadCall for one that names no tool or does not fit the tool's schema."""
+    """Return the calls as they are. Raises: BadCall for one that names no tool or does not fit the tool's schema."""
     return tuple(_check_call(call.name, call.arguments, tools) for call in calls)
 
 
 def problem_with_tools(tools: Any) -> str:
-    """Why these are no tools of an environment; empty if they are."""
+    """Return why these are no tools of an environment; empty if they are."""
     if not isinstance(tools, tuple | list) or not all(isinstance(tool, Tool) for tool in tools):
         return f"tools = {tools!r:.60}, which is no tuple of opd.records.environments.Tool"
     for tool in tools:
@@ -30,7 +30,7 @@ def problem_with_tools(tools: Any) -> str:
 
 
 def plain_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
-    """The call of a turn of a model without a chat template: a tool's name, then its arguments.
+    """Read the call of a turn of a model without a chat template: a tool's name, then its arguments.
 
     The arguments are JSON (`add {"a": 1}`), or the text for the tool's only parameter (`calculate 3*4`). Text that begins
     with no tool's name has no call. Raises: BadCall for arguments that do not fit the tool's schema.

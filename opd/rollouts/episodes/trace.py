@@ -24,7 +24,7 @@ from opd.records.types import Origin, Rollout, Sampled, SegmentOrigin, Span, Sto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeKey:
-    """What all rollouts of an episode have in common."""
+    """Ids and domain that all rollouts of an episode share."""
 
     sample_id: str
     """Names the episode, and its first segment."""
@@ -123,12 +123,12 @@ class TraceSegment:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return sum(span.length for span in self.spans if span.sampled)
 
     @property
     def num_trained(self) -> int:
-        """Those of them that carry loss."""
+        """Number of sampled tokens that carry loss."""
         return sum(span.length for span in self.spans if span.sampled and span.trained)
 
 
@@ -165,8 +165,8 @@ class Trace:
         return made
 
     def continue_segment(self, segment: TraceSegment, ids: Sequence[int]) -> TraceSegment:
-        """The segment that has these tokens: the given one if they continue it, else another in its place, which begins with them
-        because the chat template leaves out what stood in earlier turns."""
+        """Return the segment that has these tokens: the same one if they continue it, else another in its place, which begins
+        with them because the chat template leaves out what stood in earlier turns."""
         given = list(ids)
         if given[: len(segment.ids)] == segment.ids:
             segment.append_observation(given[len(segment.ids) :])
@@ -185,7 +185,7 @@ class Trace:
         self.segments += other.segments
 
     def continue_or_fork(self, ids: Sequence[int], *, begins: bool = False) -> TraceSegment:
-        """The segment after which the turn for this whole history is sampled, busy until the turn is there.
+        """Return the segment after which the turn for this whole history is sampled, busy until the turn is there.
 
         That is the longest segment whose tokens the history begins with, and that is not busy: the rest is appended to it.
         Else a new segment begins; `begins`: beside all others, because nothing that the policy wrote stands in the history. Call
@@ -193,6 +193,7 @@ class Trace:
         """
         given = list(ids)
         packed = array("q", given).tobytes()
+        # Both have 8 bytes a token, so a prefix of the bytes is a prefix of the tokens.
         fitting = [s for s in self.segments if not s.busy and packed.startswith(s.packed)]
         if fitting:
             segment = max(fitting, key=lambda s: len(s.ids))
@@ -232,7 +233,8 @@ class Trace:
         )
 
     def to_rollouts(self, sample: EpisodeKey, stop_reason: StopReason, reward: float | None) -> list[Rollout]:
-        """The segments in which a turn was taken. Each ends with its last turn: what followed it predicts nothing."""
+        """Return the rollouts of those segments in which a turn was taken. Each ends with its last turn: what followed it
+        predicts nothing."""
         kept = [segment for segment in self.segments if segment.turns]
         names = {segment.number: sample.sample_id + (f"+{i}" if i else "") for i, segment in enumerate(kept)}
         return [
@@ -247,7 +249,7 @@ class Trace:
         ]
 
     def _nearest_sample_id(self, number: int | None, names: Mapping[int, str]) -> str | None:
-        """Sample id of the segment with that number, or of the nearest one above it that has one."""
+        """Return the sample id of the segment with that number, or of the nearest one above it that has one."""
         while number is not None and number not in names:
             number = self.segments[number].parent
         return None if number is None else names[number]

@@ -1,4 +1,4 @@
-"""What stands before and after the turns of an episode, still as text: it becomes tokens once, in one place."""
+"""Texts that stand before and after the turns of an episode; they become tokens once, in one place."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ class History:
 
     @property
     def ids(self) -> list[int]:
-        """All of its tokens."""
+        """All tokens of the history, in order."""
         return self.head + [token for turn, following in self.turns for token in (*turn, *following)]
 
     def with_last(self, following: list[int]) -> History:
-        """The same with something else after the last turn."""
+        """Return the same history with something else after the last turn."""
         return History(self.head, [*self.turns[:-1], (self.turns[-1][0], following)])
 
     def without_thoughts(self, dialogue: Dialogue | ChatAppender) -> History:
-        """The same as the policy reads it where the thoughts of its turns are left out. Raises: what a chat template raises."""
+        """Return the history as the policy reads it where the thoughts of its turns are left out. Raises: what a chat template
+        raises."""
         return History(self.head, [(dialogue.without_thoughts(turn), following) for turn, following in self.turns])
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What an episode begins with."""
+    """The beginning of an episode: its prompt and the first observation."""
 
     dialogue: Dialogue
     prompt: str | Messages
@@ -50,13 +51,14 @@ class Opening:
         return [seen] if isinstance(seen, str) else [message["content"] for message in seen]
 
     def ids(self, note: str = "") -> list[int]:
-        """Token ids up to the first turn; `note` stands last. Raises: BadObservation, and what a chat template raises."""
+        """Return the token ids up to the first turn; `note` stands last. Raises: BadObservation, and what a chat template
+        raises."""
         return self.dialogue.first(self.prompt, self.observation, note)
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedAnswer:
-    """What follows a turn."""
+    """The answer to a turn."""
 
     observation: str | tuple[str, ...]
     calls: int
@@ -70,5 +72,6 @@ class EncodedAnswer:
         return (self.observation,) if isinstance(self.observation, str) else self.observation
 
     def ids(self, dialogue: Dialogue, note: str = "") -> list[int]:
-        """Token ids up to the next turn; `note` stands last. Raises: BadObservation, and what a chat template raises."""
+        """Return the token ids up to the next turn; `note` stands last. Raises: BadObservation, and what a chat template
+        raises."""
         return dialogue.after(self.observation, calls=self.calls, ended=self.ended, note=note)

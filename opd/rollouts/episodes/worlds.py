@@ -1,4 +1,4 @@
-"""What an agent of an episode acts on: an environment of its own, that of the agent that called it, or nothing."""
+"""Things that an agent of an episode acts on: an environment of its own, that of the agent that called it, or nothing."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ T = TypeVar("T")
 
 
 class World(Protocol):
-    """What an agent acts on."""
+    """An environment as one agent sees it, or the lack of one."""
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """What the agent can call, once it has begun."""
+        """Tools that the agent can call, once it has begun."""
         ...
 
     @property
     def over(self) -> EpisodeEnd | None:
-        """Why nobody can act on it any more."""
+        """End of the environment, after which nobody can act on it; None before."""
         ...
 
     @property
     def rewards(self) -> Sequence[float]:
-        """What was earned there, if it is the agent's own."""
+        """Rewards that were earned there, if it is the agent's own."""
         ...
 
     async def begin(self) -> str | Messages:
-        """The first observation. Raises: EpisodeEnd."""
+        """Begin, and return the first observation. Raises: EpisodeEnd."""
         ...
 
     async def step(self, action: Action) -> Outcome:
-        """What the agent's turn brings about. Raises: EpisodeEnd."""
+        """Do what the agent's turn asks for, and return the outcome. Raises: EpisodeEnd."""
         ...
 
     async def close(self) -> None:
@@ -112,7 +112,7 @@ class OwnEnvironment:
             self._environment.set_step_timeout(self._options.step_timeout_s)
 
     def _reset(self) -> tuple[str | Messages, tuple[Tool, ...], str]:
-        """The first observation, the tools, and what is wrong with them; empty if nothing."""
+        """Reset the environment; return the first observation, the tools, and what is wrong with them, empty if nothing."""
         assert self._environment is not None
         first = self._environment.reset(self._metadata, self._seed)
         tools = self._environment.tools
@@ -120,7 +120,7 @@ class OwnEnvironment:
         return first, tools, wrong or problem_with_tools(tools)
 
     def _step(self, action: Action) -> tuple[Outcome, str]:
-        """What came of an action, and what is wrong with it; empty if nothing."""
+        """Step the environment; return the outcome, and what is wrong with it, empty if nothing."""
         assert self._environment is not None
         outcome = self._environment.step(action)
         return outcome, _explain_bad_outcome(outcome, len(action.calls))
@@ -151,10 +151,10 @@ class CallersEnvironment:
         return await self._caller.step(action) if action.calls else Outcome(done=True)
 
     async def close(self) -> None:
-        """It is the caller's."""
+        """Do nothing: the environment is the caller's."""
 
     def leave(self) -> None:
-        """It is the caller's."""
+        """Do nothing: the environment is the caller's."""
 
 
 class NoEnvironment:
@@ -171,10 +171,10 @@ class NoEnvironment:
         return Outcome(done=True)
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is no environment."""
 
     def leave(self) -> None:
-        """There is nothing to leave."""
+        """Do nothing: there is no environment."""
 
 
 def _is_first_observation(found: Any) -> bool:
@@ -186,7 +186,7 @@ def _is_first_observation(found: Any) -> bool:
 
 
 def _explain_bad_outcome(outcome: Any, calls: int) -> str:
-    """What is wrong with what `step` returned; empty if nothing."""
+    """Return what is wrong with what `step` returned; empty if nothing."""
     if not isinstance(outcome, Outcome):
         return f"{outcome!r:.60}, wanted an Outcome"
     reward, seen = outcome.reward, outcome.observation
