@@ -127,7 +127,7 @@ class ZeroEngine:
     # Forward passes
 
     def layout_error(self, layout: str) -> float:
-        """Measure how wrong a layout is for this model: see `opd.models.layouts.layout_error`."""
+        """Measure the error of a layout for this model: see `opd.models.layouts.layout_error`."""
         module = self._engine.module
         return layout_error(
             lambda packed: module.hidden(to_device(packed, self._device)),
