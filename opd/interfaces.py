@@ -85,7 +85,7 @@ class TokenEngine(Protocol):
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
         """Sample at most `max_tokens` tokens that follow `token_ids`. A call that is cancelled leaves the batch. The engine has
-        all other sampling settings. Raises: RunError; all other calls, under way or later, fail then too."""
+        all other sampling settings. Raises: RunError if the engine failed, after which all calls fail, or if there is no room."""
         ...
 
 
@@ -354,7 +354,7 @@ class Scorer(Protocol):
 
 
 class HeadHandle(Protocol):
-    """Handle to a head's matrix in another process, such as `opd.cluster.Remote`; it may be sent to other workers."""
+    """Handle to a head's matrix in another process, such as `cluster.objects.RemoteCall`; it may be sent to other workers."""
 
     def fetch(self) -> np.ndarray:
         """Fetch the matrix; `opd.models.heads.head_tensor` makes it a tensor."""

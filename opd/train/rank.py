@@ -226,7 +226,7 @@ class TrainerRank(ZeroEngine):
         return self._step.totals.weight
 
     def finish_step(self, share: float) -> RankResult:
-        """Step the optimiser with the accumulated gradients, divided by `share`, what the weights of all ranks add up to.
+        """Step the optimiser with the accumulated gradients, divided by `share`, the sum of the token weights of all ranks.
 
         Raises: RunError on a non-finite gradient.
         """

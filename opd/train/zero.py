@@ -91,9 +91,11 @@ class ZeroEngine:
     """Holds a shard of a model and of AdamW's state, and trains it by the loss of the module around it."""
 
     def __init__(self, options: ZeroOptions, rank: int, build: Callable[[], nn.Module]) -> None:
-        """`build` makes the module once the ranks have met. Its `lm` is the transformers model that is trained, saved and
-        exported; its forward gives the loss and whatever else the step wants; `hidden` and `logprobs` are those of
-        `opd.train.student.Student`."""
+        """Keep the settings; `start` does the work. `build` makes the module once the ranks have joined.
+
+        The module's `lm` is the transformers model that is trained, saved and exported. Its forward returns the loss and whatever
+        else a step needs. `hidden_states` and `logprobs` are like those of `opd.train.student.Student`.
+        """
         self._options = options
         self._rank = rank
         self._build = build
