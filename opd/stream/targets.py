@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it needs torch
 
 
 Sink = Callable[[PartRecord | None, np.ndarray | None], Callable[[], object] | None]
-"""Gets each part as it comes, then None twice; may return a function that waits until it is done with the parts."""
+"""Gets record and bytes of each part as it comes, then None for both; may return a function that waits until it is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class TargetStream:
         self._unsettled: list[Callable[[], object]] = []
 
     def add_sink(self, sink: Sink) -> None:
-        """Call `sink` with every part's record and bytes before it is trained, and with None twice after the last part. If it
+        """Call `sink` with every part's record and bytes before it is trained, and with None for both after the last part. If it
         returns a function, `wait_for_sinks` calls that."""
         self._sinks.append(sink)
 
