@@ -30,7 +30,7 @@ class ModelFiles:
     """The weight files of a directory while they are being written."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor], shard: int | None = None) -> None:
-        """`tensors` say what will come, without values; their order decides which shard a tensor is in. `shard`: bytes of the
+        """Plan the files: `tensors` are all that will be written, without values; their order decides which shard a tensor is in. `shard`: bytes of the
         largest one; default: `SHARD`."""
         from huggingface_hub import split_torch_state_dict_into_shards
 

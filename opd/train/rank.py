@@ -244,7 +244,7 @@ class TrainerRank(ZeroEngine):
         )
 
     def _policy_result(self, share: float) -> RankPolicy | None:
-        """The sums of the policy gradient, before the optimiser steps; None without one."""
+        """Return the sums of the policy gradient, before the optimiser steps; None without a policy gradient."""
         work = self._step.work.policy
         if work is None:
             return None
