@@ -1,5 +1,5 @@
-"""What the parts of a merge have to be able to do: first the parts as the loop sees them, then what stands behind one of them
-or is handed to it. All protocols are here; `pipelines.build` chooses the classes behind them."""
+"""Protocols of the parts of a merge: first the parts that the loop calls, then those that other parts use or are handed.
+`pipelines.build` chooses the classes behind them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
 
 class PromptSource(Protocol):
     def take(self, step: int) -> Sequence[Prompt]:
-        """The step's prompts, every domain among them; the same one several times, side by side, for several responses. They
-        depend on (seed, step) and the records of the steps before, and on nothing else, so a resume needs no cursor."""
+        """Return the step's prompts, with every domain among them; for several responses the same prompt several times, side by
+        side. They depend on (seed, step) and the records of earlier steps, and on nothing else, so a resume needs no cursor."""
         ...
 
 
@@ -58,44 +58,47 @@ class RolloutEngine(Protocol):
         ...
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
-        """`n` answers to each prompt side by side, in the order of `prompts`; at temperature 0 they are greedy, else
-        each has a seed of its prompt's id and its number. A prompt that does not fit gets empty answers."""
+        """Return `n` answers to each prompt side by side, in the order of `prompts`. At temperature 0 they are greedy, else
+        each has a seed made of its prompt's id and its number. A prompt that does not fit gets empty answers."""
         ...
 
     def load(
         self, model_dir: Path, again: Callable[[], AbstractContextManager[Path]] | None = None, base: Path | None = None
     ) -> None:
-        """Hold the weights of this Hugging Face directory in every worker, caches reset. Where it goes away, `again` makes one with
-        the same weights for a worker that died. With `base` it has some weights alone; the others are `base`'s, of the same model."""
+        """Load the weights of this Hugging Face directory into every worker, and reset caches. If the directory may go away,
+        `again` makes one with the same weights for a worker that died. With `base` the directory has only some weights; the
+        others are in `base`, a directory of the same model."""
         ...
 
     def receive(self, send: Callable[[], WeightStream]) -> None:
-        """The same with weights that the trainer sends. `send` is called anew for a worker that died, and gives the same then."""
+        """Load weights that the trainer sends, like `load`. For a worker that died `send` is called a second time, and sends the
+        same weights."""
         ...
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """[worker][sequence][token - 1] log-prob of each token after the first, given those before it."""
+        """Return [worker][sequence][token - 1] the log-prob of each token after the first, given the tokens before it."""
         ...
 
 
 class TokenEngine(Protocol):
-    """The policy, one turn at a time. Calls that wait at the same time are one batch, which a later call joins as it runs."""
+    """The policy, one turn at a time. Concurrent calls share a batch, which a later call joins while it runs."""
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
-        """Sample what follows the given tokens, at most `max_tokens`. A call that is cancelled leaves the batch. All else about
-        sampling is the engine's. Raises: RunError, and nobody's turn ends well from then on."""
+        """Sample at most `max_tokens` tokens that follow `token_ids`. A call that is cancelled leaves the batch. The engine has
+        all other sampling settings. Raises: RunError if the engine failed, after which all calls fail, or if there is no room."""
         ...
 
 
 class Environment(Protocol):
-    """What an episode acts on; one object for each episode. Plain code: it may block, it is called in a thread of its own.
+    """The world that an episode acts on; one object for each episode. Plain code: it may block, since it is called in a thread
+    of its own.
 
-    A class may also have `set_step_timeout(seconds)`, which is told the deadline of each call, before `reset`.
+    A class may also have `set_step_timeout(seconds)`, which is called before `reset` with the deadline of each call.
     """
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """What the policy can call; without any, the text of its turn is its action."""
+        """Tools that the policy can call; without any, the text of its turn is its action."""
         ...
 
     def reset(self, metadata: Mapping[str, Any], seed: int) -> str | Messages:
@@ -104,7 +107,7 @@ class Environment(Protocol):
         ...
 
     def step(self, action: Action) -> Outcome:
-        """What the policy's turn brings about."""
+        """Carry out the policy's turn, and return what comes of it."""
         ...
 
     def close(self) -> None:
@@ -114,14 +117,15 @@ class Environment(Protocol):
 
 class TeacherPool(Protocol):
     layouts: dict[str, LayoutProof]
-    """Teacher's name -> how its rows share a forward pass, for teachers that this pool computes itself, once it is ready."""
+    """Teacher's name -> layout in which its rows share a forward pass, for teachers that this pool computes itself; there once
+    the pool is ready."""
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
-        """Have every rollout scored by the teachers of its domain; rows come while they are at it."""
+        """Have every rollout scored by the teachers of its domain; returns at once, and rows come as they are scored."""
         ...
 
     def heads(self) -> Mapping[str, HeadSource]:
-        """Every output head that rows of this pool can name, by content hash."""
+        """Return every output head that rows of this pool can name, by content hash."""
         ...
 
 
@@ -129,18 +133,19 @@ class TargetLog(Protocol):
     def replay(
         self, step: int, policy_version: int, prompts: Sequence[Prompt]
     ) -> tuple[RolloutBatch, TargetStream] | None:
-        """What `record` stored of this step, if all of it is there and answers this question; else None, and the log
-        forgets the step and all later ones."""
+        """Return what `record` stored of this step if it is whole, and for the same policy version and prompts; else None, and
+        the log drops the step and all later ones."""
         ...
 
     def record(
         self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: TargetStream
     ) -> None:
-        """Store a step's parts as they pass, all or none: all are there once `targets` settled. Both raise: StorageError."""
+        """Store a step's parts as they are taken, all or none: they are in the log once `targets.wait_for_sinks` returns. Taking
+        parts and waiting raise: StorageError."""
         ...
 
     def prune(self, step: int) -> None:
-        """Drop the steps up to `step`: a checkpoint holds what they taught."""
+        """Drop the steps up to `step`: a checkpoint has their result."""
         ...
 
     def keep_written(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
@@ -148,15 +153,15 @@ class TargetLog(Protocol):
         ...
 
     def written(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch | None:
-        """What `keep_written` stored of this step, if it is whole and answers this question; else None."""
+        """Return what `keep_written` stored of this step if it is whole, and for the same policy version and prompts; else None."""
         ...
 
     def written_files(self, step: int) -> dict[str, bytes]:
-        """The files that `keep_written` made, by name, for a checkpoint to carry; empty if there are none."""
+        """Return the files that `keep_written` made, by name, for a checkpoint to carry; empty if there are none."""
         ...
 
     def bring_back(self, step: int, directory: Path) -> None:
-        """Store such files of a step once more, from a directory that may have them. Raises: StorageError."""
+        """Store the files of `written_files` back into the log, from a directory that may have them. Raises: StorageError."""
         ...
 
 
@@ -167,15 +172,16 @@ class Schedule(Protocol):
     """Pushes that may lie between the writing of a token and its training; the loop refuses rows that are older."""
 
     def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt], early: Early | None) -> RolloutBatch:
-        """The responses of the step that comes now; `policy_version` is that of the weights it trains."""
+        """Return the responses of this step; `policy_version` is the version of the weights that it trains."""
         ...
 
     def rest(self) -> None:
-        """The step that comes now is trained from the log, so nothing is written for it: engines that sleep go to sleep."""
+        """Let engines sleep that do: this step is trained from the log, so that nothing is written for it."""
         ...
 
     def begin_next(self, step: int, policy_version: int, unfinished: Sequence[Rollout]) -> None:
-        """What `step` trains can be written beside the step before, which left `unfinished` responses. Returns at once."""
+        """Begin to write the responses of `step` while the step before, which left `unfinished` responses, is scored and
+        trained. Returns at once."""
         ...
 
     def finish_writing(self) -> None:
@@ -183,17 +189,17 @@ class Schedule(Protocol):
         ...
 
     def carried(self, step: int) -> dict[str, bytes]:
-        """Name -> content of the files that a checkpoint of this step needs beside the weights to go on."""
+        """Return name -> content of the files that a checkpoint of this step needs beside the weights."""
         ...
 
     def take_busy_s(self) -> float:
-        """Seconds in which engines wrote responses since the last call."""
+        """Return the seconds in which engines wrote responses since the last call."""
         ...
 
 
 class Trainer(Protocol):
     layout: LayoutProof
-    """How the student's rows share a forward pass, once the trainer is ready."""
+    """Layout in which the student's rows share a forward pass, once the trainer is ready."""
 
     def train_step(
         self,
@@ -203,12 +209,14 @@ class Trainer(Protocol):
         stale: frozenset[str] = frozenset(),
         reward: RewardStep | None = None,
     ) -> StepReport:
-        """One optimiser step over the rows of all rollouts that are not quarantined; takes every part of `targets` and settles
-        them first. `stale`: samples that older weights wrote, whose log-probs differ from the engine's without a fault."""
+        """Take one optimiser step over the rows of all rollouts that are not quarantined. Before it steps, every part of
+        `targets` was taken, and their sinks are done. `stale`: samples that older weights wrote, so that log-probs may differ
+        from the engine's without a fault."""
         ...
 
     def begin_logprobs(self, token_ids: Sequence[Sequence[int]]) -> Callable[[], list[list[float]]]:
-        """Begin to compute log-probs, [sequence][token - 1] as in RolloutEngine, of the weights in training; the result waits."""
+        """Begin to compute log-probs under the weights in training. Returns a function that waits for them, and returns them as
+        [sequence][token - 1] like `RolloutEngine.logprobs`."""
         ...
 
     def export(self, path: Path) -> None:
@@ -216,15 +224,17 @@ class Trainer(Protocol):
         ...
 
     def export_changed(self, path: Path) -> Path | None:
-        """The same without weights that training leaves alone. Returns the directory that has these; None if all were written."""
+        """Write the weights that training changes, like `export`. Returns the directory that has the others; None if all were
+        written."""
         ...
 
     def stream_changed(self, nbytes: int) -> WeightStream:
-        """Its tensors in buckets of at most `nbytes`, gathered as they are taken; nothing else may be asked meanwhile."""
+        """Stream the tensors of `export_changed` in buckets of at most `nbytes`, which are gathered as they are taken; until the
+        last one, no other method may be called."""
         ...
 
     def export_adapter(self, path: Path) -> None:
-        """Write what LoRA trained as a PEFT directory."""
+        """Write the adapters that LoRA trained as a PEFT directory."""
         ...
 
     def begin_save(self, path: Path) -> None:
@@ -232,7 +242,8 @@ class Trainer(Protocol):
         ...
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
-        """The files of the last `begin_save`, synced; None if they are not all written after `wait_s`. Raises: StorageError."""
+        """Return the files of the last `begin_save`, synced; None if they are not all written after `wait_s`. Raises:
+        StorageError."""
         ...
 
     def load(self, path: Path) -> None:
@@ -245,50 +256,52 @@ class WeightSync(Protocol):
         """Compare engine and trainer before the first step, when both hold the student's own weights. Raises: RunError."""
 
     def push(self, version: int) -> PushReport:
-        """Bring the trainer's weights to every engine and prove it on the probe tokens. Raises: RunError."""
+        """Send the trainer's weights to every engine, and prove it on the probe tokens. Raises: RunError."""
         ...
 
     def hold(self, model_dir: Path, *, like: Path) -> None:
-        """Have every engine hold the model of a directory that may be out of its reach; it reads `like`, a model of that shape."""
+        """Have every engine load the model of a directory that it may not be able to read; `like` is a model of the same shape
+        that it can read."""
         ...
 
 
 class Evaluator(Protocol):
     def evaluate(self, domains: Sequence[str] | None = None, *, model: str) -> Evaluation:
-        """The weights that the rollout engine holds now, on the named domains or all; `model` names them for people."""
+        """Evaluate the weights that the rollout engine holds, on these domains or all; `model` is their name in reports."""
         ...
 
 
 class Checkpoints(Protocol):
     def save(self, step: int, policy_version: int, carried: Mapping[str, bytes]) -> None:
-        """Begin a checkpoint of this step, after the end of one that is under way; `carried` are files that go into it.
+        """Begin a checkpoint of this step, once one that is under way has ended; `carried` are files that go into it.
         Raises: as `committed`."""
         ...
 
     def committed(self, wait: bool) -> SavedCheckpoint | None:
-        """The newest checkpoint that was committed since the last call, of one under way only if it `wait`s. Raises:
-        StorageError; RunError past the deadline."""
+        """Return the newest checkpoint that was committed since the last call; with `wait`, wait for one that is under way.
+        Raises: StorageError; RunError past the deadline."""
         ...
 
 
 class Monitors(Protocol):
     def begin(self, records: Sequence[StepRecord], expert: Evaluation) -> None:
-        """Take up the records of the steps that are done; `expert` is the exam of the domains' experts. Raises: RunError if the run
-        was stopped after the last of them and nothing has changed."""
+        """Read the records of the steps that are done; `expert` is the evaluation of the domains' experts. Raises: RunError if
+        the run was stopped after the last of them and nothing has changed."""
         ...
 
     def judge(self, record: StepRecord, rollouts: Sequence[Rollout]) -> tuple[AlarmRecord, ...]:
-        """The limits that a step's readings reach; what they were reached by is on disk. Raises: StorageError."""
+        """Return an alarm for each limit that the step's readings reach; the samples behind them are on disk. Raises:
+        StorageError."""
         ...
 
     def verdict(self) -> RunError | None:
-        """Why the run ends after the step that was judged last; None if it goes on."""
+        """Return the error with which the run ends after the step that was judged last; None if it goes on."""
         ...
 
 
 class Traces(Protocol):
     def keep(self, step: int, batch: RolloutBatch, trained: StepReport) -> None:
-        """Store some episodes of a step for people, with what the trainer says of them. Raises: StorageError."""
+        """Store some episodes of a step for people to read, with the trainer's numbers. Raises: StorageError."""
         ...
 
 
@@ -296,11 +309,11 @@ class Objective(Protocol):
     """One way to measure how far the student is from the teacher."""
 
     mixes: ClassVar[bool]
-    """Whether a mixture's log-measure can stand for its teachers: true of a sum over teachers that is linear in log q, and
-    of what is defined by their normalised product."""
+    """True if a mixture's log-measure can stand for its teachers. So it is for a sum over teachers that is linear in log q, and
+    for an objective that is defined by their normalised product."""
 
     def __call__(self, student: StudentChunk, teacher: Any) -> Slope:
-        """`teacher` is the `TeacherChunk` of a payload that the objective can use."""
+        """Return value and slope at each token; `teacher` is the `TeacherChunk` of a payload that the objective can use."""
         ...
 
 
@@ -308,48 +321,48 @@ class Scorer(Protocol):
     """One way to ask a teacher about tokens that the student wrote."""
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
-        """Target rows in batches. A response that cannot be scored gets no row but an entry in `broken`: id -> reason.
+        """Yield target rows in batches. A response that cannot be scored gets no row but an entry in `broken`: id -> reason.
 
         A scorer that reads ahead has loaded the teacher when this returns: `prefetch` may follow before the first batch.
         """
         ...
 
     def prefetch(self, teacher: Teacher) -> None:
-        """Begin to load a teacher that is asked next; returns at once."""
+        """Begin to load the teacher that scores next; returns at once."""
         ...
 
     def head(self, teacher: Teacher) -> Tensor:
-        """[V, D] the output head, on the CPU; only under a payload that sends heads."""
+        """Return [V, D] the output head, on the CPU; only under a payload that sends heads."""
         ...
 
     def head_key(self, teacher: Teacher) -> str:
-        """Content hash of head and logit rule, empty where no head is at hand. Raises: RunError if the teacher cannot be
-        used: this is where every scorer tries it out."""
+        """Return the content hash of head and logit rule, empty if there is no head. Every scorer tries the teacher out here.
+        Raises: RunError if it cannot be used."""
         ...
 
     def head_file(self, teacher: Teacher) -> HeadFile | None:
-        """Where the head lies, None where no head is at hand."""
+        """Return the file that has the head, None if there is no head."""
         ...
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
-        """What the teacher's architecture does to its logits."""
+        """Return the scale and cap that the teacher's architecture puts on its logits."""
         ...
 
     def layout(self, teacher: Teacher) -> LayoutProof | None:
-        """How several rows share a forward pass, proven; None where the engine that scores sees to that."""
+        """Return the layout in which several rows share a forward pass, proven; None if an engine that scores does that itself."""
         ...
 
 
 class HeadHandle(Protocol):
-    """Leads to a head's matrix in another process, such as `opd.cluster.Remote`; may travel to other workers."""
+    """Handle to a head's matrix in another process, such as `cluster.objects.RemoteCall`; it may be sent to other workers."""
 
     def fetch(self) -> np.ndarray:
-        """The matrix, see `head_tensor`."""
+        """Fetch the matrix; `opd.models.heads.head_tensor` makes it a tensor."""
         ...
 
 
 class ScoredRow(Protocol):
-    """The part of `opd.stream.schema.TargetRow` that a payload looks at."""
+    """The part of `opd.stream.schema.TargetRow` that a payload reads."""
 
     @property
     def rollout(self) -> Rollout: ...
@@ -360,14 +373,15 @@ class ScoredRow(Protocol):
 
 
 class Verifier(Protocol):
-    """Says how right an answer is."""
+    """Scores an answer."""
 
     def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
-        """Score in 0..1 of `text`, given the row's `answer` and `metadata`. Whatever it raises counts as a failed answer."""
+        """Score `text` in 0..1, given the row's `answer` and `metadata`. An exception counts as a failed answer."""
         ...
 
     def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
-        """Why a row with this answer and metadata cannot be judged, before anything is computed; empty if it can."""
+        """Return the reason why a row with this answer and metadata cannot be judged, before a run computes anything; empty if
+        it can."""
         ...
 
 
@@ -385,7 +399,7 @@ class Tokenizer(Protocol):
 
 
 class Decoder(Protocol):
-    """The one method of a tokenizer that makes token ids readable."""
+    """The method of a tokenizer that turns token ids into text."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
@@ -397,7 +411,7 @@ class Sink(Protocol):
 
 
 class Reporter(Sink, Protocol):
-    """Where a run's numbers go: metrics file, evaluation files, progress on the terminal."""
+    """The destination of a run's numbers: metrics file, evaluation files, progress on the terminal."""
 
     def phase(self, name: str) -> None: ...
     def evaluation(self, name: str, found: Evaluation) -> None: ...

@@ -5,9 +5,9 @@
      in every step)              wrote it)   its domain's    per token)      divergence)       probe both sides)
                                              expert)             └──▶ target log ──▶ (a resume trains from it)
 
-The schedule says when the student writes (`opd.schedules`): `sync` has every sample trained by the very weights that wrote
-it, `one_step_off` has the next step's written meanwhile, and teachers begin with it while the weights are pushed. With `score_early`
-they score what is written while the rest of the step still is. Scored rows stream to the trainer, which with `overlap` begins
+The schedule decides at which time the student writes (`opd.schedules`). With `sync` every sample trains the very weights that
+wrote it. With `one_step_off` the next step's samples are written meanwhile, and teachers begin to score them while the weights
+are pushed. With `score_early` teachers score the first samples of a step while the others are still being written. Scored rows stream to the trainer, which with `overlap` begins
 before the last teacher is done; without, these two take turns on the same cores. Either way it is the same arithmetic.
 Prompts and seeds are functions of (seed, step); with `balance`, prompts also depend on the records of steps before. The
 only state of a run is the trainer's weights and optimiser, the step, the policy version, what was written ahead, and, with
@@ -67,9 +67,9 @@ class Parts:
     checkpoints: Checkpoints
     reporter: Reporter
     rewards: Rewards | None = None
-    """What is trained on beside the divergence; None without `objective.reward`."""
+    """Rewards, for the policy gradient beside the divergence; None without `objective.reward`."""
     early: Callable[[Sequence[Prompt], int], Early] | None = None
-    """Has teachers score the prompts of a step as they are answered; None: once all are (`schedule.score_early`)."""
+    """Begins the scoring of a step whose responses are scored as they come (`schedule.score_early`); None: all at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Plan:
     """Train while teachers still score; for teachers and trainers that do not share cores."""
 
     def evaluates(self, step: int) -> bool:
-        """Whether an evaluation follows a step."""
+        """Return True if an evaluation follows the step."""
         return self.evaluate_every > 0 and step % self.evaluate_every == 0
 
 
@@ -136,20 +136,23 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
 
 
 def _begins_ahead(parts: Parts, plan: Plan, step: int) -> bool:
-    """Whether teachers begin with the step after `step` while its weights are pushed, which they do not need. An evaluation would come
-    between, and count as their work; rewards are judged and recorded one step at a time."""
+    """Return True if teachers begin to score step `step` + 1 while the weights of `step` are pushed, which they do not need.
+
+    Not if an evaluation follows: it would come between, and count as the teachers' work. Not with rewards, which are judged
+    and recorded one step at a time.
+    """
     written = parts.schedule.STEPS_AHEAD > 0 and step < plan.last_step
     return written and parts.rewards is None and not plan.evaluates(step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scored:
-    """A step's rollouts and what their teachers say of them."""
+    """A step's rollouts and their teachers' scores, which may still be coming."""
 
     batch: RolloutBatch
     targets: TargetStream
     stale: frozenset[str]
-    """Samples that older weights wrote than those that are trained."""
+    """Samples that were written by older weights than those that are trained."""
     replayed: bool
     """True if batch and targets come from the target log."""
 
@@ -176,13 +179,13 @@ def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -
 
 
 def _roll_out(parts: Parts, step: int, version: int, prompts: Sequence[Prompt], early: Early | None) -> RolloutBatch:
-    """What the student wrote for the step, with its rewards."""
+    """Have the student write the step's rollouts, and judge them if there are rewards."""
     batch = parts.schedule.rollouts(step, version, prompts, early)
     return batch if parts.rewards is None else parts.rewards.judged(batch, prompts)
 
 
 def _compute_reward_step(parts: Parts, step: int, scored: _Scored, clock: PhaseClock) -> RewardStep | None:
-    """What rewards ask of the optimiser step; None without rewards."""
+    """Compute the advantages for the optimiser step from the rewards; None without rewards."""
     if parts.rewards is None:
         return None
     with clock("credit"):
@@ -190,7 +193,7 @@ def _compute_reward_step(parts: Parts, step: int, scored: _Scored, clock: PhaseC
 
 
 def _make_record(parts: Parts, scored: _Scored, trained: StepReport, pushed: PushReport) -> StepRecord:
-    """The step's record as far as it is known after the push."""
+    """Make the step's record, as far as it can be filled after the push."""
     record = step_record(scored.batch, scored.targets, trained, pushed)
     if parts.rewards is None:
         return record
@@ -198,7 +201,7 @@ def _make_record(parts: Parts, scored: _Scored, trained: StepReport, pushed: Pus
 
 
 def _evaluate_weights(parts: Parts, step: int, clock: PhaseClock) -> dict[str, float]:
-    """Accuracy by domain of the weights after this step."""
+    """Evaluate the weights after this step, and report that. Returns the accuracy by domain."""
     with clock("evaluate"):
         found = replace(parts.evaluator.evaluate(model=f"step {step}"), step=step)
     parts.reporter.evaluation(step_name(step), found)

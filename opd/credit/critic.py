@@ -1,10 +1,10 @@
-"""A critic says what each state is worth, and each token's advantage is what it changed about that.
+"""Advantages from a critic, which estimates each state's value: a token's advantage is its change of that value.
 
     each step:  values ─▶ GAE ─▶ advantages for the policy
                            └───▶ returns ─▶ `updates` updates of the critic, each over the whole step
 
-The values that advantages rest on are those before the critic saw the step. While it explains nothing, its advantages are
-noise: the policy waits until it is warm, and stays warm from then on.
+Advantages are computed from the critic's values before it learns from the step. While it explains nothing, its advantages are
+noise: the policy waits until the critic is warm, which it stays from then on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHOWN_TURNS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """When the policy may begin to train."""
+    """Condition under which the policy begins to train."""
 
     explained: float = 0.0
     """The critic is warm once it explains more than this share of the returns' variance, in states that it did not learn."""
@@ -48,7 +48,7 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSpec:
-    """A critic, how it learns, and how far credit reaches."""
+    """Settings of a critic, its updates and its advantages."""
 
     engine: CriticEngineSpec
     gae: GaeSpec = field(default_factory=GaeSpec)
@@ -134,7 +134,7 @@ def _refuse_broken(step: int, values: Mapping[str, Floats]) -> None:
 
 
 def explained_variance(value_N: Floats, return_N: Floats) -> float | None:
-    """1 - Var(return - value) / Var(return): 1 is all of it, 0 what a constant explains. None if all returns are equal."""
+    """Return 1 - Var(return - value) / Var(return): 1 is all of it, 0 as good as a constant. None if all returns are equal."""
     total = float(return_N.astype(np.float64).var())
     if total < 1e-12:
         return None
@@ -144,7 +144,7 @@ def explained_variance(value_N: Floats, return_N: Floats) -> float | None:
 def _summarise_critic(
     tries: Sequence[Episode], values: Mapping[str, Floats], returns: Mapping[str, Floats]
 ) -> dict[str, float]:
-    """What the critic said of the step before it learnt from it."""
+    """Summarise the critic's values of the step, from before it learned from the step."""
     segments = [segment for episode in tries for segment in episode.segments]
     value_N = np.concatenate([values[s.sample_id] for s in segments])
     return_N = np.concatenate([returns[s.sample_id] for s in segments])

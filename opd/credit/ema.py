@@ -22,7 +22,7 @@ class EmaSpec:
     """Settings of the running mean."""
 
     decay: float = 0.95
-    """What an episode leaves of the mean before it; 0.95 looks back over about twenty episodes."""
+    """Weight of the old mean when an episode is added; 0.95 averages over about twenty episodes."""
 
 
 class Ema:
@@ -45,7 +45,7 @@ class Ema:
         return Assigned(advantages=shared_by_tokens(tries, found), readings=summarise_advantages(tries, found))
 
     def _domain_baseline(self, domain: str, other: float | None) -> float:
-        """The mean of the steps before; `other` if there were none, and 0 if there is nothing at all."""
+        """Return the mean of the steps before; without any, `other`, and 0 if that is None."""
         if domain in self._sums:
             total, weight = self._sums[domain]
             return total / weight

@@ -28,7 +28,7 @@ class Episode:
     """One try with its outcome."""
 
     segments: tuple[Rollout, ...]
-    """In the order in which the step has them; at least one."""
+    """Segments in the order of the step; at least one."""
     reward: float
 
     @property
@@ -51,7 +51,7 @@ class Episode:
 
 
 def group_into_episodes(rollouts: Iterable[Rollout]) -> list[Episode]:
-    """The episodes that have a reward, in the order in which they begin."""
+    """Return the episodes that have a reward, in the order in which they begin."""
     segments: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         segments[rollout.episode].append(rollout)
@@ -66,7 +66,7 @@ def group_into_episodes(rollouts: Iterable[Rollout]) -> list[Episode]:
 
 
 def others_mean(tries: Sequence[Episode], keys: Sequence[str]) -> list[float | None]:
-    """Mean reward of the other episodes with the same key, None where there is no other; one key for each episode."""
+    """Return for each episode the mean reward of the others with the same key, None if there is no other."""
     rewards: dict[str, list[float]] = defaultdict(list)
     for key, episode in zip(keys, tries, strict=True):
         rewards[key].append(episode.reward)
@@ -77,7 +77,7 @@ def others_mean(tries: Sequence[Episode], keys: Sequence[str]) -> list[float | N
 
 
 def shared_by_tokens(tries: Sequence[Episode], advantages: Sequence[float]) -> dict[str, Floats]:
-    """Sample id -> the advantage of its episode, once for each trained token."""
+    """Return sample id -> the advantage of its episode, once for each trained token."""
     return {
         segment.sample_id: np.full(segment.num_trained, advantage, np.float32)
         for episode, advantage in zip(tries, advantages, strict=True)
@@ -86,7 +86,7 @@ def shared_by_tokens(tries: Sequence[Episode], advantages: Sequence[float]) -> d
 
 
 def summarise_advantages(tries: Sequence[Episode], advantages: Sequence[float]) -> dict[str, float]:
-    """Mean reward of the episodes, and the share of them that teach nothing because their advantage is 0."""
+    """Return the mean reward of the episodes, and the share of them that teach nothing because their advantage is 0."""
     if not tries:
         return {}
     return {

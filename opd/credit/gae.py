@@ -46,28 +46,28 @@ BESIDE: frozenset[SegmentOrigin] = frozenset({"sub_agent", "aside"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GaeSpec:
-    """How far credit reaches."""
+    """Settings of advantages and returns."""
 
     gamma: float = 1.0
     """Discount of a token."""
     policy_lambda: float | None = None
     """Lambda of the advantages; None: 1 - 1 / (1.5 l) for a line of l trained tokens."""
     critic_lambda: float = 1.0
-    """Lambda of the returns that the critic learns; 1: the outcome itself, which no error of the critic gets into."""
+    """Lambda of the returns that the critic learns; 1: the outcome itself, independent of the critic's errors."""
     bootstrap: frozenset[StopReason] = CUT
     """Stop reasons of episodes without a reward above or below 0 whose outcome is the value at their end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credited:
-    """What one episode tells the policy and the critic; both by sample id, [N] for each trained token."""
+    """Advantages for the policy and returns for the critic, of one episode; sample id -> [N], one for each trained token."""
 
     advantages: dict[str, Floats]
     returns: dict[str, Floats]
 
 
 def compute_credit(episode: Episode, values: Mapping[str, Floats], spec: GaeSpec) -> Credited:
-    """Advantages and returns of every segment. `values`: sample id -> [N + 1] the value of the state before each trained
+    """Compute advantages and returns of every segment. `values`: sample id -> [N + 1] the value of the state before each trained
     token, and of the state behind the last token of the segment."""
     found = Credited({}, {})
     every = split_into_lines(episode)
@@ -80,7 +80,7 @@ def compute_credit(episode: Episode, values: Mapping[str, Floats], spec: GaeSpec
 
 
 def split_into_lines(episode: Episode) -> list[tuple[Rollout, ...]]:
-    """The segments in lines, each in the order in which it was written; the first is that of the episode itself."""
+    """Split the segments into lines, each in the order in which it was written; the first is that of the episode itself."""
     begun: dict[str, str] = {}
     found: dict[str, list[Rollout]] = defaultdict(list)
     for segment in episode.segments:
@@ -108,12 +108,12 @@ def _credit_line(
 
 
 def length_adaptive(tokens: int) -> float:
-    """Lambda for a line of so many trained tokens: those that are padding, prompt or observation do not count."""
+    """Return lambda for a line of so many trained tokens: tokens of padding, prompt or observations do not count."""
     return 1 - 1 / (ADAPTIVE * max(1, tokens))
 
 
 def compute_gae(value_N: Doubles, outcome: float, gamma: float, lam: float) -> Doubles:
-    """[N] advantages of a line of actions whose states have these values; the outcome is earned by the last of them.
+    """Return [N] advantages of a line of actions whose states have these values; the last action earns the outcome.
 
     A_t = sum_k (gamma lambda)^k (gamma v_{t+k+1} - v_{t+k}), with the outcome in place of the value behind the last.
     """

@@ -1,4 +1,4 @@
-"""What a loop and its checkpoints know of credit, whatever its kind."""
+"""The interface of credit for the loop and its checkpoints, common to all kinds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Assigned:
     readings: Mapping[str, float] = field(default_factory=dict)
     """Name -> number for the metrics; a number that does not exist in this step is left out."""
     warm: bool = True
-    """Whether the policy may train on these advantages; False while a critic still explains nothing."""
+    """True if the policy may train on these advantages; False while a critic still explains nothing."""
 
 
 class Credit(Protocol):
@@ -36,9 +36,9 @@ class Credit(Protocol):
     """
 
     def assign(self, step: int, rollouts: Sequence[Rollout]) -> Assigned:
-        """The credit of the step's tokens, before the policy trains on them. Called once a step, with all its rollouts.
+        """Assign credit to the step's tokens, before the policy trains on them. Called once a step, with all its rollouts.
 
-        The answer depends on the state and on the rollouts of this step, and on nothing else, so that a resumed run gets the
+        The result depends on the state and on the rollouts of this step, and on nothing else, so that a resumed run gets the
         same bits. Raises: RunError if a rank of a critic fails or its numbers broke.
         """
         ...
@@ -53,8 +53,8 @@ class Credit(Protocol):
         ...
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
-        """The files of the last `begin_save`, synced, with names relative to its directory; None if they are not all written
-        after `wait_s`. Raises: StorageError."""
+        """Return the files of the last `begin_save`, synced, with names relative to its directory; None if they are not all
+        written after `wait_s`. Raises: StorageError."""
         ...
 
     def load(self, path: Path) -> None:

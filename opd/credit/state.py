@@ -1,4 +1,4 @@
-"""What a kind of credit keeps in a checkpoint beside a model's shards: a few numbers, as JSON, which holds them to the bit."""
+"""State of credit in a checkpoint, beside a model's shards: a few numbers as JSON, which keeps every bit of them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def write_state(directory: Path, text: str) -> WrittenFile:
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """What `write_state` wrote; its checkpoint was verified before."""
+    """Read the file of `write_state`; its checkpoint was verified before."""
     found: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
     return found

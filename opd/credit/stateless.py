@@ -11,10 +11,10 @@ from opd.records.types import Rollout, WrittenFile
 
 
 class Stateless:
-    """Implements `opd.credit.interfaces.Credit` but for the advantage of each episode."""
+    """Implements `opd.credit.interfaces.Credit`, except for the advantage of each episode."""
 
     def advantages(self, tries: Sequence[Episode]) -> list[float]:
-        """One number for each episode of a step, which all of its trained tokens share."""
+        """Return one advantage for each episode of a step, which all of its trained tokens share."""
         raise NotImplementedError
 
     def assign(self, step: int, rollouts: Sequence[Rollout]) -> Assigned:

@@ -1,6 +1,6 @@
-"""What teachers said of consecutive tokens on its way to an objective: a block, a chunk of it, and what the objective sees.
+"""The teachers' scores of consecutive tokens on their way to an objective.
 
-    block of N tokens  --given(part)-->  C tokens, products with heads done  --chunk-->  `TeacherChunk`
+    block of N tokens  --select_chunk-->  C tokens, products with heads done  --view_chunk-->  `TeacherChunk`
 
 Every payload has its own classes for these steps, in its file in `opd/payloads/`.
 """
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 
 class Given(ABC):
-    """What is left of a chunk of a block once its matrix products are done; the rest is elementwise."""
+    """A chunk of a block after its matrix products; everything that is left to compute is elementwise."""
 
     __slots__ = ()
 
     compiles: ClassVar[bool] = False
-    """Whether the elementwise part may be compiled, for which `pad_rows` is needed."""
+    """True if the elementwise part may be compiled, for which `pad_rows` is needed."""
 
     @abstractmethod
     def select_rows(self, rows: slice) -> Given:
-        """What belongs to some of the chunk's tokens."""
+        """Return the part that belongs to these rows of the chunk."""
 
     def pad_rows(self, rows: int) -> Given:
-        """The same with that many more tokens, whatever they say."""
+        """Return the chunk with that many rows more, of any content: their results are cut off."""
         raise NotImplementedError
 
     @abstractmethod
     def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> TeacherChunk:
-        """What the objective sees; `token_C` are the sampled ids, `dtype` is that of the loss."""
+        """Return the chunk as the objective sees it; `token_C` are the sampled ids, `dtype` is the loss's type."""
 
 
 class Block(ABC):
@@ -52,20 +52,20 @@ class Block(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Its tokens."""
+        """Return the number of tokens."""
 
     def head_keys(self) -> tuple[str, ...]:
-        """Content hashes of the output heads that it needs."""
+        """Return the content hashes of the output heads that the block needs."""
         return ()
 
     def with_heads(self, heads: Mapping[str, Head]) -> Block:
-        """The block that can be computed, once its heads are on this device."""
+        """Return the block with its heads, which are on this device; it can be computed then."""
         return self
 
     def products(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Hidden states and the output head that each of them is multiplied with: their widths have to agree."""
+        """Return pairs of hidden states and the output head that they are multiplied with: their widths have to agree."""
         return ()
 
     def select_chunk(self, part: slice, vocab_size: int) -> Given:
-        """Some of its tokens; a head is cut to `vocab_size` rows."""
+        """Multiply some of the tokens with the heads, each cut to `vocab_size` rows."""
         raise NotImplementedError(f"{type(self).__name__} has no heads yet")

@@ -1,7 +1,7 @@
-"""What all objectives share: logits of a few tokens at a time, gradients formed in the forward pass.
+"""The computation that all objectives share: logits of a few tokens at a time, gradients formed in the forward pass.
 
 Every objective is a function of the student's distribution p at fixed states, L = sum_n w_n f(p_n). With the
-vocabulary-wise derivative f'_v = df/dp_v an objective only has to say its value and p * f'; softmax does the rest:
+vocabulary-wise derivative f'_v = df/dp_v an objective only has to give its value and p * f'; the softmax does the rest:
 
     dL/dz_v = w p_v (f'_v - sum_u p_u f'_u),     z = rule(h W^T)
 
@@ -39,12 +39,12 @@ TILE_VALUES = 1 << 20
 
 
 Columns = tuple[Tensor, ...]
-"""token_C, behaviour_C, weight_C; with a reward also advantage_C and the policy gradient's weight_C."""
+"""token_C, behaviour_C and weight_C; with a reward also advantage_C and the policy gradient's weight_C, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """Per response token, detached, float32 (or float64); NaN where the payload does not tell."""
+    """Numbers for each response token, [N], detached, float32 (or float64); NaN where the payload does not give one."""
 
     kl_N: Tensor
     """The objective's value, nats; KL(student || teacher) for `reverse_kl`."""
@@ -68,7 +68,7 @@ class TokenStats:
 
 @dataclass(frozen=True, slots=True)
 class RewardedStats(TokenStats):
-    """The same of tokens that have advantages."""
+    """The same numbers with those of the policy gradient, for tokens that have advantages."""
 
     policy_N: Tensor
     """-f(r) A log p, see `opd.losses.policy_gradient`."""
@@ -78,7 +78,7 @@ class RewardedStats(TokenStats):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What is known of N response tokens beside what the teachers say."""
+    """Tensors of N response tokens that do not come from teachers."""
 
     token_N: Tensor
     """Sampled ids."""
@@ -92,7 +92,7 @@ class Tokens:
     """Weight in the policy gradient; 0 where a token has no advantage."""
 
     def select_tokens(self, rows: slice, dtype: torch.dtype) -> Columns:
-        """The columns of some tokens, with log-probs and weights in the type that the loss computes in."""
+        """Return the columns of some tokens, with log-probs and weights in the type that the loss computes in."""
         own = (self.token_N[rows], self.behaviour_N[rows].to(dtype), self.weight_N[rows].to(dtype))
         if self.advantage_N is None or self.policy_weight_N is None:
             return own
@@ -109,14 +109,14 @@ class Loss:
     vocab_size: int
     """Both vocabularies are cut to so many rows: rows beyond the tokenizer are padding and have no probability."""
     rule: LogitRule = IDENTITY
-    """The student's."""
+    """The student's logit rule."""
     policy: PolicyGradient | None = None
-    """How tokens with an advantage are trained; None without a reward."""
+    """Policy gradient of the tokens with an advantage; None without a reward."""
     compiled: bool = False
     """Fuse the elementwise part with torch.compile; it needs a C++ compiler when it first runs."""
     temperature: float = 1.0
-    """The one that the tokens were sampled at. It matters where a log-prob is held against `Tokens.behaviour_N`, to tell how far
-    the policy went since: objectives are about the student itself."""
+    """Temperature that the tokens were sampled at. Only log-probs that are compared with `Tokens.behaviour_N` use it, to measure
+    how far the policy moved since; objectives are about the student at temperature 1."""
 
     def __post_init__(self) -> None:
         assert self.chunk > 0
@@ -140,12 +140,12 @@ class LossHead(nn.Module):
         teachers: Sequence[Block] = (),
         heads: Mapping[str, Head] | None = None,
     ) -> Any:
-        """sum_n weight_n f(p_n), and the policy gradient's sum if tokens have advantages, as a scalar with gradients for hidden
-        states and head; and `TokenStats`.
+        """Return the loss, a scalar with gradients for hidden states and head, and the `TokenStats`.
 
-        `teachers` cover the N tokens in order, `heads` are those that they still need, but for the student's own. Ids in place of
-        `Tokens`: their log-probs [N] instead. If no block says anything, the divergence is 0. Computes in float32, in float64 if
-        the student's hidden states are float64. Raises: ValueError if hidden states and head differ in width.
+        The loss is sum_n weight_n f(p_n), plus the policy gradient's sum if tokens have advantages; the divergence is 0 if no
+        block has an answer. `teachers` cover the N tokens in order. `heads` are the output heads that they still need, without
+        the student's own. With ids in place of `Tokens`, returns their log-probs [N]. Computes in float32, in float64 if the
+        student's hidden states are float64. Raises: ValueError if hidden states and head differ in width.
         """
         loss, head_v_D = self._loss_of(teachers), self._cut_padding()
         if isinstance(tokens, Tensor):
@@ -177,29 +177,29 @@ class LossHead(nn.Module):
         return _WithGradients.apply(hidden_N_D, self.weight, value, gradients), known(*stats)
 
     def _loss_of(self, teachers: Sequence[Block]) -> Loss:
-        """The loss, without its divergence where no teacher says anything."""
+        """Return the loss, without its divergence if no block has an answer of a teacher."""
         told = any(block.says_something for block in teachers)
         return self._loss if told else replace(self._loss, objective=NoDivergence())
 
     def _cut_padding(self) -> Tensor:
-        """[v, D] the rows of the head that have a probability; those beyond are padding."""
+        """Return [v, D] the rows of the head that have a probability; those beyond are padding."""
         return self.weight[: self._loss.vocab_size]
 
     def _with_heads(self, teachers: Sequence[Block], heads: Mapping[str, Head]) -> list[Block]:
-        """The blocks with these heads, and the student's own: under ZeRO-3 it is whole here and nowhere else."""
+        """Return the blocks with these heads and the student's own, which under ZeRO-3 is whole only in this module's forward."""
         known = {**heads, OWN_HEAD: Head(self.weight.detach(), self._loss.rule)}
         return [block.with_heads(known) for block in teachers]
 
 
 def _elementwise_part(loss: Loss, block: Block, part: slice) -> tuple[Given, Any]:
-    """What a part of a block gives, and the function that makes values and gradients of it."""
+    """Select a chunk of a block, and the function, eager or compiled, that computes its values and gradients."""
     given = block.select_chunk(part, loss.vocab_size)
     compiled = loss.compiled and given.compiles and can_compile("objective.compile", "the loss runs")
     return given, _padded_and_compiled if compiled else _chunk_loss
 
 
 def _sum_totals(stats: Sequence[Tensor], tokens: Tokens) -> Tensor:
-    """The divergence's weighted sum, and the policy gradient's."""
+    """Return the divergence's weighted sum plus the policy gradient's."""
     value = _weighted_sum(stats[0], tokens.weight_N)
     if tokens.policy_weight_N is not None:
         value += _weighted_sum(stats[-2], tokens.policy_weight_N)
@@ -207,6 +207,7 @@ def _sum_totals(stats: Sequence[Tensor], tokens: Tokens) -> Tensor:
 
 
 def _weighted_sum(value_N: Tensor, weight_N: Tensor) -> Tensor:
+    # Not a plain product: 0 * NaN is NaN, and values of tokens without weight may be NaN.
     return torch.where(weight_N != 0, value_N * weight_N.to(value_N.dtype), 0).sum()
 
 
@@ -222,7 +223,7 @@ def _check_shapes(loss: Loss, hidden_N_D: Tensor, head_V_D: Tensor, teachers: Se
 
 
 def _chunk_spans(teachers: Sequence[Block], chunk: int) -> Iterator[tuple[Block, slice, slice]]:
-    """Block, its part, and where that part lies among the N tokens."""
+    """Yield each block, a part of at most `chunk` of its tokens, and the same part as a slice of the N tokens."""
     start = 0
     for block in teachers:
         for first in range(0, len(block), chunk):
@@ -232,7 +233,7 @@ def _chunk_spans(teachers: Sequence[Block], chunk: int) -> Iterator[tuple[Block,
 
 
 class _Gradients:
-    """The loss's gradients by hidden states and head while chunks add to them; None where nobody wants one."""
+    """The loss's gradients by hidden states and head, to which chunks add; None where autograd needs none."""
 
     def __init__(self, hidden_N_D: Tensor, head_V_D: Tensor, acc: torch.dtype) -> None:
         wanted = torch.is_grad_enabled()
@@ -240,7 +241,7 @@ class _Gradients:
         self.head_V_D = torch.zeros_like(head_V_D, dtype=acc) if wanted and head_V_D.requires_grad else None
 
     def add(self, span: slice, grad_C_V: Tensor, h_C_D: Tensor, head_v_D: Tensor) -> None:
-        """What a chunk's gradient by its raw products makes of them."""
+        """Add a chunk's part, from the gradient by its raw products."""
         if self.hidden_N_D is not None:
             self.hidden_N_D[span] = grad_C_V @ head_v_D
         if self.head_V_D is not None:
@@ -248,7 +249,7 @@ class _Gradients:
 
 
 class _WithGradients(torch.autograd.Function):
-    """A value whose gradients are known already."""
+    """A value whose gradients were computed in its forward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden_N_D: Tensor, head_V_D: Tensor, value: Tensor, gradients: _Gradients) -> Tensor:
@@ -269,7 +270,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def _slice_rows(raw_C_V: Tensor, chunk: int) -> int:
-    """Rows of the elementwise part: few enough for a CPU's cache, the whole chunk on a GPU."""
+    """Return the rows that the elementwise part takes at a time: few enough for a CPU's cache, the whole chunk on a GPU."""
     return chunk if raw_C_V.is_cuda else min(chunk, max(1, SLICE_VALUES // raw_C_V.shape[1]))
 
 
@@ -279,7 +280,7 @@ def _column_slices(raw_C_V: Tensor, chunk: int) -> Iterator[slice]:
 
 
 def _add_head_gradient(grad_V_D: Tensor, grad_C_V: Tensor, h_C_D: Tensor) -> None:
-    """grad_V_D += grad_C_V^T h_C_D, a few rows at a time; rows beyond grad_C_V's width are padding."""
+    """Add grad_C_V^T h_C_D to grad_V_D, a few rows at a time; rows beyond grad_C_V's width are padding."""
     step = max(1, TILE_VALUES // h_C_D.shape[1])
     for first in range(0, grad_C_V.shape[1], step):
         tile = slice(first, min(first + step, grad_C_V.shape[1]))
@@ -290,7 +291,7 @@ def _add_head_gradient(grad_V_D: Tensor, grad_C_V: Tensor, h_C_D: Tensor) -> Non
 
 
 def _rounded_in_place(grad_V_D: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient in the head's type, in its own memory: a copy would be the largest tensor of the whole step."""
+    """Convert the gradient to the head's type in its own memory: a copy would be the largest tensor of the whole step."""
     if grad_V_D.dtype == dtype:
         return grad_V_D
     assert dtype.itemsize < grad_V_D.dtype.itemsize
@@ -305,8 +306,10 @@ def _rounded_in_place(grad_V_D: Tensor, dtype: torch.dtype) -> Tensor:
 def _padded_and_compiled(
     loss: Loss, raw_C_V: Tensor, given: Given, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """`_chunk_loss`, compiled. One shape for each (chunk, V, dtype): the last rows are padded, so that it does not compile
-    again."""
+    """Run `_chunk_loss` compiled.
+
+    A last slice with fewer rows is padded: one shape for each (chunk, V, dtype) means one compilation.
+    """
     num = len(raw_C_V)
     more = _slice_rows(raw_C_V, loss.chunk) - num
     padded = tuple(pad_rows(column, more) for column in columns)
@@ -322,7 +325,7 @@ def _compiled_elementwise() -> Any:
 def _chunk_loss(
     loss: Loss, raw_C_V: Tensor, given: Given, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """Per-token numbers, and the gradient by the student's raw products in their own type."""
+    """Return the numbers of each token, and the gradient by the student's raw products, in the type of these."""
     token_C, behaviour_C, weight_C, *rewarded = columns
     rule = loss.rule
     logits_C_V = upcast_for_loss(rule.apply(raw_C_V))
@@ -347,13 +350,15 @@ def _chunk_loss(
 
 
 def _at_temperature(logp_C_V: Tensor, logp_C: Tensor, temperature: float) -> Tensor:
-    """The sampled tokens' log-probs under logits / temperature, of log-probs instead of logits: they differ by what a
-    softmax does not see."""
+    """Return [C] the sampled tokens' log-probs under logits / temperature.
+
+    Log-probs may stand in for the logits: they differ by a constant of each row, which a softmax ignores.
+    """
     return logp_C if temperature == 1 else logp_C / temperature - (logp_C_V / temperature).logsumexp(-1)
 
 
 def _token_stats(student: StudentChunk, teacher: TeacherChunk, slope: Slope) -> tuple[Tensor | None, ...]:
-    """In the order of `TokenStats`."""
+    """Return the numbers in the order of `TokenStats`."""
     first_C = teacher.first_C()
     return (
         slope.value_C,

@@ -12,17 +12,17 @@ from opd.models.logit_rule import LogitRule
 
 
 def upcast_for_loss(values: Tensor) -> Tensor:
-    """To the type that the loss computes in: float32, or float64 as it is."""
+    """Convert to the type that the loss computes in: float32, or float64 as it is."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def pad_rows(values: Tensor, rows: int) -> Tensor:
-    """The values and that many rows of zeros."""
+    """Append that many rows of zeros."""
     return values if rows == 0 else torch.cat([values, values.new_zeros(rows, *values.shape[1:])])
 
 
 def token_logprobs(hidden_N_D: Tensor, head_V_D: Tensor, token_N: Tensor, rule: LogitRule, chunk: int = 512) -> Tensor:
-    """[N] log-prob of each token, float32, a chunk of logits at a time."""
+    """Return [N] the log-prob of each token, float32, computed a chunk of logits at a time."""
     parts = [
         rule.apply(h @ head_V_D.T).float().log_softmax(-1).gather(1, t[:, None])[:, 0]
         for h, t in zip(hidden_N_D.split(chunk), token_N.split(chunk), strict=True)

@@ -1,4 +1,4 @@
-"""What an objective is: a function of the student's distribution at fixed states, and its slope.
+"""The interface of objectives: functions of the student's distribution at fixed states, and their slope.
 
 Shapes: C tokens, V vocabulary rows.
 """
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 def token_entropy(p_C_V: Tensor, logp_C_V: Tensor) -> Tensor:
-    """[C] nats. `torch.special.entr` takes the logarithms anew, nine times as long on a CPU."""
+    """Return [C] entropies, nats. `torch.special.entr` computes the logarithms a second time: nine times as long on a CPU."""
     return -(p_C_V * logp_C_V).sum(-1)
 
 
 def likeliest_token(values_C_V: Tensor) -> Tensor:
-    """[C] place of the largest value, the one that `argmax` gives, in a third of its time on a CPU."""
+    """Return [C] the index of the largest value, the same as `argmax`, in a third of its time on a CPU."""
     return values_C_V.max(-1).indices
 
 
 @dataclass(frozen=True, slots=True)
 class StudentChunk:
-    """C tokens as the student sees them; detached."""
+    """The student's distribution at C tokens; detached."""
 
     logp_C_V: Tensor
     p_C_V: Tensor
@@ -39,27 +39,27 @@ class StudentChunk:
 
 
 class TeacherChunk:
-    """The same C tokens as the teacher sees them. Each payload has a class of its own, whose fields objectives read."""
+    """The teacher's answer at the same C tokens. Each payload has a class of its own, whose fields objectives read."""
 
     __slots__ = ()
 
     def first_C(self) -> Tensor | None:
-        """The teacher's likeliest token at each place; None where the payload does not tell."""
+        """Return [C] the teacher's likeliest tokens; None if the payload does not have them."""
         return None
 
     def entropy_C(self) -> Tensor | None:
-        """Entropy of the teacher's whole distribution, nats; None where the payload does not tell."""
+        """Return [C] the entropies of the teacher's whole distributions, nats; None if the payload does not have these."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """An objective on C tokens: f(p), p * df/dp, and what else it can tell of each token."""
+    """An objective's result on C tokens: f(p), p * df/dp, and statistics of each token that only some objectives have."""
 
     value_C: Tensor
     p_slope_C_V: Tensor
     clipped_C: Tensor | None = None
-    """Whether a clip was active."""
+    """True where a clip was active."""
     student_mass_C: Tensor | None = None
     """Student's probability of the tokens that the teacher gave."""
     teacher_mass_C: Tensor | None = None

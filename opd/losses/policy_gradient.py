@@ -42,7 +42,7 @@ class PolicyGradient:
     high: float
 
     def ratio_factor(self, logp_C: Tensor, sampling_C: Tensor, behaviour_C: Tensor) -> tuple[Tensor, Tensor]:
-        """f, and where the token is masked. A ratio that is not a number is outside of any band."""
+        """Return f, and True where the token is masked. A ratio that is not a number is outside of any band."""
         aged_C = (sampling_C - behaviour_C).exp()
         inside_C = (aged_C > 1 - self.low) & (aged_C < 1 + self.high)
         return torch.where(inside_C, (logp_C - behaviour_C).exp(), 0.0), ~inside_C
@@ -50,7 +50,7 @@ class PolicyGradient:
     def add(
         self, grad_C_V: Tensor, student: StudentChunk, advantage_C: Tensor, weight_C: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Add dL/dz to the gradient of a chunk, in place; `weight_C` is v. Returns each token's -f A log p, and where it is
+        """Add dL/dz to the gradient of a chunk, in place; `weight_C` is v. Returns each token's -f A log p, and True where it is
         masked."""
         factor_C, masked_C = self.ratio_factor(student.logp_C, student.sampling_C, student.behaviour_C)
         strength_C = factor_C * advantage_C

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def value_loss(value_N: Tensor, return_N: Tensor, old_N: Tensor, clip: float | None) -> Tensor:
-    """[N] squared error of each value; the gradient is by `value_N`.
+    """Return [N] the squared error of each value; the gradient is by `value_N`.
 
     With `clip` a value that left `old_N`, what it was when the step began, by more than the clip has no gradient if its error
     shrank by that: the larger of both errors counts.

@@ -20,7 +20,7 @@ ALIGNED = 64
 
 @dataclass(frozen=True, slots=True)
 class BucketSlot:
-    """Where a tensor is in a bucket."""
+    """Position and type of a tensor in a bucket."""
 
     name: str
     """Its name in a model's files."""
@@ -40,8 +40,8 @@ class Bucket:
     """uint8 [bytes]"""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of each, in order. Each is a copy: the bytes that travelled may not be written to, and whoever keeps one
-        tensor does not keep the others."""
+        """Yield name and value of each tensor, in order. Each is a copy: the bucket's bytes are read-only, and a view that is kept
+        would keep the whole bucket in memory."""
         import torch
 
         for place in self.places:
@@ -77,24 +77,24 @@ class BucketWriter:
             self._end += padded_bytes(tensor)
 
     def finish_bucket(self) -> Bucket:
-        """All that was added, which must be as much as was said."""
+        """Return the bucket, which must be full."""
         assert self._end == self.nbytes, (self._end, self.nbytes)
         return Bucket(tuple(self._places), self._data)
 
 
 def padded_bytes(tensor: Tensor) -> int:
-    """Bytes of a bucket that a tensor takes; it may be one without values."""
+    """Return the bytes that a tensor takes in a bucket; it may be one without values."""
     return -(-tensor.numel() * tensor.dtype.itemsize // ALIGNED) * ALIGNED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightStream:
-    """New weights that the trainer sends as somebody takes them."""
+    """New weights that the trainer gathers as they are taken."""
 
     model_dir: Path
-    """Directory of a model of this shape. It has the weights that do not come."""
+    """Directory of a model of this shape, with the weights that are not in the stream."""
     whole: bool
-    """True if all weights come."""
+    """True if all weights are in the stream."""
     buckets: Iterable[Any]
     """Handles that reach a worker's method as `Bucket`s. Each is made when it is taken from here."""
     node: str | None = None
@@ -102,7 +102,7 @@ class WeightStream:
 
 
 class Kept:
-    """Handles that can be taken again: the first time they come from `source`, and all are kept."""
+    """Handles that can be iterated several times: the first time they come from `source`, and all are kept."""
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = iter(source)

@@ -1,5 +1,5 @@
-"""Weight files of a model: which files of a directory they are, and how they are written tensor by tensor, so that nobody has to
-hold more than one of them.
+"""Weight files of a model: finding them in a directory, and writing them tensor by tensor, so that no process has to hold more
+than one tensor.
 
 The files written are those that huggingface_hub and safetensors write for the same tensors, byte for byte: one `model.safetensors`,
 or shards of up to 5 GB and an index.
@@ -30,7 +30,7 @@ class ModelFiles:
     """The weight files of a directory while they are being written."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor], shard: int | None = None) -> None:
-        """`tensors` say what will come, without values; their order decides which shard a tensor is in. `shard`: bytes of the
+        """Plan the files: `tensors` are all that will be written, without values; their order decides which shard a tensor is in. `shard`: bytes of the
         largest one; default: `SHARD`."""
         from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -137,7 +137,7 @@ def _write_all(file: FileIO, data: memoryview) -> None:
 
 
 def file_header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a safetensors file, up to the first tensor's bytes, and where each tensor begins, in this order.
+    """Return the beginning of a safetensors file, up to the first tensor's bytes, and name -> first byte of each tensor, in order.
 
     safetensors itself decides on the order and on the types' names: it writes the same tensors without values.
     """

@@ -1,4 +1,4 @@
-"""Output heads: one record says all of a head that may have to be fetched, and what is fetched is a `Head`.
+"""Output heads: a `HeadSource` describes a head that may have to be fetched, and reading it gives the matrix of a `Head`.
 
 On the wire a head is a numpy array, so that the object store shares it without a copy.
 """
@@ -36,7 +36,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class HeadFile:
-    """Where an output head lies on disk: whoever finds the directory need not ask a worker, which may be busy or dead."""
+    """Location of an output head on disk: a process that has the directory need not ask a worker, which may be busy or dead."""
 
     model_dir: Path
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ class HeadFile:
     dtype: str
 
     def read(self) -> Tensor | None:
-        """[V, D], memory-mapped if it has the wanted type already; None if this machine has no such file."""
+        """Read [V, D], memory-mapped if it has the wanted type already; None if this machine has no such file."""
         found: dict[str, Path] = {}
         for path in weight_files(self.model_dir) if self.model_dir.is_dir() else []:
             with safe_open(path, framework="pt") as file:
@@ -58,18 +58,18 @@ class HeadFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSource:
-    """A teacher's output head as whoever may need it knows it; a few hundred bytes, the matrix stays where it is."""
+    """Reference to a teacher's output head: a few hundred bytes, without the matrix."""
 
     key: str
-    """`head_key` of the matrix and its rule; empty where no head is at hand."""
+    """`head_key` of the matrix and its rule; empty if there is no head."""
     rule: LogitRule
     file: HeadFile | None = None
-    """Where the matrix may lie on this machine too, which is asked first."""
+    """File that may have the matrix on this machine; it is tried first."""
     handle: HeadHandle | None = None
-    """Leads to the matrix; None as long as only the teacher's own worker knows of it."""
+    """Handle to the matrix; None as long as only the teacher's own worker has it."""
 
     def read(self) -> Tensor:
-        """[V, D] on the CPU: from the teacher's files if they are here and unchanged, else through the handle."""
+        """Read [V, D] to the CPU: from the teacher's files if they are on this machine and unchanged, else through the handle."""
         head_V_D = self.file.read() if self.file is not None else None
         if head_V_D is not None and head_key(head_V_D, self.rule) == self.key:
             return head_V_D
@@ -78,25 +78,25 @@ class HeadSource:
 
 
 def logit_rule(config: Any) -> LogitRule:
-    """What a transformers config says about its logits: Gemma's cap, Cohere's factor, Granite's divisor."""
+    """Return the logit rule of a transformers config: Gemma's cap, Cohere's factor, Granite's divisor."""
     config = config.get_text_config(decoder=True)  # of a model that also sees or hears, the part that writes
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return LogitRule(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
 
 def head_key(head_V_D: Tensor, rule: LogitRule) -> str:
-    """BLAKE3 of a head's type, shape, logit rule and bytes: equal heads have one key."""
+    """Return BLAKE3 of a head's type, shape, logit rule and bytes: equal heads have one key."""
     digest = blake3(str((head_V_D.dtype, tuple(head_V_D.shape), rule)).encode())
     digest.update(head_V_D.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def head_tensor(raw: np.ndarray) -> Tensor:
-    """A head that travelled as numpy (bfloat16 as int16 bits, which numpy lacks) back as a tensor."""
+    """Convert a head that travelled as numpy back to a tensor; int16 stands for bfloat16, which numpy lacks."""
     tensor = torch.from_numpy(raw.copy())
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
 
 def head_array(tensor: Tensor) -> np.ndarray:
-    """Inverse of `head_tensor`."""
+    """Convert a head to numpy; the inverse of `head_tensor`."""
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -60,13 +60,16 @@ class Packed:
     seq_idx_B_T: Tensor | None = None
     """Number of the sequence that a column belongs to."""
     cu_seq_lens: Tensor | None = None
-    """Where each sequence of the one row begins, and its end: int32, one more than there are sequences."""
+    """First column of each sequence of the one row, and the row's end: int32, one more than there are sequences."""
     longest: int = 0
     """Tokens of the longest sequence."""
 
     def inputs(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Keyword arguments for the body of a transformers model. A tree's mask is additive in `dtype`, that of the model: from
-        one of true and false torch would make such a mask for every layer, and keep all of them for the backward pass."""
+        """Return keyword arguments for the body of a transformers model.
+
+        A tree's mask is additive in `dtype`, that of the model: from a boolean mask torch would make an additive one for every
+        layer, and keep all of them for the backward pass.
+        """
         given: dict[str, Any] = {"input_ids": self.input_ids_B_T, "use_cache": False}
         if self.position_ids_B_T is not None:
             given["position_ids"] = self.position_ids_B_T
@@ -81,12 +84,12 @@ class Packed:
         return given
 
     def flat_index(self, sequence: int, place: int) -> int:
-        """Flat index of a token of a sequence."""
+        """Return the flat index of a token of a sequence."""
         return self.paths[sequence][place] if self.paths else self.offsets[sequence] + place
 
 
 def _tree_mask(ends_B_T: Tensor) -> Tensor:
-    """[B, 1, T, T] True where a column (third axis) sees another: the other is to its left, and on its way to the root."""
+    """Return [B, 1, T, T] True where a column (third axis) sees another: one to its left, on its way to the root."""
     column_T = torch.arange(ends_B_T.shape[1], device=ends_B_T.device)
     return ((column_T <= column_T[:, None]) & (column_T[:, None] < ends_B_T[:, None, :]))[:, None]
 
@@ -183,7 +186,7 @@ LAYOUTS: Mapping[str, Callable[[Sequence[Sequence[int]]], Packed]] = {
 
 
 def candidate_layouts(share: bool) -> tuple[str, ...]:
-    """The layouts to try; `share` if several responses to a prompt are in a step."""
+    """Return the layouts to try; `share` if several responses to a prompt are in a step."""
     return tuple(name for name in LAYOUTS if share or name != SHARED)
 
 
@@ -193,13 +196,13 @@ def lay_out_single(sequence: Sequence[int]) -> Packed:
 
 
 def predict_positions(laid_out: Packed, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Flat positions that predict tokens [start, stop) of each sequence: one to the left of each token."""
+    """Return flat positions that predict tokens [start, stop) of each sequence: one to the left of each token."""
     places = [laid_out.flat_index(i, t - 1) for i, (start, stop) in enumerate(spans) for t in range(start, stop)]
     return torch.tensor(places, dtype=torch.long)
 
 
 def predict_trained(laid_out: Packed, rollouts: Sequence[Rollout]) -> Tensor:
-    """[N] flat positions that predict the trained tokens of these rollouts, the sequences that were laid out."""
+    """Return [N] flat positions that predict the trained tokens of these rollouts, the sequences that were laid out."""
     places = [
         laid_out.flat_index(i, len(r.prompt_ids) - 1 + place) for i, r in enumerate(rollouts) for place in r.trained
     ]
@@ -207,11 +210,11 @@ def predict_trained(laid_out: Packed, rollouts: Sequence[Rollout]) -> Tensor:
 
 
 Body = Callable[[Packed], Tensor]
-"""[B*T, D] last hidden states of what is laid out."""
+"""Function that returns [B*T, D] the last hidden states of sequences that are laid out."""
 
 
 def layout_error(body: Body, layout: str, vocab_size: int, dtype: torch.dtype, *, masks_decide: bool = True) -> float:
-    """Measure how wrong a layout is for this model: at most 1 passes.
+    """Measure the error of a layout for this model: at most 1 passes.
 
     Two differences are measured relative to the largest hidden state: sequences laid out together against each alone, and
     with these neighbours against with others. Each is divided by its bound, and the larger ratio is the result. NaN where
@@ -226,7 +229,7 @@ def layout_error(body: Body, layout: str, vocab_size: int, dtype: torch.dtype, *
 
 
 def layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float, float]:
-    """Two differences, relative to the largest hidden state: (together against alone, other neighbours against these)."""
+    """Return two differences, relative to the largest hidden state: together against alone, other neighbours against these."""
     these, others = _make_probes(layout, vocab_size)
     with torch.no_grad():
         together = _hidden_states(body, LAYOUTS[layout](these), these)
@@ -245,7 +248,7 @@ def layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float,
 
 
 def _make_probes(layout: str, vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Sequences, and others in their places: random tokens, for trees behind prefixes that the two have in common."""
+    """Make sequences, and others in their places: random tokens, for trees behind prefixes that the two have in common."""
     gen = torch.Generator().manual_seed(0)
     drawn = [torch.randint(0, vocab_size, (2, n), generator=gen).tolist() for n in PROBE_LENGTHS]
     if layout != SHARED:
@@ -264,13 +267,13 @@ def _make_probes(layout: str, vocab_size: int) -> tuple[list[list[int]], list[li
 
 
 def _hidden_states(body: Body, laid_out: Packed, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """[T, D] of each sequence, float64."""
+    """Return [T, D] the hidden states of each sequence, float64."""
     flat_N_D = body(laid_out).double().cpu()
     return [flat_N_D[[laid_out.flat_index(i, place) for place in range(len(s))]] for i, s in enumerate(sequences)]
 
 
 def prove_layout(error: Callable[[str], float], who: str, *, share: bool = False) -> LayoutProof:
-    """The first layout whose `error`, as `layout_error` gives it, is at most 1; trees are tried only with `share`.
+    """Return the first layout whose `error`, a `layout_error`, is at most 1; trees are tried only with `share`.
 
     A model whose states are not finite proves nothing. It gets the padded layout, which is safe by construction; whoever
     uses the states later judges them row by row. Raises: RunError if no layout is right.

@@ -2,7 +2,7 @@
 
     y = W x + scaling * B (A x)      scaling = alpha / rank, or alpha / √rank (rsLoRA)
 
-PEFT writes the files. This module says what they mean, for all code that checks, merges, probes or scores adapters.
+PEFT writes the files. This module interprets them, for all code that checks, merges, probes or scores adapters.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class LoraConfig(BaseModel):
     alpha_pattern: dict[str, _Alpha] | None = None
 
     def rank(self, module: str) -> int:
-        """Rank of a module by its full name. Raises: re.error if a pattern is no regular expression."""
+        """Return the rank of a module by its full name. Raises: re.error if a pattern is no regular expression."""
         return _by_pattern(self.rank_pattern, module, self.r)
 
     def scaling(self, module: str) -> float:
-        """Factor of a module's product B A. Raises: re.error."""
+        """Return the factor of a module's product B A. Raises: re.error."""
         rank = self.rank(module)
         return _by_pattern(self.alpha_pattern, module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -60,13 +60,13 @@ class Update:
     scaling: float
 
     def to(self, device: torch.device) -> Update:
-        """The same on a device."""
+        """Move the update to a device."""
         return replace(self, a_K_I=self.a_K_I.to(device), b_O_K=self.b_O_K.to(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSize:
-    """How much of a student LoRA trains and pushes."""
+    """Numbers of a student that LoRA trains, and that a push sends."""
 
     trained: int
     """Numbers of the adapters."""
@@ -75,7 +75,7 @@ class LoraSize:
 
 
 def split_name(tensor: str) -> tuple[str, str] | None:
-    """Module and `A` or `B` of a tensor's name; None if it is not part of a plain LoRA.
+    """Split a tensor's name into module and `A` or `B`; None if it is not part of a plain LoRA.
 
     Example: base_model.model.model.layers.0.mlp.up_proj.lora_A.weight → ("model.layers.0.mlp.up_proj", "A")
     """
@@ -84,12 +84,12 @@ def split_name(tensor: str) -> tuple[str, str] | None:
 
 
 def tensor_name(module: str, letter: str) -> str:
-    """The name in PEFT's files of a module's matrix `A` or `B`; `split_name` takes it apart again."""
+    """Return the name in PEFT's files of a module's matrix `A` or `B`; the inverse of `split_name`."""
     return f"base_model.model.{module}.lora_{letter}.weight"
 
 
 def read_updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str, Update]:
-    """Module -> update. The tensors are those of a checked adapter: every A has its B, and there is nothing else."""
+    """Return module -> update. The tensors are those of a checked adapter: every A has its B, and there is nothing else."""
     parts = {split_name(name): tensor for name, tensor in tensors.items()}
     assert None not in parts, "an adapter that was not checked"
     modules = sorted({part[0] for part in parts if part})
@@ -100,14 +100,14 @@ def read_updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def merge_update(weight_O_I: Tensor, update: Update) -> Tensor:
-    """The weight of a module with its update in it: added in float32, and then in the weight's own type."""
+    """Return the weight of a module with its update: added in float32, then converted to the weight's own type."""
     added_O_I = update.b_O_K.float() @ update.a_K_I.float()
     # In place: the weight may be the largest of its model.
     return added_O_I.mul_(update.scaling).add_(weight_O_I.float()).to(weight_O_I.dtype)
 
 
 def not_linear(model: nn.Module, changes: Mapping[str, Update]) -> list[str]:
-    """Modules that the adapter changes although they are no `nn.Linear` of the model, so that nothing can be added to them."""
+    """Return the modules of an adapter that are no `nn.Linear` of the model, so that no update can be added to them."""
     from torch import nn
 
     modules = dict(model.named_modules())
@@ -125,7 +125,7 @@ def attach_updates(model: nn.Module, changes: Mapping[str, Update]) -> list[Remo
 
 
 def _make_adding_hook(update: Update) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-    """A forward hook: W x becomes W x + scaling * B (A x)."""
+    """Make a forward hook that turns W x into W x + scaling * B (A x)."""
     from torch import add
     from torch.nn.functional import linear
 

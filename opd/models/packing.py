@@ -53,8 +53,10 @@ class Packing:
 
 
 def pack_into_rows(lengths: Sequence[int]) -> Packing:
-    """First-fit decreasing into rows of one width: 128 if all sequences are short, or what they need if that is less; else
-    the width that wastes least."""
+    """Pack sequences into rows of one width, first-fit decreasing.
+
+    The width is 128 if all sequences are short, or their sum if that is less; else the width that wastes least.
+    """
     longest = max(lengths, default=1)
     if longest <= SHORT:
         return _first_fit(lengths, min(ROW, _round_columns(sum(lengths))))
@@ -68,7 +70,7 @@ def pack_into_rows(lengths: Sequence[int]) -> Packing:
 
 
 def count_columns(tokens: int, longest: int) -> int:
-    """Columns of the rows of so many tokens in sequences of at most `longest`, if all rows but the last are full."""
+    """Return the columns of all rows for so many tokens in sequences of at most `longest`, if all rows but the last are full."""
     row = ROW if longest <= SHORT and tokens > ROW else MULTIPLE
     return -(-tokens // row) * row
 
@@ -103,9 +105,9 @@ class Tree:
 
 
 def build_trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
-    """All sequences as trees of `tree_limit` columns at most; one that shares too little is a tree of its own.
+    """Put all sequences into trees of `tree_limit` columns at most; one that shares too little is a tree of its own.
 
-    What becomes of a tree depends on its members alone, so that its micro-batch lays it out as the plan has it.
+    The tree of some sequences depends on these alone, so that a micro-batch lays it out as it was planned.
     """
     found: list[Tree] = []
     before: Sequence[int] = ()
@@ -125,12 +127,12 @@ def build_trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
 
 
 def tree_limit(longest: int) -> int:
-    """Most columns of a tree, given the tokens of its longest member."""
+    """Return the most columns of a tree, given the tokens of its longest member."""
     return max(WIDEST_TREE, 2 * longest)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of first tokens that are equal in both."""
+    """Return the number of first tokens that are equal in both."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -144,7 +146,7 @@ class Unit:
 
 
 def packing_units(rollouts: Sequence[Rollout], *, share: bool) -> list[Unit]:
-    """Each rollout alone, or with `share` the trees of each domain."""
+    """Return each rollout alone, or with `share` the trees of each domain."""
     if not share:
         return [Unit((r,), len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
     by_domain: dict[str, list[Rollout]] = defaultdict(list)

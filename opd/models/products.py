@@ -50,7 +50,7 @@ def use_quick_products(model: nn.Module, device: torch.device, *, sharded: bool 
 
 
 def quick_here() -> bool:
-    """Whether oneDNN is the quicker one on this machine's cores and as exact."""
+    """Return True if oneDNN is faster than MKL on this machine's cores, and as exact."""
     if read_vendor() in ("", INTEL) or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     with _ONEDNN:
@@ -58,7 +58,7 @@ def quick_here() -> bool:
 
 
 def product_error() -> float:
-    """The largest error of a float32 product as torch computes it now, measured like `EXACT`."""
+    """Return the largest error of a float32 product under torch's present settings, measured like `EXACT`."""
     random = torch.Generator().manual_seed(0)
     a_M_K, b_N_K = (torch.randn(rows, 512, generator=random) for rows in (96, 128))
     wanted_M_N = a_M_K.double() @ b_N_K.double().T
@@ -67,7 +67,7 @@ def product_error() -> float:
 
 
 def with_onednn_products(function: Callable[..., T]) -> Callable[..., T]:
-    """The function with its products by oneDNN."""
+    """Wrap a function so that oneDNN computes its products."""
 
     @functools.wraps(function)
     def wrapped(*args: Any) -> T:

@@ -26,13 +26,14 @@ State = dict[str, Tensor]
 
 
 def whole_shape(param: Any) -> torch.Size:
-    """The shape of a parameter, also of one that ZeRO-3 cut among its ranks, where an empty tensor is in its place."""
+    """Return the shape of a parameter, also of one that ZeRO-3 cut among its ranks, of which `param.shape` is that of an empty
+    tensor."""
     shape: torch.Size = getattr(param, "ds_shape", param.shape)
     return shape
 
 
 def fastest_attention(config: Any) -> str:
-    """The fastest attention that transformers has for an architecture without more packages. What its files ask for is ignored.
+    """Return the fastest attention that transformers has for an architecture without more packages, whatever its files name.
 
     Gemma 2 bounds attention scores. torch's kernel cannot do that, and transformers would silently leave the bound out.
     """
@@ -43,7 +44,7 @@ def fastest_attention(config: Any) -> str:
 
 
 def obeys_masks(lm: Any) -> bool:
-    """Whether every layer attends to whatever a given mask lets it, near or far, and nothing else tells tokens apart.
+    """Return True if every layer attends to exactly the tokens that a given mask allows, near or far.
 
     Windows, chunks and recurrent states go by columns or by distance, whatever a mask of four dimensions says.
     """
@@ -59,8 +60,8 @@ def obeys_masks(lm: Any) -> bool:
 
 
 def config_of(model_dir: Path) -> Any:
-    """transformers' config of a model directory; no code from it is run. Raises: ModelError for one that it does not know, or whose
-    keys contradict each other."""
+    """Load transformers' config of a model directory; no code from it is run. Raises: ModelError if transformers does not know it,
+    or its keys contradict each other."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -76,14 +77,15 @@ def config_of(model_dir: Path) -> Any:
 
 
 def class_of(config: Any) -> Any:
-    """transformers' class of causal language models for a config; None if there is none."""
+    """Return transformers' class of causal language models for a config; None if there is none."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM._model_mapping.get(type(config), None)
 
 
 def causal_lm_class(model_dir: Path) -> tuple[Any, Any]:
-    """The `config_of` a directory, and transformers' class of causal language models for it. Raises: ModelError if there is none."""
+    """Return the config of a directory, and transformers' class of causal language models for it. Raises: ModelError without a
+    class."""
     config = config_of(model_dir)
     known = class_of(config)
     if known is None:
@@ -120,7 +122,7 @@ def _make_unusable_config_error(model_dir: Path, error: Exception) -> ModelError
 
 
 def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
-    """transformers' causal language model of a directory, from safetensors alone; no code from it is run.
+    """Load transformers' causal language model of a directory, from safetensors alone; no code from it is run.
 
     Raises: ModelError if transformers has none for its config, or if the files lack a tensor or have one of another shape:
     transformers would go on with random numbers.
@@ -143,8 +145,8 @@ def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
 
 
 def _refuse_made_up(model_dir: Path, loaded: Mapping[str, Any]) -> None:
-    """`loaded` is transformers' loading info. Raises: ModelError if it made a tensor up, because the files lack it or have
-    another shape of it."""
+    """Refuse a model with tensors that transformers initialised at random, by its loading info `loaded`. Raises: ModelError if
+    the files lack a tensor or have another shape of it."""
     odd = [
         f"{name} of shape {' x '.join(map(str, ours))}, config.json calls for {' x '.join(map(str, wanted))}"
         for name, ours, wanted in sorted(loaded["mismatched_keys"])
@@ -166,7 +168,7 @@ class Naming:
     """
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
-        """`config` is a config object of transformers. Raises: ValueError if there is no causal language model for it."""
+        """Build the model of a transformers config on the meta device. Raises: ValueError if it has no causal language model."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
@@ -184,11 +186,11 @@ class Naming:
         return self._model
 
     def is_plain(self, names: Collection[str]) -> bool:
-        """True if tensors of these names are the modules' own, so that no conversion is needed."""
+        """Return True if tensors of these names are the modules' own, so that no conversion is needed."""
         return self._names.issuperset(names) and not self._plan
 
     def from_files(self, tensors: Mapping[str, Tensor]) -> tuple[State, str]:
-        """The tensors by the modules' names, and what does not fit (empty if all does).
+        """Convert the tensors to the modules' names and shapes. Returns them, and a description of those that do not fit.
 
         Tensors that need no conversion and have the right type stay mapped; the others are copied. A tied weight may be missing.
         """
@@ -207,7 +209,7 @@ class Naming:
                 to_meta(self._model)
 
     def head_names(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Names of a file's tensors that hold the output head unchanged; the embedding that it is tied to comes first."""
+        """Return the names of a file's tensors that hold the output head unchanged; the embedding that it is tied to comes first."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -236,7 +238,7 @@ class Naming:
         )
 
     def _describe_problem(self, found: Any) -> str:
-        """What does not fit, in words. transformers would only warn, and leave such weights at random values."""
+        """Describe the tensors that do not fit. transformers would only warn, and leave such weights at random values."""
         self._model._adjust_missing_and_unexpected_keys(found)
         missing = sorted(found.missing_keys - set(self._model.all_tied_weights_keys))
         parts = {
@@ -281,7 +283,7 @@ class FileGroup:
     """The pattern of the conversion that each name fits."""
 
     def to_files(self, model: Any, tensors: Mapping[str, Tensor]) -> State:
-        """The tensors of the files, which may be parts of the given ones; `tensors` have the names of the modules."""
+        """Convert to the tensors of the files, which may be views of `tensors`; these have the names of the modules."""
         if self.conversion is None:
             return {self.target: tensors[self.names[0]]}
         for name, pattern in zip(self.names, self.patterns, strict=True):
@@ -291,7 +293,9 @@ class FileGroup:
 
 
 def file_groups(model: Any, names: Iterable[str]) -> list[FileGroup]:
-    """How tensors of the modules become those of the files, in the order of the files. What the model was loaded from decides.
+    """Return the groups of module tensors that become tensors of the files, in the order of the files.
+
+    The conversions are those that the model was loaded with, if it was loaded from files.
 
     This is `revert_weight_conversion` of transformers, which wants all tensors at once, group by group.
     """
@@ -317,7 +321,7 @@ def file_groups(model: Any, names: Iterable[str]) -> list[FileGroup]:
 
 
 def _conversions_of(model: Any) -> list[Any] | None:
-    """transformers' conversions of a model's files to its modules: those that it was loaded with, or else its architecture's."""
+    """Return transformers' conversions of a model's files to its modules: those of its loading, or else its architecture's."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -343,7 +347,7 @@ def to_files(model: Any, state: Mapping[str, Tensor]) -> State:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a model's files that are no parameters, such as the bias of a router. Training does not change them."""
+    """Yield the tensors of a model's files that are no parameters, such as the bias of a router. Training leaves them as they are."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -16,6 +16,6 @@ if TYPE_CHECKING:
 
 
 def answer_class(payload: str) -> type[Answer]:
-    """The class of a payload's answers. Raises: KeyError for a name that is no payload."""
+    """Return the class of a payload's answers. Raises: KeyError for a name that is no payload."""
     found: type[Answer] = import_object(PAYLOADS[payload])
     return found

@@ -1,5 +1,5 @@
-"""What every payload says about itself. Each one is a class of answers; an answer is what a teacher says of the
-trained tokens of one response. Tokens that are not trained are neither scored nor sent.
+"""Base class of all payloads. A payload is a class of answers; an answer holds a teacher's scores of the trained tokens of one
+response. Tokens that are not trained are neither scored nor sent.
 
 Nothing here imports torch before it is called: whoever checks a stream, or counts bytes, needs pyarrow alone.
 Shapes: N trained tokens of a response, D a teacher's hidden width, V vocabulary ids, K of a top-k.
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 Columns = tuple[tuple[str, pa.DataType], ...]
 """Name and Arrow type; every name is also a field of the answer."""
 Position = Mapping[int, float]
-"""Token -> log-prob at one place of a sequence: the token that stands there, and the likeliest ones if asked for."""
+"""Token -> log-prob at one position of a sequence: the token that is there, and on request the likeliest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """What a teacher computed about the trained tokens of one response."""
+    """A teacher's forward pass over the trained tokens of one response, from which any payload makes its answer."""
 
     token_ids: Sequence[int]
     """[N]"""
@@ -39,7 +39,7 @@ class Said:
     head: str
     """Content hash of the teacher's output head."""
     logprobs: Callable[[], Tensor]
-    """Gives the [N, V] log-probs, float32 on the CPU; computed when it is called."""
+    """Computes the [N, V] log-probs, float32 on the CPU."""
     top_k: int
     """`objective.k`."""
 
@@ -66,39 +66,39 @@ class Answer(ABC):
     @property
     @abstractmethod
     def size(self) -> str:
-        """How much the answer holds, for an error."""
+        """Length of the answer, for an error message."""
 
     @abstractmethod
     def fits(self, num: int, itemsize: int) -> bool:
-        """Whether this can be the answer about `num` trained tokens; `itemsize` is that of the stream's dtype."""
+        """Return True if this can be the answer about `num` trained tokens; `itemsize` belongs to the stream's dtype."""
 
     def width(self, num: int) -> int | None:
-        """What has to be equal in all rows of a stream, such as K; None where nothing has to, or `num` does not tell."""
+        """Return the number that has to be equal in all rows of a stream, such as K; None if there is none, or `num` is 0."""
         return None
 
     def head_key(self) -> str:
-        """Content hash of the output head that belongs to the answer; empty where none is sent."""
+        """Return the content hash of the output head that belongs to the answer; empty if heads are not sent."""
         return ""
 
     @classmethod
     @abstractmethod
     def token_bytes(cls, *, hidden_size: int, itemsize: int, top_k: int) -> int:
-        """Bytes of the answer about one token."""
+        """Return the bytes of the answer about one token."""
 
     @classmethod
     @abstractmethod
     def of_states(cls, said: Said) -> Answer:
-        """The answer of a teacher whose states and log-probs are at hand."""
+        """Make the answer from a teacher's hidden states or log-probs."""
 
     @classmethod
     def named_by_engine(cls, top_k: int) -> int | None:
-        """How many of the likeliest tokens an engine has to name at each position, beside the one that stands there; None
-        where its log-probs do not make an answer."""
+        """Return the number of likeliest tokens that an engine has to return at each position, beside the token that is there;
+        None if no answer can be made of an engine's log-probs."""
         return None
 
     @classmethod
     def of_positions(cls, token_ids: Sequence[int], positions: Sequence[Position], top_k: int) -> Answer:
-        """The answer from an engine's log-probs at each trained token, [N]; they are finite."""
+        """Make the answer from an engine's log-probs at each trained token, [N]; they are finite."""
         raise NotImplementedError(f"{cls.__name__} needs more than an engine's log-probs")
 
     @classmethod
@@ -106,17 +106,17 @@ class Answer(ABC):
     def blocks(
         cls, samples: Sequence[Sequence[ScoredRow]], dtype: torch.dtype, baselines: Mapping[str, float] | None
     ) -> tuple[Block, ...]:
-        """What the loss gets for the trained tokens of these samples, in order; each sample has a row from each of its
+        """Build the loss's blocks for the trained tokens of these samples, in order; each sample has a row from each of its
         teachers. `dtype` is the stream's, `baselines` maps sample ids to numbers."""
 
     def gap(self, wanted: Answer, num: int, dtype: torch.dtype) -> float:
-        """How far this is from another engine's answer about the same `num` tokens: for log-probs the mean difference in
-        nats, for states the difference relative to their norm."""
+        """Measure the difference from another engine's answer about the same `num` tokens: for log-probs the mean in nats, for
+        hidden states relative to their norm."""
         raise NotImplementedError(f"{type(self).__name__} of two engines cannot be compared")
 
     def differences(
         self, token_ids: Sequence[int], logprobs: Sequence[float], dtype: torch.dtype, head: Callable[[], Head]
     ) -> list[float]:
-        """|given - answered| log-prob of each trained token, or the least that it can be; empty where the answer does not
-        tell. `head` reads the teacher's output head, cut to the vocabulary."""
+        """Return the difference of `logprobs` and the answer's log-prob at each trained token, or the least that it can be; empty
+        if the answer has no log-probs. `head` reads the teacher's output head, cut to the vocabulary."""
         return []

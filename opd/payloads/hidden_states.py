@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates(Answer):
-    """What a teacher says of the trained tokens of one response."""
+    """A teacher's hidden states at the trained tokens of one response."""
 
     GROUP: ClassVar[Columns] = (("head", pa.string()), ("hidden_size", pa.int32()))
     ROW: ClassVar[Columns] = (("hidden", pa.large_binary()),)
@@ -38,7 +38,7 @@ class HiddenStates(Answer):
     """BLAKE3 of the teacher's output head; the matrix itself travels once, apart from the rows. `OWN_HEAD` in rows that do not
     travel because the trainer makes them."""
     hidden_size: int
-    """D"""
+    """D, the teacher's hidden width."""
     hidden: memoryview | bytes
     """[N, D] little-endian, in the stream's dtype: the teacher's last hidden state after the final norm, at the
     position that predicts trained token n (one before it)."""
@@ -67,18 +67,18 @@ class HiddenStates(Answer):
 
     @classmethod
     def of(cls, hidden_N_D: Tensor, head: str) -> HiddenStates:
-        """The answer of a teacher whose head has that hash."""
+        """Make the answer of a teacher; `head` is the hash of its output head."""
         import torch
 
         return cls(head, hidden_N_D.shape[1], hidden_N_D.contiguous().view(torch.uint8).numpy().tobytes())
 
     def states(self, dtype: torch.dtype) -> Tensor:
-        """[N, D]"""
+        """Return [N, D] the states as a tensor."""
         # A copy: the stream's buffer is read-only shared memory, which torch does not accept silently.
         return _bytes_to_states(bytearray(self.hidden), self.hidden_size, dtype)
 
     def logprobs(self, token_ids: Sequence[int], dtype: torch.dtype, head: Head) -> Tensor:
-        """[N] the teacher's log-prob of each trained token; `head` is cut to the vocabulary."""
+        """Return [N] the teacher's log-prob of each trained token; `head` is cut to the vocabulary."""
         import torch
 
         from opd.losses.logits import token_logprobs
@@ -118,12 +118,12 @@ class HiddenStates(Answer):
 
 
 def _join_states(answers: Sequence[HiddenStates], dtype: torch.dtype) -> Tensor:
-    """[N, D] the states of several responses, in one copy."""
+    """Return [N, D] the states of several responses, in one copy."""
     return _bytes_to_states(bytearray().join(answer.hidden for answer in answers), answers[0].hidden_size, dtype)
 
 
 def _bytes_to_states(raw: bytearray, width: int, dtype: torch.dtype) -> Tensor:
-    """[N, D] the bytes as a tensor, which shares their memory."""
+    """Return [N, D] the bytes as a tensor, which shares their memory."""
     import torch
 
     if not raw:  # torch makes no tensor of an empty buffer
@@ -132,7 +132,7 @@ def _bytes_to_states(raw: bytearray, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def _normalise_weights(weights: Sequence[float]) -> tuple[float, ...]:
-    """Weights travel as float32, whose sum is 1 only to 1e-7."""
+    """Divide the weights by their sum: they travel as float32, so that it is 1 only to 1e-7."""
     return tuple(weight / sum(weights) for weight in weights)
 
 
@@ -177,7 +177,7 @@ class TeacherBlock(Block):
         return ((self.hidden_N_E, self.head_V_E),)
 
     def logits(self, part: slice, vocab_size: int) -> Tensor:
-        """[C, V] in the head's type. It is that of the stream's hidden states, unless the head is the student's own."""
+        """Return [C, V] in the head's type. It is that of the stream's hidden states, unless the head is the student's own."""
         return self.rule.apply(self.hidden_N_E[part].to(self.head_V_E.dtype) @ self.head_V_E[:vocab_size].T)
 
     def select_chunk(self, part: slice, vocab_size: int) -> Logits:
@@ -202,7 +202,7 @@ class _SeveralTeachers(Block):
         return tuple(pair for teacher in self.teachers for pair in teacher.products())
 
     def weighted_sum(self, part: slice, vocab_size: int, said: Callable[[Tensor], Tensor]) -> Tensor:
-        """[C, V] sum over teachers of weight times what `said` makes of the teacher's logits."""
+        """Return [C, V] the sum over teachers of weight times `said` of the teacher's logits."""
         from opd.losses.logits import upcast_for_loss
 
         terms = (
@@ -246,7 +246,7 @@ class ExtrapolatedBlock(_SeveralTeachers):
 
 @dataclass(frozen=True, slots=True)
 class Logits(Given):
-    """One distribution's, not normalised yet."""
+    """The logits of one distribution, not normalised yet."""
 
     compiles: ClassVar[bool] = True
 
@@ -279,7 +279,7 @@ class Measure(Given):
 
 @dataclass(frozen=True, slots=True)
 class WholeChunk(TeacherChunk):
-    """What an objective sees: the whole distribution."""
+    """The teacher's whole distribution at C tokens."""
 
     logq_C_V: Tensor
     """Log-probs; for a mixture the unnormalised log-measure."""
@@ -287,13 +287,13 @@ class WholeChunk(TeacherChunk):
     """Log-prob of the sampled ids."""
     is_mixture: bool
     baseline_C: None = None
-    """It would have to be known before the forward pass, when there are only states."""
+    """No baseline: it has to be computed before the forward pass, when there are only states and no log-probs."""
 
     def first_C(self) -> Tensor:
         return likeliest_token(self.logq_C_V)
 
     def q_C_V(self) -> Tensor:
-        """The teacher's distribution; for a mixture its normalised product prod_k q_k^w_k."""
+        """Return the teacher's distribution; for a mixture the normalised product prod_k q_k^w_k."""
         return self._normalised_C_V().exp()
 
     def entropy_C(self) -> Tensor:

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs(Answer):
-    """What a teacher says of the trained tokens of one response."""
+    """A teacher's log-probs of the trained tokens of one response."""
 
     ROW: ClassVar[Columns] = (("teacher_logprobs", pa.list_(pa.float32())),)
 
     teacher_logprobs: Sequence[float]
-    """[N] its log-prob of each trained token."""
+    """[N] log-prob of each trained token."""
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +87,7 @@ class SampledLogprobs(Answer):
 
 
 def mixed_logprobs(scored: Sequence[ScoredRow]) -> list[float]:
-    """[N] sum_k w_k log q_k(y) over a sample's teachers; with a single teacher its log-prob."""
+    """Return [N] sum_k w_k log q_k(y) over a sample's teachers; with a single teacher its log-prob."""
     columns = [[row.weight * x for x in row.answer.teacher_logprobs] for row in scored]
     return [sum(values) for values in zip(*columns, strict=True)]
 
@@ -98,7 +98,7 @@ class SampledBlock(Block, Given):
 
     logprob_N: Tensor
     baseline_N: Tensor | None = None
-    """What `Sampled` takes off the advantage; it may depend on anything but the token's own response."""
+    """Number that `SampledKL` subtracts from the advantage; it may depend on anything but the token's own response."""
 
     def __len__(self) -> int:
         return len(self.logprob_N)
@@ -116,7 +116,7 @@ class SampledBlock(Block, Given):
 
 @dataclass(frozen=True, slots=True)
 class SampledChunk(TeacherChunk):
-    """What an objective sees."""
+    """The teacher's log-probs of C sampled tokens."""
 
     logq_C: Tensor
     """Log-prob of the sampled ids."""

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TopTokens(Answer):
-    """What a teacher says of the trained tokens of one response."""
+    """A teacher's K likeliest tokens at each trained token of one response."""
 
     ROW: ClassVar[Columns] = (("topk_ids", pa.list_(pa.int32())), ("topk_logprobs", pa.list_(pa.float32())))
     TOKEN_IDS: ClassVar[tuple[str, ...]] = ("topk_ids",)
 
     topk_ids: Sequence[int]
-    """[N, K] its likeliest tokens, row after row."""
+    """[N, K] likeliest tokens, row after row."""
     topk_logprobs: Sequence[float]
     """[N, K] their log-probs under the whole distribution."""
 
@@ -49,7 +49,7 @@ class TopTokens(Answer):
         return num == 0 or len(self.topk_ids) % num == 0
 
     def width(self, num: int) -> int | None:
-        """K."""
+        """Return K."""
         return len(self.topk_ids) // num if num else None
 
     @classmethod
@@ -68,7 +68,7 @@ class TopTokens(Answer):
 
     @classmethod
     def of_positions(cls, token_ids: Sequence[int], positions: Sequence[Position], top_k: int) -> TopTokens:
-        """Engines add the token that stands there, however unlikely, and it must not take part."""
+        """Make the answer from an engine's log-probs, without the token that is there unless it is among the K likeliest."""
         top = [sorted(position.items(), key=lambda entry: -entry[1])[:top_k] for position in positions]
         return cls(
             [token for entries in top for token, _ in entries], [value for entries in top for _, value in entries]
@@ -101,15 +101,17 @@ class TopTokens(Answer):
         return [_logprob_difference(known, token, logprob) for known, token, logprob in given]
 
     def _top_logprobs(self, num: int) -> list[dict[int, float]]:
-        """[N] token -> log-prob at each trained token."""
+        """Return [N] token -> log-prob at each trained token."""
         k = len(self.topk_ids) // num
         parts = [slice(start, start + k) for start in range(0, num * k, k)]
         return [dict(zip(self.topk_ids[part], self.topk_logprobs[part], strict=True)) for part in parts]
 
 
 def _logprob_difference(known: Position, token: int, logprob: float) -> float:
-    """How far a token's log-prob is from the known one, or the least that it can be: a token outside the likeliest is at most as
-    likely as the last of them."""
+    """Return the difference of `logprob` and the token's log-prob in `known`.
+
+    For a token that is not in there, it is the least difference: the token is at most as likely as the last of the likeliest.
+    """
     return abs(logprob - known[token]) if token in known else max(0.0, logprob - min(known.values()))
 
 
@@ -135,7 +137,7 @@ class TopKBlock(Block, Given):
 
 @dataclass(frozen=True, slots=True)
 class TopKChunk(TeacherChunk):
-    """What an objective sees."""
+    """The teacher's K likeliest tokens at C tokens."""
 
     ids_C_K: Tensor
     logq_C_K: Tensor

@@ -1,4 +1,4 @@
-"""What the loop knows of rewards."""
+"""The interface of rewards for the loop."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Rewards(Protocol):
     """
 
     def judged(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
-        """The same batch, with a reward on every response of the domains that take part and whose environment gives none."""
+        """Return the batch with a reward on every response of the domains that take part and whose environment gives none."""
         ...
 
     def step(self, step: int, rollouts: Sequence[Rollout]) -> RewardStep:
-        """What the policy is trained on in this step. Raises: RunError if a critic fails."""
+        """Return the advantages and the weight that the policy trains on in this step. Raises: RunError if a critic fails."""
         ...
 
     def record(self, rollouts: Sequence[Rollout], trained: PolicyReport | None) -> RewardRecord:
-        """The last step's record; `trained` is None if no token was trained on a reward."""
+        """Return the last step's record; `trained` is None if no token was trained on a reward."""
         ...
 
     def load(self, checkpoint: Path) -> None:
-        """Restore what it had learned when the checkpoint in this directory was begun."""
+        """Restore the state of the checkpoint in this directory."""
         ...

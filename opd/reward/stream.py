@@ -1,4 +1,4 @@
-"""The reward's part of each step: who judges, what the credit is, how much it weighs, and what is recorded of it."""
+"""The reward's part of each step: judging, credit, weight and record."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RewardStream:
     def __init__(
         self, config: RewardConfig, domains: Collection[str], verified: VerifiedRewards, credit: Credit
     ) -> None:
-        """`domains` take part; `verified` judges those of them that have no environment."""
+        """Keep the settings: `domains` take part, and `verified` judges those of them that have no environment."""
         self._config = config
         self._domains = frozenset(domains)
         self._verified = verified
@@ -93,7 +93,7 @@ class RewardStream:
         self._credit.load(checkpoint / CREDIT)
 
     def _taking_part(self, rollouts: Sequence[Rollout]) -> list[tuple[Rollout, str]]:
-        """The segments of the episodes that began in one of the domains, wherever the other segments belong; with that domain."""
+        """Return segment and domain of the episodes that began in one of the domains, whatever domain the segment itself has."""
         began: dict[str, str] = {}
         for rollout in rollouts:
             began.setdefault(rollout.episode, rollout.domain)
@@ -103,8 +103,8 @@ class RewardStream:
 def penalise_turns(
     advantages: Mapping[str, Floats], rollouts: Sequence[Rollout], penalty: float
 ) -> Mapping[str, Floats]:
-    """The advantages with `-penalty` for each token of a turn that the guard blocked and that rewards count against. The
-    baseline does not see this: an episode is worth what it earned."""
+    """Set the advantage to `-penalty` for each token of a turn that the guard blocked and that rewards count against. The
+    baseline does not change: an episode's reward is what it earned."""
     found = dict(advantages)
     for rollout in rollouts:
         spans = [span for span in rollout.spans if span.trained]

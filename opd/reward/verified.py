@@ -1,4 +1,4 @@
-"""Rewards for responses of a single turn: the verifiers of the exams judge what the student wrote in training.
+"""Rewards for responses of a single turn: the verifiers of the evaluations judge the student's responses in training.
 
 They run in the driver, in a thread with a deadline for each response. A verifier that raises or is late gives 0, and is counted:
 a reward that is missing here and there would only make the domain's mean less certain, a run that ends would cost more.
@@ -37,7 +37,7 @@ class VerifiedRewards:
     def __init__(
         self, verifiers: Mapping[str, Verifier], tokenizer: Decoder, stop_token_ids: Sequence[int], timeout_s: float
     ) -> None:
-        """`verifiers`: domain -> what judges it; `stop_token_ids` end a response."""
+        """Keep the settings: `verifiers` by domain; `stop_token_ids` end a response."""
         self._verifiers = verifiers
         self._tokenizer = tokenizer
         self._ends = end_ids(tokenizer, stop_token_ids)
@@ -45,7 +45,7 @@ class VerifiedRewards:
         self._thread = _Thread()
 
     def add_rewards(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, list[Failure]]:
-        """The batch with rewards, and the responses that could not be judged; `prompts` are those of the step."""
+        """Return the batch with rewards, and the responses that could not be judged; `prompts` are those of the step."""
         by_group = {f"{r.step:06d}/{p.id}": p for r in batch.rollouts[:1] for p in prompts}
         failures: list[Failure] = []
         rollouts = [
@@ -89,7 +89,7 @@ class _Thread:
         self._calls: queue.SimpleQueue[tuple[Future[float], Callable[[], float]]] | None = None
 
     def call(self, function: Callable[[], float], timeout_s: float) -> float:
-        """`function()`. Raises: what it raises; Late."""
+        """Call the function, and return its result. Raises: what it raises; Late past the deadline."""
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             threading.Thread(target=_run_with_deadline, args=(self._calls,), name="verifier", daemon=True).start()

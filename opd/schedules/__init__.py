@@ -1,4 +1,5 @@
-"""When the student writes a step's responses, and with which weights. One file per schedule, behind one dictionary."""
+"""Schedules: they decide at which time and with which weights the student writes a step's responses. One file per schedule,
+behind one dictionary."""
 
 from opd.schedules.one_step_off import OneStepOff
 from opd.schedules.sync import SyncSchedule

@@ -1,4 +1,4 @@
-"""What every schedule is made of: its spec, and the engine with a stopwatch."""
+"""The parts of every schedule: its spec, and the engine with a stopwatch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opd.rollouts.partial import Cuts
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """The parts of a merge that a schedule directs, and its bounds. A schedule takes from it what it needs."""
+    """The parts of a merge that a schedule directs, and its bounds. Each schedule uses the fields that it needs."""
 
     prompts: PromptSource
     engine: RolloutEngine
@@ -25,11 +25,11 @@ class ScheduleSpec:
     timeout_s: float
     """Deadline for the responses of one step."""
     cuts: Cuts | None = None
-    """Where a schedule that writes ahead cuts responses; None: nowhere."""
+    """Cuts of responses, for a schedule that writes ahead; None: no cuts."""
     sleeps: bool = False
-    """Whether the engine gives memory back once it has written or answered."""
+    """True if the engine gives memory back once it has written or answered."""
     last_step: int
-    """What this step trains is written to its end: there is no later one."""
+    """Last step of the run; its responses are not cut, because no step follows."""
 
 
 class Writer:
@@ -47,9 +47,9 @@ class Writer:
         cuts: Cuts | None = None,
         early: Early | None = None,
     ) -> RolloutBatch:
-        """The responses of a step, by the weights that the engine holds. Raises: what the engine raises."""
+        """Write the responses of a step with the weights that the engine holds. Raises: what the engine raises."""
         began = time.monotonic()
-        # An engine of one's own need not know them.
+        # Passed only if set: an engine that a user brings need not take them.
         more: dict[str, Any] = {k: v for k, v in (("cuts", cuts), ("early", early)) if v is not None}
         try:
             return self._engine.generate(prompts, step=step, policy_version=policy_version, **more)
@@ -57,6 +57,6 @@ class Writer:
             self._seconds += time.monotonic() - began
 
     def take_seconds(self) -> float:
-        """Seconds of writing since the last call."""
+        """Return the seconds that the engine wrote since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds

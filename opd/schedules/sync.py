@@ -24,11 +24,11 @@ class SyncSchedule:
     def rollouts(
         self, step: int, policy_version: int, prompts: Sequence[Prompt], early: Early | None = None
     ) -> RolloutBatch:
-        """Have them written now."""
+        """Have the responses of this step written now."""
         return self._writer.write(step, policy_version, prompts, early=early)
 
     def rest(self) -> None:
-        """Have the engine answer nothing, after which it sleeps: the push before has woken it."""
+        """Put the engine to sleep: the push before has woken it, and after an empty `answer` it sleeps."""
         if self._engine is not None:
             self._engine.answer(())
 
@@ -43,5 +43,5 @@ class SyncSchedule:
         return {}
 
     def take_busy_s(self) -> float:
-        """Seconds of writing since the last call."""
+        """Return the seconds that the engine wrote since the last call."""
         return self._writer.take_seconds()

@@ -2,10 +2,10 @@
 
     targets/step-000012/  rollouts.arrow  worker-0-part-0000.arrow  worker-1-part-0000.arrow  step.json
 
-`rollouts.arrow` has all rollouts of the step in their order, also those that no teacher could score; the parts have what
-teachers said; `unfinished.arrow`, if it is there, has the responses that were cut. `step.json` adds which question they answer (step, policy version, prompts), BLAKE3 and size of each file,
-who had to score the rollouts, and which prompts were refused. What is written ahead of its step lies beside them
-(`opd.stream.written`).
+`rollouts.arrow` has all rollouts of the step in their order, also those that no teacher could score. The parts have the teachers'
+answers. `unfinished.arrow`, if it is there, has the responses that were cut. `step.json` adds the request that they belong to
+(step, policy version, prompts), BLAKE3 and size of each file, the teachers of the rollouts, and the prompts that were refused.
+Rollouts that were written ahead of their step lie beside these (`opd.stream.written`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MANIFEST = "step.json"
 ROLLOUTS = "rollouts.arrow"
 FORMAT = 5
 """1 had log-probs before the temperature, and could hold ids of padding rows; 2 had no file of rollouts; 3 had no origin, parent
-and next of a rollout; 4 could hold rows of a start student that the trainer asks today."""
+and next of a rollout; 4 could hold rows of a start student, whose scores the trainer computes today."""
 
 
 class ArrowTargetLog:
@@ -63,8 +63,8 @@ class ArrowTargetLog:
         say: Callable[[str], None],
         timeout_s: float = 3600.0,
     ) -> None:
-        """`teachers` have the output heads that logged rows name; `vocab_size` is the tokenizer's; `say` is told of a step
-        that cannot be replayed; `timeout_s`: deadline for the disk."""
+        """Keep the settings: `teachers` have the output heads that logged rows name, `vocab_size` is the tokenizer's, `say` gets a
+        line about a step that cannot be replayed, `timeout_s` is the deadline for the disk."""
         self._root = root
         self._timeout_s = timeout_s
         self._vocab_size = vocab_size
@@ -75,10 +75,10 @@ class ArrowTargetLog:
     def record(
         self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: TargetStream
     ) -> None:
-        """Write every part as it passes. When all have, a thread syncs them, which takes longer than writing them, and the step
-        is in the log once `TargetStream.settle` returns, before the optimiser steps.
+        """Write every part as it is taken. After the last one a thread syncs them, which takes longer than writing them. The step
+        is in the log once `TargetStream.wait_for_sinks` returns, before the optimiser steps.
 
-        Taking parts and settling raise: StorageError.
+        Taking parts and waiting raise: StorageError.
         """
         final = self._step_path(step)
         temporary = final.with_name(f".tmp-{final.name}")
@@ -112,9 +112,9 @@ class ArrowTargetLog:
     def replay(
         self, step: int, policy_version: int, prompts: Sequence[Prompt]
     ) -> tuple[RolloutBatch, TargetStream] | None:
-        """The step as it was logged, streams verified; else None, and this step and all later ones leave the log.
+        """Return the step as it was logged, streams verified; if it cannot be used, None, and drop it and all later steps.
 
-        Later ones too: they were written by weights that came from another course of this step.
+        Later ones too: weights that came from another course of this step wrote them.
         """
         if self._step_path(step).exists():
             try:
@@ -148,7 +148,7 @@ class ArrowTargetLog:
         self._written.bring_back(step, directory)
 
     def _read(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, TargetStream]:
-        """Raises: ValueError and others if anything is not as it was written or not what was asked."""
+        """Read and verify a step. Raises: ValueError and others if anything was changed, or belongs to another request."""
         manifest = json.loads((self._step_path(step) / MANIFEST).read_text(encoding="utf-8"))
         refuse_other_question(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
         raw = {name: read_whole(self._step_path(step) / name, facts) for name, facts in manifest["files"].items()}
@@ -200,7 +200,7 @@ def _write_directory(temporary: Path) -> Iterator[None]:
 
 
 def _step_facts(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
-    """What neither rollouts nor parts tell of a step."""
+    """Return the entries of the manifest that are neither in rollouts nor in parts."""
     return {
         "kind": targets.asked.kind,
         "teachers": {
@@ -211,17 +211,17 @@ def _step_facts(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
 
 
 def logged_steps(root: Path) -> list[int]:
-    """The steps that a log has, in order."""
+    """Return the steps that a log has, in order."""
     return sorted(step for path in root.glob("step-*") if (step := parse_step_name(path.name)) is not None)
 
 
 def logged_rollouts(root: Path, step: int, vocab_size: int) -> list[Rollout]:
-    """The rollouts of a step that a log has. Raises: RolloutError if another release wrote them, or they are damaged; OSError."""
+    """Read the rollouts of a step that a log has. Raises: RolloutError if another release wrote them, or they are damaged; OSError."""
     return read_file((root / step_name(step) / ROLLOUTS).read_bytes(), vocab_size)
 
 
 def logged_episodes(root: Path, step: int) -> dict[str, EpisodeStats]:
-    """Domain -> what became of its episodes in a step that a log has. Raises: ValueError, KeyError or TypeError for a damaged
+    """Read domain -> statistics of its episodes in a step that a log has. Raises: ValueError, KeyError or TypeError for a damaged
     file; OSError."""
     file = root / step_name(step) / MANIFEST
     manifest = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}

@@ -1,4 +1,4 @@
-"""The one Arrow form of a rollout: its columns, and how they are written, read and checked. Needs pyarrow only.
+"""The Arrow form of a rollout: its columns, and functions to write, read and check them. Needs pyarrow only.
 
 Three places use it. Arrow Flight carries rollouts to teachers, the target log keeps those of a step in a file, and every
 row of the target stream (`opd.stream.schema`) begins with these columns. No extension types and no pickle.
@@ -60,7 +60,7 @@ class RolloutError(RunError):
 
 
 def values_of(rollout: Rollout) -> dict[str, Any]:
-    """Column -> value."""
+    """Return column -> value."""
     values = {name: getattr(rollout, name) for name in SCHEMA.names}
     for name in ("group", "episode"):
         if values[name] == rollout.sample_id:
@@ -75,7 +75,7 @@ def values_of(rollout: Rollout) -> dict[str, Any]:
 
 
 def rollout_of(values: Mapping[str, Any]) -> Rollout:
-    """Inverse of `values_of`, for values out of Arrow's `to_pylist`. Raises: RolloutError if they contradict each other."""
+    """Make the rollout of `values_of`'s values, out of Arrow's `to_pylist`. Raises: RolloutError if they contradict each other."""
     sample_id = values["sample_id"]
     rollout = Rollout(
         sample_id=sample_id,
@@ -116,7 +116,7 @@ def _read_spans(values: Mapping[str, Any]) -> tuple[Span, ...]:
 
 
 def _find_contradiction(rollout: Rollout, policy_version: int) -> str:
-    """What cannot be true of a rollout, empty if nothing; `policy_version` is what its column says."""
+    """Describe a contradiction in a rollout, empty if there is none; `policy_version` is from its column."""
     num, lengths = len(rollout.response_ids), [span.length for span in rollout.spans]
     if not lengths or min(lengths) < 0 or not num == len(rollout.behaviour_logprobs) == sum(lengths):
         return f"{num} response tokens, {len(rollout.behaviour_logprobs)} log-probs, spans of {lengths}: they disagree"
@@ -132,7 +132,7 @@ def _find_contradiction(rollout: Rollout, policy_version: int) -> str:
 
 
 def _odd_place(rollout: Rollout) -> str:
-    """What cannot be true of a segment's place in its episode, empty if nothing."""
+    """Describe a contradiction in a segment's place in its episode, empty if there is none."""
     if rollout.origin not in get_args(SegmentOrigin):
         return f"segment origin {rollout.origin!r}, wanted one of {get_args(SegmentOrigin)}"
     if rollout.origin != "main" and rollout.parent is None:
@@ -143,7 +143,7 @@ def _odd_place(rollout: Rollout) -> str:
 
 
 def encode_rollouts(rollouts: Sequence[Rollout]) -> pa.RecordBatch:
-    """The rollouts as Arrow, in order."""
+    """Convert the rollouts to Arrow, in order."""
     values = [values_of(rollout) for rollout in rollouts]
     return pa.RecordBatch.from_arrays([pa.array([v[f.name] for v in values], f.type) for f in SCHEMA], schema=SCHEMA)
 
@@ -158,7 +158,7 @@ def check_schema(schema: pa.Schema) -> None:
 
 
 def decode_rollouts(batches: Iterable[pa.RecordBatch], vocab_size: int) -> list[Rollout]:
-    """Inverse of `encode_rollouts`, for batches whose schema was checked.
+    """Decode the batches of `encode_rollouts`, whose schema was checked.
 
     Raises: RolloutError for damaged columns, a rollout that contradicts itself, an id that no token of the vocabulary has,
     and a sample id that comes twice.
@@ -184,7 +184,7 @@ def decode_rollouts(batches: Iterable[pa.RecordBatch], vocab_size: int) -> list[
 
 
 def write_file(rollouts: Sequence[Rollout]) -> pa.Buffer:
-    """The bytes of a file that holds these rollouts."""
+    """Return the bytes of a file that holds these rollouts."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SCHEMA) as writer:
         writer.write_batch(encode_rollouts(rollouts))
@@ -192,7 +192,7 @@ def write_file(rollouts: Sequence[Rollout]) -> pa.Buffer:
 
 
 def read_file(source: pa.Buffer | bytes | memoryview, vocab_size: int) -> list[Rollout]:
-    """Inverse of `write_file`. Raises: RolloutError, also for bytes that are no whole Arrow stream."""
+    """Decode the bytes of `write_file`. Raises: RolloutError, also for bytes that are no whole Arrow stream."""
     try:
         with pa.ipc.open_stream(source) as reader:
             check_schema(reader.schema)
@@ -205,7 +205,7 @@ def read_file(source: pa.Buffer | bytes | memoryview, vocab_size: int) -> list[R
 
 
 def incomplete_column(batch: pa.RecordBatch) -> str | None:
-    """The first column with a missing value where its type allows none, which Arrow itself lets pass.
+    """Return the first column with a missing value that its type does not allow: Arrow itself does not check this.
 
     Raises: pa.ArrowInvalid for offsets, dictionary numbers or UTF-8 that are wrong, all the way down.
     """
@@ -215,7 +215,7 @@ def incomplete_column(batch: pa.RecordBatch) -> str | None:
 
 
 def _has_gap(array: pa.Array, nullable: bool) -> bool:
-    """Whether a value is missing in the array, or in anything that it is made of. Items of a list never may."""
+    """Return True if a value is missing in the array or in its children, unless it may be. Items of a list never may."""
     if array.null_count and not nullable:
         return True
     if isinstance(array, pa.DictionaryArray):

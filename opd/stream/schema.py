@@ -34,18 +34,18 @@ from opd.stream import rollouts
 VERSION = "6"
 PART_ROWS = 256
 PART_BYTES = 4 << 20
-"""A part leaves with the scorer's batch that brings it to so many rows or bytes of payload: soon, and yet the 2 kB that
-each part has of its own are little beside it."""
+"""A part is sent after the scorer's batch with which it reaches so many rows or bytes of payload: soon, but large enough that
+the 2 kB of its schema and record are little beside it."""
 
 
 SHARED = "shared"
 """The dictionary column: what is equal in many rows is in its entries, and a row has the number of one."""
 TEACHER: Columns = (("teacher", pa.string()), ("weight", pa.float32()))
-"""What an entry says under every payload, after what rollouts share."""
+"""Fields of an entry under every payload, after those that rollouts share."""
 
 
 def columns_of(answers: type[Answer]) -> pa.Schema:
-    """All columns of a stream with such answers."""
+    """Return all columns of a stream with such answers."""
 
     def required(columns: Columns) -> list[pa.Field]:
         return [pa.field(name, type_, nullable=False) for name, type_ in columns]
@@ -61,7 +61,7 @@ class StreamError(RunError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRow:
-    """Everything about one trained sequence: the rollout, and what one teacher says of it.
+    """Everything about one trained sequence: the rollout, and one teacher's answer.
 
     Example: TargetRow(rollout=rollout, teacher="reverse-expert", answer=SampledLogprobs([-0.25, -1.5]))
     """
@@ -73,19 +73,19 @@ class TargetRow:
     """Share of this teacher among those of the row's domain; a sample has one row for each, and they add up to 1. Where the
     trainer asks the start student (`opd.train.start`), its row is not among those that come."""
     answer: Answer
-    """What the teacher says of the trained tokens; its class is the payload's."""
+    """The teacher's answer about the trained tokens; its class is the payload's."""
 
     def with_weight(self, weight: float) -> TargetRow:
-        """The same row with another weight."""
+        """Return the row with another weight."""
         return self if weight == self.weight else replace(self, weight=weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRecord:
-    """What a worker says with each part about the step, beside the part's rows."""
+    """The record that a worker sends with the rows of each part."""
 
     worker: int = 0
-    """Which of the step's scoring workers."""
+    """Number of the scoring worker in the step."""
     number: int = 0
     """Place among that worker's parts of the step, from 0: the reader insists on their order. The same rows make the same
     parts, so after a restart those that had come can be left out."""
@@ -99,7 +99,7 @@ _PART_RECORD = TypeAdapter(PartRecord)
 
 
 def stream_schema(dtype: str, payload: str) -> pa.Schema:
-    """The schema with this stream's metadata; `dtype` is that of the hidden states."""
+    """Return the schema with this stream's metadata; `dtype` is the type of the hidden states."""
     assert dtype in DTYPE_BYTES, dtype
     return columns_of(answer_class(payload)).with_metadata(
         {"opd.version": VERSION, "opd.payload": payload, "opd.norm": "after", "opd.dtype": dtype}
@@ -131,9 +131,9 @@ def write_parts(
     broken: dict[str, str],
     teachers: Iterable[str],
 ) -> Iterator[pa.Buffer]:
-    """A worker's step as parts, each as soon as its last batch was scored; the last one, which may hold no row, ends it.
+    """Yield a worker's step as parts, each as soon as its last batch was scored; the last one, which may hold no row, ends it.
 
-    `broken` is what the scorer fills, and is emptied into each part; `teachers` are those whose rows are counted.
+    The scorer fills `broken`, and each part empties it. `teachers` are those whose rows are counted.
     """
     counts = dict.fromkeys(teachers, 0)
     rows: list[TargetRow] = []
@@ -160,7 +160,7 @@ def _encode_rows(rows: Sequence[TargetRow], schema: pa.Schema) -> pa.RecordBatch
 
 
 def _encode_shared(values: Sequence[Mapping[str, Any]], kind: pa.DictionaryType) -> pa.DictionaryArray:
-    """A dictionary of what these rows share, and of nothing else."""
+    """Encode the fields that these rows share as a dictionary, which has the entries of these rows alone."""
     names = [f.name for f in kind.value_type]
     entries = [tuple(row[name] for name in names) for row in values]
     numbers = {entry: i for i, entry in enumerate(dict.fromkeys(entries))}
@@ -169,7 +169,7 @@ def _encode_shared(values: Sequence[Mapping[str, Any]], kind: pa.DictionaryType)
 
 
 def _row_values(row: TargetRow) -> dict[str, Any]:
-    """What a row says in each column, and in each field of the dictionary column."""
+    """Return the row's value in each column, and in each field of the dictionary column."""
     own = {name: getattr(row.answer, name) for name, _ in (*row.answer.GROUP, *row.answer.ROW)}
     return rollouts.values_of(row.rollout) | {"teacher": row.teacher, "weight": row.weight} | own
 
@@ -211,7 +211,7 @@ def read_stream(source: pa.Buffer | bytes | memoryview, vocab_size: int | None =
 
 
 def read_part_record(source: pa.Buffer | bytes | memoryview) -> PartRecord:
-    """Which part a stream is; its rows are not decoded. Raises: StreamError as `read_stream`."""
+    """Read the record of a part without its rows. Raises: StreamError as `read_stream`."""
     try:
         with pa.ipc.open_stream(source) as reader:
             _check_schema(reader.schema)
@@ -251,7 +251,7 @@ def _read_batch(reader: pa.RecordBatchStreamReader) -> tuple[pa.RecordBatch, Par
 
 
 def _part_record(text: str) -> PartRecord:
-    """Raises: StreamError for anything but what `write_stream` writes."""
+    """Decode the record. Raises: StreamError for a text that `write_stream` cannot have written."""
     try:
         return _PART_RECORD.validate_json(text, strict=True)
     except ValidationError as error:
@@ -261,7 +261,7 @@ def _part_record(text: str) -> PartRecord:
 
 
 def _check_ids(batch: pa.RecordBatch, answered: Sequence[str], vocab_size: int | None) -> None:
-    """An id out of range would be read past the end of a row of log-probs. Raises: StreamError."""
+    """Refuse an id out of range, which would be read past the end of a row of log-probs. Raises: StreamError."""
     for name in (*rollouts.TOKEN_IDS, *answered):
         found = pc.min_max(batch.column(name).flatten()).as_py()
         beyond = name in answered and vocab_size is not None and (found["max"] or 0) >= vocab_size
@@ -272,7 +272,7 @@ def _check_ids(batch: pa.RecordBatch, answered: Sequence[str], vocab_size: int |
 
 
 def _rows_of(batch: pa.RecordBatch, answers: type[Answer]) -> Iterator[TargetRow]:
-    """Raises: RolloutError for a rollout that contradicts itself."""
+    """Yield the batch's rows. Raises: RolloutError for a rollout that contradicts itself."""
     columns = {name: batch.column(name) for name in batch.schema.names}
     shared = columns.pop(SHARED)
     entries, numbers = shared.dictionary.to_pylist(), shared.indices.to_pylist()
@@ -291,7 +291,7 @@ def _rows_of(batch: pa.RecordBatch, answers: type[Answer]) -> Iterator[TargetRow
 
 
 def _binary_views(binary: pa.LargeBinaryArray) -> list[memoryview]:
-    """The values without a copy, out of the buffers: a scalar's `as_buffer` would copy."""
+    """Return the values without a copy, out of the buffers: a scalar's `as_buffer` would copy."""
     _, raw_offsets, data = binary.buffers()
     offsets = memoryview(raw_offsets)[8 * binary.offset : 8 * (binary.offset + len(binary) + 1)].cast("q")
     values = memoryview(data if data is not None else b"")
@@ -299,7 +299,7 @@ def _binary_views(binary: pa.LargeBinaryArray) -> list[memoryview]:
 
 
 def _check_answer(row: TargetRow, itemsize: int, payload: str, widths: set[int]) -> None:
-    """`widths` collects what the answers of a stream have in common, such as the K of a top-k: there is one.
+    """Check a row's answer. `widths` collects the widths of the stream's answers, such as the K of a top-k: there may be one.
 
     Raises: StreamError if this cannot be the answer about the rollout's trained tokens.
     """

@@ -14,7 +14,7 @@ from opd.stream.targets import StreamPart
 
 
 def split_part(part: StreamPart, rank_of: Callable[[str], int]) -> dict[int, Any]:
-    """Rank -> handle to the part's rows of that rank; `rank_of` takes a sample id. A part of one rank goes as it is."""
+    """Return rank -> handle to the part's rows of that rank; `rank_of` takes a sample id. A part of one rank is not copied."""
     ranks = {rank_of(sample_id) for sample_id in part.samples}
     if len(ranks) <= 1:
         return dict.fromkeys(ranks, part.handle)
@@ -24,7 +24,7 @@ def split_part(part: StreamPart, rank_of: Callable[[str], int]) -> dict[int, Any
 
 
 def split_stream(raw: np.ndarray, rank_of: Callable[[str], int]) -> dict[int, np.ndarray]:
-    """Rank -> the Arrow stream of its rows, in their order, with the part's own record; the bytes of a stream as uint8."""
+    """Return rank -> the Arrow stream of its rows, in their order, with the part's record; streams are uint8 arrays."""
     with pa.ipc.open_stream(pa.py_buffer(raw)) as reader:
         batch, metadata = reader.read_next_batch_with_custom_metadata()
     rows: dict[int, list[int]] = defaultdict(list)

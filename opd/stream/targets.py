@@ -1,4 +1,4 @@
-"""A step's scored rows as the driver sees them: part by part, each checked when it comes, while teachers still score."""
+"""A step's scored rows in the driver: they come part by part while teachers still score, and each part is checked."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:  # it needs torch
 
 
 Sink = Callable[[PartRecord | None, np.ndarray | None], Callable[[], object] | None]
-"""Looks at parts as they come; may return what waits until it has done with them."""
+"""Gets record and bytes of each part as it comes, then None for both; may return a function that waits until it is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What every row of one teacher must say in a domain."""
+    """The weight and head that every row of one teacher must have in a domain."""
 
     weight: float
     head: str
@@ -35,22 +35,22 @@ class Expected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What teachers were asked in a step, and so what has to come back."""
+    """The request to the teachers in a step, against which the answers are checked."""
 
     rollouts: Sequence[Rollout]
     teachers: Mapping[str, Mapping[str, Expected]]
-    """Domain -> teacher -> what its rows say."""
+    """Domain -> teacher -> weight and head of its rows."""
     kind: tuple[str, str]
     """Dtype and payload."""
     max_quarantined: float
     """Share of the responses that may be left out."""
     who: str = "teachers"
-    """Who answers, in errors."""
+    """Name of the answering side in errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPart:
-    """Some rows of a step. The driver keeps no row: it has looked at them, the trainer reads them."""
+    """Some rows of a step. The driver has checked them and keeps none; the trainer reads them."""
 
     handle: Any
     """Leads to the bytes [uint8] of one Arrow stream of `opd.stream.schema`."""
@@ -60,10 +60,10 @@ class StreamPart:
 
 
 class TargetStream:
-    """One step's targets. Whoever trains on them takes parts until there are no more.
+    """One step's targets. The trainer takes parts until there are no more.
 
-    Every row is compared with the rollout that was sent, must come from a teacher of its domain and no second time, and
-    at the end none may be missing: what the scoring workers counted and what came is compared, by teacher.
+    Every row is compared with the rollout that was sent, and must come once, from a teacher of its domain. At the end none may
+    be missing: the rows that came are compared with the scoring workers' counts, by teacher.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class TargetStream:
         restarted: Sequence[str] = (),
         busy_s: Callable[[], float] | None = None,
     ) -> None:
-        """`source` gives handles to parts as they are scored, and may add to `restarted`. `busy_s` says how long teachers were at
-        work, if that is not the time from now to the last part."""
+        """Take the request. `source` yields handles to parts as they are scored, and may add to `restarted`. `busy_s` returns the
+        seconds that teachers were at work, if that is not the time from now to the last part."""
         self.asked = asked
         self.heads = heads
         """Content hash -> head, for every head that the rows name. A rank fetches what it needs and does not hold."""
         self.quarantined: dict[str, str] = {}
-        """Sample id -> why its teacher's scores cannot be used; such a sample is not trained. Whole when `arrived`."""
+        """Sample id -> reason why its teacher's scores cannot be used; such a sample is not trained. Complete once `arrived`."""
         self.restarted = restarted
         """Scoring workers that died and were started again; their rows were scored a second time."""
         self.arrived = False
-        """All parts came, and no row is missing."""
+        """True once all parts came and no row is missing."""
         self.busy_s = 0.0
-        """Seconds in which teachers scored: those from the question to the last part, or without their pauses if they began before."""
+        """Seconds in which teachers scored: from the request to the last part, or without their pauses if they began earlier."""
         self.num_parts = 0
         self.nbytes = 0
         began = time.monotonic()
@@ -98,7 +98,7 @@ class TargetStream:
         self._to_take = Counter(sample_id for sample_id, _ in self._missing)
         self._collected: deque[StreamPart] = deque()
         self._width: int | None = None
-        """What all answers have in common, such as the K of a top-k."""
+        """Width of all answers, such as the K of a top-k; None before the first that has one."""
         self._records: dict[int, list[PartRecord]] = {}
         self._came: dict[int, Counter[str]] = {}
         """Worker -> rows that came from it, by teacher."""
@@ -106,25 +106,25 @@ class TargetStream:
         self._unsettled: list[Callable[[], object]] = []
 
     def add_sink(self, sink: Sink) -> None:
-        """Show every part's record and bytes to `sink` before anybody trains on it, then None when all have come. What it returns
-        `wait_for_sinks` calls."""
+        """Call `sink` with every part's record and bytes before it is trained, and with None for both after the last part. If it
+        returns a function, `wait_for_sinks` calls that."""
         self._sinks.append(sink)
 
     def wait_for_sinks(self) -> None:
-        """Wait until everybody who was shown the parts has done with them. Raises: what they raise."""
+        """Wait until all sinks are done with the parts. Raises: what they raise."""
         unsettled, self._unsettled = self._unsettled, []
         for wait in unsettled:
             wait()
 
     def wait_for_parts(self) -> None:
-        """Wait for all parts; `take_part` gives them afterwards. Raises: as `take_part`."""
+        """Wait for all parts; `take_part` returns them afterwards. Raises: as `take_part`."""
         while (part := self._next_part()) is not None:
             self._collected.append(part)
 
     def take_part(self) -> StreamPart | None:
-        """The next part, waiting for it; None after the last.
+        """Wait for the next part, and return it; None after the last.
 
-        Raises: StreamError for a part that is not what was asked; RunError if a teacher fails, or if more than
+        Raises: StreamError for a part that does not answer the request; RunError if a teacher fails, or if more than
         `max_quarantined` of the responses could not be scored (one always may).
         """
         part = self._collected.popleft() if self._collected else self._next_part()
@@ -138,7 +138,7 @@ class TargetStream:
         return tuple(self._collected)
 
     def has_samples(self, sample_ids: Sequence[str]) -> bool:
-        """True once every teacher's row of these samples was taken, or the sample is quarantined."""
+        """Return True once every teacher's row of these samples was taken, or the sample is quarantined."""
         return all(not self._to_take[i] or i in self.quarantined for i in sample_ids)
 
     @property
@@ -177,7 +177,7 @@ class TargetStream:
         self._unsettled += [wait for sink in self._sinks if (wait := sink(record, raw)) is not None]
 
     def _check(self, row: TargetRow) -> None:
-        """Asked for, not yet here, and about the very tokens that were sent. Raises: StreamError."""
+        """Check that the row was requested, comes once, and is about the very tokens that were sent. Raises: StreamError."""
         sample_id = row.rollout.sample_id
         who = f"{self.asked.who}: row {sample_id} of teacher {row.teacher}"
         rollout = self._sent.get(sample_id)
@@ -209,7 +209,7 @@ class TargetStream:
         refuse_many_broken(self.quarantined, len(self._sent), self.asked.max_quarantined)
 
     def _check_whole(self) -> None:
-        """Raises: StreamError if a worker's last part or a row is missing."""
+        """Check that the step is complete. Raises: StreamError if a worker's last part or a row is missing."""
         for worker, records in self._records.items():
             counted = records[-1].teachers
             if counted is None:
@@ -227,7 +227,7 @@ class TargetStream:
 
 
 def refuse_many_broken(broken: Mapping[str, str], num_rollouts: int, max_share: float) -> None:
-    """Raises: RunError if more than `max_share` of the responses could not be scored; one always may."""
+    """Refuse a step with too many broken responses. Raises: RunError for more than `max_share`; one always may be broken."""
     if len(broken) > max(1, max_share * num_rollouts):
         sample_id, why = next(iter(broken.items()))
         raise RunError(
@@ -240,6 +240,6 @@ _OTHER_FIELDS = attrgetter(*(field.name for field in fields(Rollout) if field.na
 
 
 def _equal_as_sent(came: Rollout, sent: Rollout) -> bool:
-    """Whether all fields are equal; log-probs travel as float32."""
+    """Return True if all fields are equal; log-probs are compared as float32, in which they travel."""
     ours, theirs = (np.array(rollout.behaviour_logprobs, np.float32) for rollout in (sent, came))
     return _OTHER_FIELDS(came) == _OTHER_FIELDS(sent) and np.array_equal(ours, theirs)

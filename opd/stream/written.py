@@ -2,8 +2,8 @@
 
     targets/written-000013/  written.arrow  unfinished.arrow  written.json
 
-`written.arrow` has the rollouts in their order, `unfinished.arrow`, if there are any, those that were cut, `written.json` which
-question they answer (step, policy version, prompts), which prompts were refused, and BLAKE3 and size of each file.
+`written.arrow` has the rollouts in their order, `unfinished.arrow`, if there are any, those that were cut. `written.json` has the
+request that they belong to (step, policy version, prompts), the prompts that were refused, and BLAKE3 and size of each file.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FILES = (ROLLOUTS, UNFINISHED, MANIFEST)
 FORMAT = 2
 """1 had no origin, parent and next of a rollout."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RolloutError)
-"""What files raise that are not as they were written."""
+"""Exceptions of reading files that were damaged or changed."""
 
 
 class WrittenRollouts:
     """The rollouts of steps that have not begun, one directory each."""
 
     def __init__(self, root: Path, vocab_size: int, say: Callable[[str], None]) -> None:
-        """`say` is told of rollouts that are there and cannot be used."""
+        """Keep the settings; `say` gets a line about stored rollouts that cannot be used."""
         self._root = root
         self._vocab_size = vocab_size
         self._say = say
@@ -54,7 +54,7 @@ class WrittenRollouts:
         self._store_files(step, {**files, MANIFEST: json.dumps(manifest).encode()})
 
     def read(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch | None:
-        """The rollouts as they were stored; None if there are none, or if they are damaged or answer another question."""
+        """Return the rollouts as they were stored; None if there are none, or if they are damaged or of another request."""
         path = self._step_path(step)
         if not path.exists():
             return None
@@ -68,11 +68,11 @@ class WrittenRollouts:
             return None
 
     def read_files(self, step: int) -> dict[str, bytes]:
-        """Name -> content; empty if nothing is there."""
+        """Return name -> content of the step's files; empty if there are none."""
         return _whole_files(self._step_path(step))
 
     def bring_back(self, step: int, directory: Path) -> None:
-        """Store the files that `read_files` gave, from a directory that may have them. Raises: StorageError."""
+        """Store the files of `read_files` back, from a directory that may have them. Raises: StorageError."""
         if (directory / MANIFEST).exists():
             self._store_files(step, _whole_files(directory))
 
@@ -101,19 +101,19 @@ class WrittenRollouts:
 
 
 def _whole_files(directory: Path) -> dict[str, bytes]:
-    """Name -> content of those files that are there."""
+    """Return name -> content of those files that are there."""
     paths = (directory / name for name in FILES)
     return {path.name: path.read_bytes() for path in paths if path.exists()}
 
 
 def files_of(batch: RolloutBatch, rollouts: str) -> dict[str, memoryview]:
-    """Name -> content of the files of a batch; that of its rollouts is called `rollouts`."""
+    """Return name -> content of the files of a batch; `rollouts` is the name of the file with its rollouts."""
     files = {rollouts: memoryview(write_file(batch.rollouts))}
     return files | ({UNFINISHED: memoryview(write_file(batch.unfinished))} if batch.unfinished else {})
 
 
 def beside_rollouts(batch: RolloutBatch) -> dict[str, Any]:
-    """What a manifest says of a batch beside its files. Workers that were started again are not stored."""
+    """Return a manifest's entries about a batch, beside its files. Workers that were restarted are not stored."""
     found: dict[str, Any] = {
         "refused": [asdict(q) for q in batch.quarantined],
         "episodes": {domain: asdict(stats) for domain, stats in batch.episodes.items()},
@@ -124,9 +124,9 @@ def beside_rollouts(batch: RolloutBatch) -> dict[str, Any]:
 def batch_of(
     raw: Mapping[str, np.ndarray], rollouts: str, manifest: Mapping[str, Any], vocab_size: int
 ) -> RolloutBatch:
-    """The batch from its files, of which `rollouts` has the rollouts, and the manifest that `beside_rollouts` is in.
+    """Make the batch from its files, of which `rollouts` has the rollouts, and the manifest with `beside_rollouts`.
 
-    Raises: KeyError, TypeError or RolloutError for what is not as it was written.
+    Raises: KeyError, TypeError or RolloutError if anything was damaged or changed.
     """
     unfinished = read_file(pa.py_buffer(raw[UNFINISHED]), vocab_size) if UNFINISHED in raw else []
     return RolloutBatch(
@@ -139,25 +139,25 @@ def batch_of(
 
 
 def request_digest(form: int, step: int, policy_version: int, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """What stored rollouts answer: ids, domains and token ids of the prompts in their order, as a hash, and for whom."""
+    """Return the request that stored rollouts belong to: step, version, and a hash of the prompts' ids, domains and tokens."""
     asked = json.dumps([[p.id, p.domain, list(p.token_ids)] for p in prompts]).encode()
     return {"format": form, "step": step, "policy_version": policy_version, "prompts": blake3(asked).hexdigest()}
 
 
 def refuse_other_question(found: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
-    """Raises: ValueError naming the key that differs; KeyError for one that is missing."""
+    """Refuse files of another request. Raises: ValueError naming the key that differs; KeyError for one that is missing."""
     for key, wanted in asked.items():
         if found[key] != wanted:
             raise ValueError(f"{where}: {key} is {found[key]}, wanted {wanted}")
 
 
 def facts_of(raw: memoryview) -> dict[str, Any]:
-    """What a manifest says of a file."""
+    """Return a manifest's entry about a file."""
     return {"blake3": blake3(raw).hexdigest(), "bytes": raw.nbytes}
 
 
 def read_whole(path: Path, facts: Mapping[str, Any]) -> np.ndarray:
-    """The bytes of a file as `facts_of` saw them. Raises: ValueError if they are others; OSError."""
+    """Read a file, and compare it with its entry in the manifest. Raises: ValueError if it differs; OSError."""
     data = path.read_bytes()
     if len(data) != facts["bytes"]:
         raise ValueError(f"{path.name}: {len(data)} bytes, wanted {facts['bytes']}")

@@ -1,4 +1,4 @@
-"""How new weights reach the rollout engines. One file per way, behind one dictionary."""
+"""Weight push to the rollout engines. One file per way, behind one dictionary."""
 
 from opd.sync.network import NetworkSync
 from opd.sync.proof import ProvenSync, SyncSpec

@@ -15,14 +15,17 @@ if TYPE_CHECKING:
 
 
 def stream_files(model_dir: Path, like: Path, nbytes: int) -> WeightStream:
-    """All weights of a directory whose files have Hugging Face's names, in buckets of at most `nbytes` unless a tensor is larger. `like` is a
-    model of this shape that the engines can read. Taking buckets raises: OSError; WorkerDied if Ray is gone."""
+    """Stream all weights of a directory whose files have Hugging Face's names, in buckets of at most `nbytes`.
+
+    A larger tensor gets a bucket of its own. `like` is a model of this shape that the engines can read. Taking buckets raises:
+    OSError; WorkerDied if Ray is gone.
+    """
     handles: Iterator[Any] = (put_object(bucket) for bucket in split_into_buckets(_iterate_tensors(model_dir), nbytes))
     return WeightStream(model_dir=like.absolute(), whole=True, buckets=handles, node=list_nodes()[0].id)
 
 
 def split_into_buckets(tensors: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:
-    """Tensors in order, by name, as many to a bucket as it has room for."""
+    """Put tensors into buckets in their order, as many as a bucket has room for."""
     held: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if held and _total_bytes(held) + padded_bytes(tensor) > nbytes:

@@ -28,7 +28,7 @@ class NetworkSync(ProvenSync):
         if not self._spec.keeps:
             self._spec.engine.receive(send)
             return
-        # The trainer may be at work, or have newer weights, when an engine dies: the buckets stay in the object store.
+        # When an engine dies later, the trainer may be at work or have newer weights. So the buckets are kept in the object store.
         stream = send()
         kept = replace(stream, buckets=Kept(stream.buckets))
         self._spec.engine.receive(lambda: kept)
@@ -37,5 +37,5 @@ class NetworkSync(ProvenSync):
         shape = model_shape(like)
         if can_swap(shape, shape):
             self._spec.engine.receive(partial(stream_files, model_dir, like, self._spec.bucket))
-        else:  # a family whose engines are started again with the files: its adapters can be streamed, all of it cannot
+        else:  # engines of this family restart with the files: its adapters can be streamed, its whole model cannot
             super().hold(model_dir, like=like)

@@ -28,7 +28,7 @@ ROUNDING = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSpec:
-    """What weights are pushed from and to, and how it is proven. A way takes from it what it needs."""
+    """Trainer and engine of a weight push, and the settings of its proof. Each way uses the fields that it needs."""
 
     trainer: Trainer
     engine: RolloutEngine
@@ -37,30 +37,30 @@ class SyncSpec:
     tolerance: float
     """Largest mean difference of their log-probs, nats."""
     adapts: bool = False
-    """Allow a push more than that where the two sides round more apart: see `ProvenSync.begin`."""
+    """Raise the tolerance if rounding alone makes the two sides differ by more: see `ProvenSync.begin`."""
     keeps: bool = False
-    """Keep the weights of a push until the next one, for an engine that dies while the trainer computes."""
+    """Keep the weights of a push until the next one, for an engine that dies and restarts while the trainer computes."""
     nbytes: int
-    """Size of all that a push has, which decides whether shared memory has room for it."""
+    """Bytes of all weights of a push, to decide if shared memory has room for them."""
     bucket: int = BUCKET_BYTES
-    """Most bytes that travel at a time."""
+    """Most bytes of a bucket."""
     tell: Callable[[str], None]
-    """Gets notices, one line each."""
+    """Callback for notices, one line each."""
 
 
 class ProvenSync(ABC):
-    """Implements `opd.interfaces.WeightSync`, but for the way there."""
+    """Implements `opd.interfaces.WeightSync`, except for `bring`."""
 
     def __init__(self, spec: SyncSpec) -> None:
         self._spec = spec
         self._tolerance = spec.tolerance
         self._probe = [list(ids) for ids in spec.probe]
         self._ours: Callable[[], list[list[float]]] | None = None
-        """Waits for the trainer's log-probs of the probe; None as long as it was not asked."""
+        """Waits for the trainer's log-probs of the probe; None if none are being computed."""
 
     @abstractmethod
     def bring(self, version: int) -> None:
-        """Bring the trainer's weights to every engine."""
+        """Send the trainer's weights to every engine."""
 
     def hold(self, model_dir: Path, *, like: Path) -> None:
         """Have every engine read the weights of `model_dir`, which it has to reach."""
@@ -90,7 +90,7 @@ class ProvenSync(ABC):
         return PushReport(version=version, gap=gap)
 
     def _is_within_tolerance(self, gap: float) -> bool:
-        """NaN does not."""
+        """Return True if the gap is at most the tolerance; NaN is not."""
         return gap <= self._tolerance
 
     def _refuse_gap(self, gap: float, when: str, therefore: str) -> None:
@@ -108,17 +108,17 @@ class ProvenSync(ABC):
         )
 
     def _push(self, version: int) -> float:
-        """Push once; returns what `measure_gap` finds afterwards."""
+        """Push once, and return the gap that `measure_gap` finds afterwards."""
         self._ours = None
         self.bring(version)
         return self.measure_gap()
 
     def ask_trainer(self) -> None:
-        """Have the trainer score the probe from now on, beside whatever the engines do; `measure_gap` waits for it."""
+        """Begin to score the probe in the trainer, while engines do other work; `measure_gap` waits for it."""
         self._ours = self._spec.trainer.begin_logprobs(self._probe)
 
     def measure_gap(self) -> float:
-        """Largest mean |trainer - engine| log-prob gap over the probe tokens among the engines, nats."""
+        """Return the largest of the engines' mean |trainer - engine| log-prob gaps over the probe tokens, nats."""
         if self._ours is None:
             self.ask_trainer()
         assert self._ours is not None
@@ -133,10 +133,10 @@ class ProvenSync(ABC):
 
 
 def probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) -> list[tuple[int, ...]]:
-    """Parts of the first prompts, until they hold `tokens` scored tokens; the first token of a sequence is not scored.
+    """Choose parts of the first prompts, until they hold `tokens` scored tokens; the first token of a sequence is not scored.
 
-    There are always several, and they differ: one sequence alone, or several times the same, cannot show that sequences of a batch
-    see each other. So each begins with the last token of what all prompts begin with, such as a system prompt.
+    There are always several, and they differ: one sequence alone, or several times the same, cannot show that sequences of a
+    batch see each other. So each part begins at the last token of the beginning that all prompts share, such as a system prompt.
     """
     each = max(2, min(room - 1, tokens // PROBE_SEQUENCES + 1))
     compared = list(islice(prompts, COMPARED))
@@ -160,7 +160,7 @@ def probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) -> list[t
 
 
 def _length_of_common_beginning(sequences: Sequence[Sequence[int]]) -> int:
-    """0 if there is one sequence, or if all are the same."""
+    """Return the number of first tokens that all sequences share; 0 if there is one sequence, or if all are the same."""
     if len(set(sequences)) < 2:
         return 0
     columns = zip(*sequences, strict=False)  # as many as the shortest has tokens

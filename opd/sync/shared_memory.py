@@ -15,12 +15,12 @@ from opd.sync.proof import ProvenSync, SyncSpec
 
 
 class SharedMemorySync(ProvenSync):
-    """Driver, rank 0 and all engines have to be on one machine."""
+    """Weight push through files in shared memory: driver, rank 0 and all engines have to be on one machine."""
 
     def __init__(self, spec: SyncSpec) -> None:
         super().__init__(spec)
         self._kept = ExitStack()
-        """Deletes the files of the last push."""
+        """Deletes the files of the last push when it is closed."""
         self._kept_nbytes = 0
         """Their bytes in shared memory."""
         self._on_disk = False
@@ -30,6 +30,7 @@ class SharedMemorySync(ProvenSync):
             directory = Path(files.enter_context(self._choose_directory(version)))
             base = self._spec.trainer.export_changed(directory)
             self.ask_trainer()  # its cores have nothing else to do while the engines load
+            # An engine that restarts later reads the weights once more: from a new export, or from these files if they are kept.
             again: Callable[[], AbstractContextManager[Path]] = partial(self._exported_weights, version)
             if self._spec.keeps:
                 again = partial(_keep_files, directory)
@@ -41,14 +42,16 @@ class SharedMemorySync(ProvenSync):
 
     @contextmanager
     def _exported_weights(self, version: int) -> Iterator[Path]:
-        """The pushed weights as files once more, which exist within the context."""
+        """Export the pushed weights to files a second time; they exist within the context."""
         with self._choose_directory(version) as directory:
             self._spec.trainer.export_changed(Path(directory))
             yield Path(directory)
 
     def _choose_directory(self, version: int) -> tempfile.TemporaryDirectory[str]:
-        """A directory in shared memory if it has room for twice the weights, those that are kept there among them, else on disk:
-        containers often get 64 MiB."""
+        """Make a directory in shared memory if that has room for twice the weights, else on disk: containers often get 64 MiB.
+
+        Weights of the last push that are kept there count as room.
+        """
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
         needed = 2 * self._spec.nbytes - self._kept_nbytes
         small = free <= needed
@@ -66,5 +69,5 @@ class SharedMemorySync(ProvenSync):
 
 
 def _keep_files(directory: Path) -> AbstractContextManager[Path]:
-    """Files that stay where they are."""
+    """Return a context that leaves the files where they are."""
     return nullcontext(directory)

@@ -1,4 +1,4 @@
-"""Scored rows to the tensors of one micro-batch.
+"""Conversion of scored rows to the tensors of one micro-batch.
 
 Shapes: B packed rows, T columns, N trained tokens of the micro-batch in row order. Prompts and tokens that are not trained
 are read by the student's forward pass, and are in no tensor beside it.
@@ -23,11 +23,11 @@ from opd.stream.schema import TargetRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What the student's forward pass and the loss need."""
+    """The inputs of the student's forward pass and of the loss."""
 
     packed: Packed
     predict_N: Tensor
-    """Flat index of the position whose logits predict trained token n: the position before it."""
+    """Flat index (row * T + column) of the position whose logits predict trained token n: the position before it."""
     token_N: Tensor
     """Sampled ids."""
     place_N: Tensor
@@ -35,11 +35,11 @@ class MicroBatch:
     turn_N: Tensor
     """Number of the turn of its dialogue in which it was written, from 0: a segment after a summary goes on."""
     own_N: Tensor
-    """Whether the student sampled it, and not an expert in its place."""
+    """True if the student sampled the token, False if an expert wrote it in its place."""
     behaviour_N: Tensor
     """Log-prob under the rollout engine."""
     blocks: tuple[Block, ...]
-    """What the teachers said of the trained tokens, in order; output heads are added where they are at hand."""
+    """The teachers' answers about the trained tokens, in order; the loss adds output heads."""
     row_lengths: tuple[int, ...]
     """Trained tokens of each row, in the order of `domains`; 0 for a row without one."""
     domains: tuple[str, ...]
@@ -50,7 +50,7 @@ Scored = tuple[TargetRow, ...]
 
 
 def gather_samples(rows: Iterable[TargetRow]) -> dict[str, Scored]:
-    """Sample id -> its rows. Raises: RunError if a sample's teachers are not all there, once each."""
+    """Return sample id -> its rows. Raises: RunError unless each of a sample's teachers is there exactly once."""
     by_sample: dict[str, list[TargetRow]] = defaultdict(list)
     for row in rows:
         by_sample[row.rollout.sample_id].append(row)
@@ -63,11 +63,11 @@ def gather_samples(rows: Iterable[TargetRow]) -> dict[str, Scored]:
 
 
 def leave_one_out(samples: Mapping[str, Scored]) -> dict[str, float]:
-    """Sample id -> mean of log q(y) - log mu(y) over the trained tokens of its domain in the step's other episodes.
+    """Return sample id -> mean of log q(y) - log mu(y) over the trained tokens of its domain in the step's other episodes.
 
-    It does not depend on the sample's own episode, whose later segments depend on its earlier ones, so it takes nothing from the
-    gradient's mean; 0 where there is no other. mu is what the rollout engine said, so it is known before the student's forward
-    pass.
+    Other episodes, not other samples: an episode's later segments depend on its earlier ones. So a baseline does not depend on
+    the sample that it is subtracted from, and leaves the gradient's mean as it is. 0 if there is no other episode. mu is the
+    rollout engine's probability, which is there before the student's forward pass.
     """
     sums: dict[tuple[str, str], tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     """Episode and domain -> sum and number."""
@@ -94,10 +94,10 @@ def micro_batch(
     layout: str = "packed",
     first_turns: Mapping[str, int] | None = None,
 ) -> MicroBatch:
-    """Tensors for these samples, which the caller ordered by teacher; `dtype` is that of the stream's hidden states,
-    `first_turns` what `opd.train.turns.first_turns` found.
+    """Build the tensors of these samples, which the caller ordered by teacher.
 
-    Without samples it is one padding token and no trained token: a rank with nothing to do still has to run in step.
+    `dtype` is the type of the stream's hidden states, `first_turns` the result of `opd.train.turns.first_turns`. Without samples
+    the batch is one padding token and no trained token: a rank without rows still has to run forward with the others.
     """
     rollouts, firsts = [scored[0].rollout for scored in samples], first_turns or {}
     sequences = [[*r.prompt_ids, *r.response_ids] for r in rollouts] or [[0]]
@@ -119,5 +119,5 @@ def micro_batch(
 
 
 def _trained_logprobs(rollout: Rollout) -> list[float]:
-    """[N] what the rollout engine said of the trained tokens."""
+    """Return [N] the rollout engine's log-probs of the trained tokens."""
     return [rollout.behaviour_logprobs[place] for place in rollout.trained]

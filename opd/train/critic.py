@@ -33,10 +33,10 @@ class DeepSpeedCritic(Ranks[CriticRank]):
         super().__init__(CriticRank, spec.rank, spec, "critic")
         self._rate = spec.rate
         self._plan: list[list[list[str]]] = []
-        """That of the last `values`."""
+        """The plan of the last `values`."""
 
     def values(self, rollouts: Sequence[Rollout]) -> dict[str, Floats]:
-        """Sample id -> [N + 1] the value of the state before each trained token, and of the state behind the last token.
+        """Return sample id -> [N + 1] the value of the state before each trained token, and of the state behind the last token.
 
         Raises: what `opd.cluster.wait` raises.
         """
@@ -52,9 +52,9 @@ class DeepSpeedCritic(Ranks[CriticRank]):
         return found
 
     def update(self, step: int, returns: Mapping[str, Floats], values: Mapping[str, Floats]) -> tuple[float, float]:
-        """Take one optimiser step toward the returns of the rollouts that `values` was asked about last.
+        """Take one optimiser step toward the returns of the rollouts of the last `values` call.
 
-        Both are [N] by sample id. Returns the mean squared error before it, and the gradient's norm. Raises: RunError on a
+        `returns` and `values` are [N] by sample id. Returns the mean squared error before it, and the gradient's norm. Raises: RunError on a
         non-finite gradient, and what `opd.cluster.wait` raises.
         """
         weight = 1 / sum(len(part) for part in returns.values())

@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticOptions(ModelOptions):
-    """What a rank of a critic is started with; its backbone is the model of `model_dir`, the policy's first."""
+    """Settings that a rank of a critic is started with; its backbone is the model of `model_dir`, at first the policy's."""
 
     value_clip: float | None = None
-    """Distance from the value that the step began with behind which an error that shrinks gives no gradient; None: no such
-    bound."""
+    """Distance from the value at the start of the step, beyond which an error that shrinks gives no gradient; None: no bound."""
     freeze_attention: bool = False
     """Keep the attention layers of the backbone as they are."""
 
@@ -38,16 +37,16 @@ class UpdateWork:
     step: int
     lr: float
     returns: Mapping[str, Floats]
-    """Sample id -> [N] what the critic is to say before each trained token."""
+    """Sample id -> [N] target value of the state before each trained token."""
     values: Mapping[str, Floats]
-    """Sample id -> [N] what it said when the step began."""
+    """Sample id -> [N] the critic's value when the step began."""
     weight: float
     """Weight of each token in the loss: one over the trained tokens of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """What came of one update on one rank."""
+    """Result of one update on one rank."""
 
     loss: float
     """This rank's share of the mean squared error, before the update."""
@@ -64,7 +63,7 @@ class CriticRank(ZeroEngine):
         self._micro_batches: Sequence[Sequence[Rollout]] = ()
 
     def values(self, micro_batches: Sequence[Sequence[Rollout]]) -> dict[str, Floats]:
-        """Sample id -> [N + 1] the value of the state before each trained token, and behind the last token.
+        """Return sample id -> [N + 1] the value of the state before each trained token, and behind the last token.
 
         The rank keeps the micro-batches for the updates that follow; all ranks have the same number of them.
         """

@@ -43,7 +43,7 @@ class TrainerSpec(RanksSpec):
     domain_weights: Mapping[str, float]
     """Domain -> loss weight of its tokens; 1 for a domain that is not named."""
     weighs_turns: bool = False
-    """Whether ranks weight tokens by their turns, `rank.turn_weights`."""
+    """True if ranks weight tokens by their turns, `rank.turn_weights`."""
     queue_bytes: int
     """Scored rows that may wait for the trainer, in bytes."""
     tolerance: float
@@ -68,8 +68,9 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
     ) -> StepReport:
         """Take one optimiser step over all rows; skip it, and report that, if no token is trained, or while a critic learns alone.
 
-        Weights are those of all rollouts, so training can begin before we know which are quarantined. These give no
-        gradient; the optimiser divides by the share that was scored, of the divergence and of the policy gradient each its own.
+        Weights are computed from all rollouts, so that training can begin before it is decided which ones are quarantined.
+        Quarantined ones give no gradient, and the gradients are divided by the share of the weight that was scored. The
+        divergence and the policy gradient have a share each.
         Raises: RunError if a rank fails or the step is broken.
         """
         whole = self._make_step_work(step, rollouts, stale, reward)
@@ -102,9 +103,10 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
     def _accumulate_all(
         self, feed: Feed, rounds: int, targets: TargetStream, scored_share: Callable[[Collection[str]], float]
     ) -> bool:
-        """Have the ranks take every round of micro-batches. False, before the last one, if nothing could be scored.
+        """Have the ranks train every round of micro-batches. Returns False, before the last round, if nothing could be scored.
 
-        `scored_share` is told who was left out. Raises: RunError if a rank fails.
+        `scored_share` maps the samples that are left out to the share of the weight that was scored. Raises: RunError if a
+        rank fails.
         """
         running: deque[tuple[int, list[Pending[None]]]] = deque()
 
@@ -128,8 +130,11 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         return True
 
     def _rescale_policy(self, rounds: int, share: float, own_share: float) -> None:
-        """Let the policy gradient, too, become a mean over what was scored: the optimiser divides all gradients by `share`, that
-        of the divergence. Raises: RunError if a rank fails."""
+        """Make the policy gradient a mean over the samples that were scored.
+
+        The optimiser divides all gradients by `share`, that of the divergence, but the policy gradient needs its `own_share`:
+        so the ranks add it a second time, times share / own_share - 1. Raises: RunError if a rank fails.
+        """
         more = share / own_share - 1 if own_share else 0.0
         for index in range(rounds):
             self._call(TrainerRank.rescale_policy, index, more)
@@ -137,7 +142,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
     def _make_step_work(
         self, step: int, rollouts: Sequence[Rollout], stale: frozenset[str], reward: RewardStep | None
     ) -> RankWork:
-        """The work of all ranks, not cut into micro-batches yet; without weights if no token is trained."""
+        """Return the work of all ranks, not cut into micro-batches yet; `weights` is empty if no token is trained."""
         policy = policy_work(reward, rollouts, self._spec.domain_weights)
         waits = reward is not None and reward.waits
         rewards = policy is not None and policy.weight > 0
@@ -149,22 +154,25 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         return RankWork(step=step, lr=lr, micro_batches=(), weights=weights, **known)
 
     def _turns_share(self) -> float:
-        """What the weights of the step's tokens add up to, once turns have changed them and all are trained."""
+        """Return the sum of the step's token weights over all ranks, once turns have changed them and all are trained."""
         return math.fsum(self._call(TrainerRank.weight_sum))
 
     def _count_baselines(self, targets: TargetStream) -> dict[str, float] | None:
-        """What the objective takes off its samples' advantages, None if it takes nothing. Raises: as `TargetStream.take`."""
+        """Return the baselines that the objective subtracts from its advantages, by sample id; None if it has none.
+
+        Raises: as `TargetStream.take_part`.
+        """
         return whole_step_baselines(targets) if self._objective.wants_baseline else None
 
     def _begin(self, whole: RankWork, plan: Sequence[Sequence[Sequence[str]]], targets: TargetStream) -> None:
-        """Tell each rank what it does in this step; `whole` is the work of all ranks, without micro-batches."""
+        """Send each rank its part of this step's work; `whole` is the work of all ranks, without micro-batches."""
         for rank, part in zip(self._ranks, plan, strict=True):
             rank.submit(TrainerRank.begin_step, whole.of(part), dict(targets.heads))
 
     def _submit_micro_batch(
         self, index: int, left_out: frozenset[str], handles: Sequence[Sequence[Any]]
     ) -> list[Pending[None]]:
-        """Each rank's micro-batch `index`, with the handles of the parts that came for it."""
+        """Have each rank train its micro-batch `index`, with the handles of the parts that came for it; returns at once."""
         return [
             rank.submit(TrainerRank.accumulate, index, left_out, *own)
             for rank, own in zip(self._ranks, handles, strict=True)
@@ -181,7 +189,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         return lambda: cluster.wait_for_all(asked, timeout_s=self._timeout_s)[0]
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """What `begin_logprobs` gives, waited for."""
+        """Return the log-probs of `begin_logprobs`, once they are computed."""
         return self.begin_logprobs(token_ids)()
 
     def export(self, path: Path) -> None:
@@ -198,7 +206,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         return WeightStream(model_dir=model_dir, whole=whole, buckets=self._iterate_buckets(count), node=node)
 
     def _iterate_buckets(self, count: int) -> Iterator[Any]:
-        """Handles to the buckets of a stream. While one is used the ranks gather the next. Raises: as `opd.cluster.wait`."""
+        """Yield handles to a stream's buckets; the ranks gather the next one meanwhile. Raises: as `cluster.wait_for_all`."""
         gathering = self._submit_to_all(TrainerRank.gather_bucket)
         for left in reversed(range(count)):
             cluster.wait_for_all(gathering, timeout_s=self._timeout_s)
@@ -212,9 +220,9 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
 
 
 def whole_step_baselines(targets: TargetStream) -> dict[str, float]:
-    """Sample id -> `leave_one_out` baseline over the samples of all ranks, so that it does not depend on their number.
+    """Return sample id -> `leave_one_out` baseline over the samples of all ranks, so that it does not depend on their number.
 
-    Waits for all parts. Raises: what `TargetStream.take` raises.
+    Waits for all parts. Raises: what `TargetStream.take_part` raises.
     """
     targets.wait_for_parts()
     rows = (
@@ -224,7 +232,7 @@ def whole_step_baselines(targets: TargetStream) -> dict[str, float]:
 
 
 def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], left_out: Collection[str]) -> float:
-    """Share of the trained tokens' weight that lies on scored tokens, 0..1; exactly 1 if nothing was left out."""
+    """Return the share of the trained tokens' weight that is on scored tokens, 0..1; exactly 1 if nothing was left out."""
     if not left_out:
         return 1.0
     each = {r.sample_id: weights[r.sample_id] * r.num_trained for r in rollouts if r.sample_id in weights}
@@ -249,7 +257,7 @@ def _make_step_report(step: int, lr: float, results: Sequence[RankResult]) -> St
 
 
 def _policy_report(results: Sequence[RankPolicy]) -> PolicyReport | None:
-    """The policy gradient's numbers of all ranks; None without one."""
+    """Add up the policy gradient's numbers of all ranks; None without a policy gradient."""
     if not results:
         return None
     domains = sum_by_key(result.domains for result in results)

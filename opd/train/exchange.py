@@ -1,4 +1,4 @@
-"""How ranks exchange weights and gradients, without copies that DeepSpeed and torch would make."""
+"""Exchange of weights and gradients between ranks, without copies that DeepSpeed and torch would make."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def sum_nothing_at_one_rank() -> None:
-    """Let DeepSpeed take one rank's gradients as they are. It would copy all of them three times, to add up a single one."""
+    """Let DeepSpeed take a single rank's gradients as they are. Else it copies all of them three times, to sum over one rank."""
     from deepspeed.runtime.zero import stage3
 
     assert callable(stage3.reduce_scatter_coalesced)
@@ -19,14 +19,16 @@ def sum_nothing_at_one_rank() -> None:
 
 
 def step_with_gradients_in_place(optimizer: Any) -> None:
-    """Let DeepSpeed's ZeRO optimiser hand AdamW the gradients where they were summed. It would copy all of them, so as to have one
-    tensor; they lie side by side already, and the next step's take their place."""
+    """Let DeepSpeed's ZeRO optimiser hand AdamW the gradients in the memory in which they were summed.
+
+    Else it copies all of them into one tensor. They lie side by side already, and the next step's gradients overwrite them.
+    """
     assert callable(optimizer.flatten)
     optimizer.flatten = partial(_one_tensor, copied=optimizer.flatten)
 
 
 def _one_tensor(tensors: Sequence[Tensor], copied: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-    """[N] all numbers of some tensors, in order: a view where they lie side by side in one piece of memory, else `copied`."""
+    """Return [N] all numbers of some tensors, in order: a view if they lie side by side in one piece of memory, else `copied`."""
     first = tensors[0]
     memory, end = first.untyped_storage().data_ptr(), first.storage_offset()
     for tensor in tensors:
@@ -38,8 +40,10 @@ def _one_tensor(tensors: Sequence[Tensor], copied: Callable[[Sequence[Tensor]], 
 
 
 def gather_small_weights_at_once(optimizer: Any) -> None:
-    """Let DeepSpeed's ZeRO optimiser gather the weights that stay whole between steps in one exchange, as it gathers a layer's. After
-    a step it would gather each of them by itself: with a tiny model's 38 on two ranks a step of the optimiser took 35 ms in place of 20."""
+    """Let DeepSpeed's ZeRO optimiser gather all weights that stay whole between steps in one exchange, like those of a layer.
+
+    Else it gathers each by itself after a step: with the 38 of a tiny model on two ranks an optimiser step took 35 ms, not 20.
+    """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     finish = optimizer._post_step
@@ -65,10 +69,9 @@ def gather_weights_in_place() -> None:
 def gather_in_place(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> Broadcasts | None:
-    """torch's `all_gather_into_tensor` for gloo: each rank sends its part to where the others want it.
+    """Gather like torch's `all_gather_into_tensor`, for gloo: each rank broadcasts its part into the others' output tensor.
 
-    gloo's own gathers into a tensor that it takes for itself, in a thread, and copies that: a weight would be there twice when it
-    comes.
+    gloo's own gathers into a tensor that it allocates, in a thread, and copies that: each weight would be in memory twice.
     """
     from torch import distributed
 
@@ -92,6 +95,6 @@ class Broadcasts:
     works: Sequence[Any]
 
     def wait(self) -> None:
-        """Raises: RuntimeError past the group's deadline, or if a rank is gone."""
+        """Wait for all broadcasts. Raises: RuntimeError past the group's deadline, or if a rank is gone."""
         for work in self.works:
             work.wait()

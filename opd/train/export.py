@@ -1,8 +1,8 @@
-"""Give a sharded model away by the names and in the shapes of its files: the ranks gather a few weights, one rank writes or
-sends them, and all go on to the next.
+"""Export of a sharded model with the names and shapes of its files: the ranks gather a few weights, one rank writes or sends
+them, and all go on to the next.
 
-What a rank holds beside its shares is the largest weight, or weights that the files have fused into one tensor; the writing
-rank a copy of that in the files' form, the sending one a bucket, or as many as the tensors of such a weight need.
+Beside its shares a rank holds the largest weight, or the weights that the files fuse into one tensor. The writing rank also
+holds a copy of these in the files' form, the sending rank a bucket, or as many as the tensors of such a weight need.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ class FileTensors:
     """A sharded model's tensors as its files have them, group by group in the files' order."""
 
     def __init__(self, lm: Any, weights: Sequence[PlainWeight], dtype: torch.dtype, *, complete: bool) -> None:
-        """The weights get this type. Persistent buffers keep theirs and are there if the weights are `complete`."""
+        """Convert weights to `dtype`. Persistent buffers keep their type, and are there only if the weights are `complete`."""
         self.lm = lm
         self.complete = complete
-        """Whether these are all tensors that the model's files have."""
+        """True if these are all tensors that the model's files have."""
         self._dtype = dtype
         self._sources = {weight.name: weight for weight in weights}
         self._buffers = dict(persistent_buffers(lm)) if complete else {}
         self.groups = file_groups(lm, [*self._sources, *self._buffers])
 
     def planned_tensors(self) -> Iterator[State]:
-        """The tensors of each group without values."""
+        """Yield the tensors of each group without values."""
         shapes = {name: (whole_shape(weight.own), self._dtype) for name, weight in self._sources.items()}
         shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
         empty = {name: torch.empty(shape, dtype=kind, device="meta") for name, (shape, kind) in shapes.items()}
         for group in self.groups:
             made = group.to_files(self.lm, {part: empty[part] for part in group.names})
-            # A part has the memory of the whole.
+            # New tensors, because a view has the storage of the whole tensor.
             yield {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in made.items()}
 
     def gather_group(self, group: FileGroup) -> AbstractContextManager[None]:
-        """Within, `group_tensors` can be asked for. All ranks enter it together."""
+        """Within, `group_tensors` may be called. All ranks enter the context together."""
         return gather_parameters(
             [param for name in group.names if name in self._sources for param in self._sources[name].params]
         )
 
     def group_tensors(self, group: FileGroup) -> State:
-        """The tensors of a group where the model is; they may be parts of weights that are gathered."""
+        """Return the tensors of a group on the model's device; they may be views of weights that are gathered."""
         return group.to_files(self.lm, {name: self._gathered_tensor(name) for name in group.names})
 
     def _gathered_tensor(self, name: str) -> Tensor:
@@ -109,7 +109,7 @@ def write_model(tensors: FileTensors, path: Path | None) -> None:
 
 @contextmanager
 def _note_failed_write(failed: list[StorageError], path: Path) -> Iterator[None]:
-    """Within, a write that the disk refuses is noted."""
+    """Within, append a failed write to `failed` in place of raising it."""
     try:
         with raise_storage_errors(path):
             yield
@@ -118,11 +118,14 @@ def _note_failed_write(failed: list[StorageError], path: Path) -> Iterator[None]
 
 
 class WeightSender:
-    """The same tensors in buckets. All ranks make the same ones, each when it is asked for, and one rank has their values."""
+    """The tensors of `FileTensors` in buckets. All ranks gather the same bucket at the same time, and one rank has its values."""
 
     def __init__(self, tensors: FileTensors, nbytes: int) -> None:
-        """`nbytes`: most that a bucket holds, or as much as the largest tensor takes if that is more: of several machines that
-        pass buckets on each would wait for the one that has the largest."""
+        """Plan the buckets: each holds at most `nbytes`, or as much as the largest tensor takes if that is more.
+
+        So no bucket is larger than the others can be: of several machines that pass buckets on, each would wait for the one
+        that has the largest.
+        """
         self._tensors = tensors
         planned = [
             {name: padded_bytes(tensor) for name, tensor in group.items()} for group in tensors.planned_tensors()
@@ -130,12 +133,12 @@ class WeightSender:
         room = max((nbytes, *(size for sizes in planned for size in sizes.values())))
         self._left = deque(_split_groups(tensors.groups, planned, room))
         self._made: deque[Bucket | None] = deque()
-        """Buckets of weights that were gathered together, which are still to be given away."""
+        """Buckets that were gathered together with an earlier one, and are returned next."""
         self.count = sum(len(part.buckets) for part in self._left)
-        """Buckets that there are."""
+        """Number of buckets."""
 
     def gather_bucket(self, *, mine: bool) -> Bucket | None:
-        """The next bucket where it is `mine`, else None. All ranks ask together."""
+        """Return the next bucket on the rank whose `mine` is true, else None. All ranks call this together."""
         if not self._made:
             self._made.extend(self._gather_part(self._left.popleft(), mine))
         return self._made.popleft()
@@ -153,7 +156,7 @@ class WeightSender:
 
 @dataclass(slots=True)
 class _GatheredPart:
-    """What is gathered at a time: groups that share a bucket, or one that needs several, such as the experts of a layer."""
+    """Weights that are gathered at a time: groups that share a bucket, or one that needs several, such as a layer's experts."""
 
     groups: list[FileGroup]
     buckets: list[dict[str, int]]
@@ -163,7 +166,10 @@ class _GatheredPart:
 def _split_groups(
     groups: Sequence[FileGroup], planned: Sequence[Mapping[str, int]], room: int
 ) -> Iterator[_GatheredPart]:
-    """The groups in order, as many to a bucket as it has room for. `planned_tensors`: the bytes of each one's tensors, which fit alone."""
+    """Put groups into buckets in order, as many as a bucket has room for.
+
+    `planned` has the bytes of each group's tensors; each tensor alone fits into a bucket.
+    """
     held, bytes_held = _GatheredPart([], [{}]), 0
     for group, sizes in zip(groups, planned, strict=True):
         size = sum(sizes.values())
@@ -181,7 +187,7 @@ def _split_groups(
 
 
 def _split_group(sizes: Mapping[str, int], room: int) -> Iterator[dict[str, int]]:
-    """One group's tensors, as many to a bucket as it has room for."""
+    """Put one group's tensors into buckets, as many as each has room for."""
     held: dict[str, int] = {}
     for name, size in sizes.items():
         if held and sum(held.values()) + size > room:

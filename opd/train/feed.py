@@ -1,4 +1,4 @@
-"""The way of a step's parts to the trainer ranks: each rank gets its own rows, in the order of its micro-batches.
+"""Delivery of a step's parts to the trainer ranks: each rank gets its own rows, in the order of its micro-batches.
 
 A budget of bytes bounds the parts that wait."""
 
@@ -19,7 +19,7 @@ class Feed:
     """
 
     def __init__(self, targets: TargetStream, plan: Sequence[Sequence[Sequence[str]]], *, queue_bytes: int) -> None:
-        """`plan` comes from `plan_micro_batches`."""
+        """Plan the rounds; `plan` comes from `plan_micro_batches`."""
         self._targets = targets
         self._rank_of = {i: rank for rank, part in enumerate(plan) for ids in part for i in ids}
         self._num_ranks = len(plan)
@@ -29,21 +29,20 @@ class Feed:
         self._new: list[StreamPart] = []
         self._untrained: list[StreamPart] = []
         self._at_work = 0
-        """Rounds that were handed out and have not ended."""
+        """Rounds that were sent to the ranks and have not ended."""
         self.waited_s = 0.0
-        """Seconds that this waited for a part while no round was at work."""
+        """Seconds of waiting for a part while no round was running."""
         self.early = 0
-        """Rounds that were handed out before the last row was scored."""
+        """Rounds that were sent before the last row was scored."""
         self.peak_bytes = 0
         """Most bytes of parts that were taken and not yet trained."""
 
     def send_rows(self, index: int, finish_oldest: Callable[[], bool]) -> list[list[Any]]:
         """Wait until the rows of round `index` are there, and give each rank handles to its rows that came since the last call.
 
-        For the last round, wait for all rows. While the queue is full, `finish_oldest` waits for a round to end, which
-        calls `mark_trained`, or returns False if no round is at work. Then the parts that this round needs are let in
-        although the queue is full: nothing else could ever empty it.
-        Raises: what `TargetStream.take` raises.
+        For the last round, wait for all rows. While the queue is full, `finish_oldest` waits for a round to end and calls
+        `mark_trained`, or returns False if no round is running. In that case the parts of this round are taken although the
+        queue is full: nothing else could ever empty it. Raises: what `TargetStream.take_part` raises.
         """
         every = index == len(self._rounds) - 1
         while every or not self._targets.has_samples(self._rounds[index]):

@@ -1,4 +1,4 @@
-"""Which layers DeepSpeed gathers as one, with hooks around the layer alone instead of around every module inside."""
+"""Choice of the layers that DeepSpeed gathers as one, with hooks around the layer instead of around every module inside."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from opd.models.weights import whole_shape
 
 
 def gathered_together(lm: nn.Module, world_size: int, *, compiled: bool = False) -> list[type[nn.Module]]:
-    """Classes of layers whose weights are all gathered while any part of the layer runs.
+    """Return the classes of layers whose weights are all gathered while any part of the layer runs.
 
-    With one rank all layers that are trained: its weights are at hand, and hooks around every module inside cost a small model as
-    much time as the model. With more ranks the same for layers of small weights, which are at hand too; else only layers that must
-    be, since their weights are whole at one time. Layers that will be compiled must be, all of them: a hook inside would cut what is
-    compiled into pieces.
+    With one rank these are all layers that are trained: its weights are whole anyway, and hooks around every module inside cost
+    a small model as much time as the model itself. With more ranks the same holds for layers of small weights, which stay
+    whole; of other layers only those that must be, because all weights of such a layer are in memory at one time. If layers are
+    compiled, it is all of them: a hook inside would split the compiled graph.
     """
     layers = layers_of(lm)
     at_hand = world_size == 1 or all(_is_small(layer) for layer in layers)
@@ -24,7 +24,7 @@ def gathered_together(lm: nn.Module, world_size: int, *, compiled: bool = False)
 
 
 def layers_of(lm: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a transformers model."""
+    """Return the decoder layers of a transformers model."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -39,7 +39,7 @@ def _is_small(layer: nn.Module) -> bool:
 
 
 def _must_be_whole(layer: nn.Module) -> bool:
-    """Whether hooks around the modules inside would not do.
+    """Return True if hooks around the modules inside would not be enough.
 
     Under ZeRO-3 a weight is whole only while the module that owns it runs, and all ranks must gather the same weights in the
     same order. Two kinds of modules break this. Mamba, gated delta and LFM2 mixers read the weight of their short

@@ -24,10 +24,10 @@ from opd.models.weights import Naming, fastest_attention
 
 
 def load_share(model_dir: Path, dtype: torch.dtype, *, bucket: int | None = None, eager_attention: bool = False) -> Any:
-    """transformers' causal language model of a directory, of which this rank has its share: see `opd.models.weights.load_causal_lm`.
+    """Load this rank's share of a directory's causal language model: see `opd.models.weights.load_causal_lm`.
 
-    The ranks have met, and all call this at the same time. With `bucket`, that of the options, weights that are gathered at one
-    time come each by itself. DeepSpeed would gather them in one piece and copy them out of it, and keep the piece until the last of them is used.
+    The ranks have joined, and all call this at the same time. With `bucket`, that of the options, each weight is gathered by
+    itself: DeepSpeed would gather those of a module in one piece, copy them out of it, and keep the piece until the last is used.
     """
     from transformers import AutoConfig
 
@@ -96,9 +96,9 @@ def _cut_when_it_comes(cut: _Cut, rows: int) -> Iterator[None]:
 
 @contextmanager
 def _tensor_readers(model_dir: Path) -> Iterator[dict[str, Any]]:
-    """Name -> what reads a tensor of the files when it is asked for all of it.
+    """Yield name -> slice object that reads a tensor of the files when it is indexed.
 
-    It is read and not mapped, because a process that maps a file holds all pages of it that it has looked at.
+    Files are read and not mapped, because a process that maps a file holds all pages that it has touched.
     """
     from safetensors import safe_open
 
@@ -110,7 +110,7 @@ def _tensor_readers(model_dir: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _one_after_the_other() -> Iterator[None]:
-    """Within, transformers reads a tensor when its turn comes; else threads read all of them ahead."""
+    """Within, transformers reads a tensor only when it is needed; else threads read all of them ahead."""
     key = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(key)
     os.environ[key] = "1"

@@ -1,12 +1,12 @@
 """A student that LoRA trains: its own weights stay as they are, and linear modules get two small matrices each.
 
     adapt            PEFT's layers, put into a transformers model in place
-    plain_weights    the tensors of the model as if there were no adapters, and what each is made of
-    changed_weights  those of them that training changes: what an engine that holds the rest has to be told
+    plain_weights    the tensors of the model as if there were no adapters, and the parameters that each is made of
+    changed_weights  those of them that training changes: an engine that has the rest needs these
     fold             the adapters into the weights, where nothing is sharded
     without_adapters the model as it was, for as long as it is asked
 
-PEFT computes; what an adapter adds to a weight is said in `opd.models.lora`.
+PEFT computes; `opd.models.lora` defines what an adapter adds to a weight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALL_LINEAR = "all-linear"
 _ADAPTER = "default"
 """PEFT's name of the one adapter that there is."""
 _BASE, _A, _B = ".base_layer.", f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
-"""How PEFT names a module's own tensors and its two matrices, behind the module's name."""
+"""PEFT's names for a module's own tensors and its two matrices, after the module's name."""
 _EXPERTS = re.compile(r"\.experts\.\d")
 """In the name of a module that is part of one of several experts."""
 
@@ -42,7 +42,7 @@ class LoraOptions:
     r: int
     """Rank."""
     alpha: float
-    """What is added is multiplied by `alpha / r`."""
+    """The update is multiplied by `alpha / r`."""
     targets: str | tuple[str, ...]
     """Names of linear modules or ends of them, or `ALL_LINEAR`."""
     seed: int
@@ -52,7 +52,7 @@ class LoraOptions:
 def add_adapters(lm: Any, options: LoraOptions) -> None:
     """Give the target modules of a transformers model adapters, in place, and freeze all else.
 
-    The adapters add nothing yet. Equal seeds give equal ones, whatever chance was used for before.
+    The adapters add nothing yet. Equal seeds give equal adapters, whatever state torch's generator is in.
     Raises: ConfigError for targets that are no linear modules inside the model.
     """
     from peft import LoraConfig, inject_adapter_in_model
@@ -81,7 +81,7 @@ class PlainWeight:
     """Its name without adapters."""
     own: nn.Parameter
     update: Update | None = None
-    """What the module's adapter adds to it."""
+    """The update that the module's adapter adds to it."""
 
     @property
     def params(self) -> list[Any]:
@@ -93,13 +93,13 @@ class PlainWeight:
         return self.name.rpartition(".")[0]
 
     def read_tensor(self) -> Tensor:
-        """The tensor, in the parameter's type."""
+        """Return the tensor, in the parameter's type."""
         with torch.no_grad():
             return merge_update(self.own, self.update) if self.update else self.own.detach()
 
 
 def plain_weights(lm: Any) -> list[PlainWeight]:
-    """Every parameter of the model without its adapters, those of a model that has none as they are."""
+    """Return every parameter of the model as if it had no adapters."""
     params = dict(lm.named_parameters())
     found = []
     for name, param in params.items():
@@ -116,7 +116,7 @@ def plain_weights(lm: Any) -> list[PlainWeight]:
 
 
 def changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeight]:
-    """The weights that training changes, and those of the linear modules beside them. `every` is what `plain_weights` gave.
+    """Return the weights that training changes, and those of the linear modules beside them; `every` is from `plain_weights`.
 
     Rollout engines fuse linear modules that stand side by side, such as queries, keys and values, and take a fused layer's
     weights together or not at all. Returns all weights if there are no adapters, or if the architecture's files cannot hold
@@ -132,7 +132,7 @@ def changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeig
 
 
 def fold_adapters(lm: Any) -> None:
-    """Put what the adapters add into the model's own weights, and take them out, in place. Not for ZeRO-3."""
+    """Add the adapters' updates to the model's own weights, and remove the adapters, in place. Not for ZeRO-3."""
     for weight in plain_weights(lm):
         weight.own.data.copy_(weight.read_tensor())
     for name, module in list(lm.named_modules()):
@@ -158,7 +158,7 @@ def without_adapters(lm: Any) -> Iterator[None]:
 
 
 def lora_size(lm: Any) -> LoraSize:
-    """The sizes for a model that `add_adapters` has changed; it may be on the meta device."""
+    """Count the weights of a model that `add_adapters` has changed; it may be on the meta device."""
     every = plain_weights(lm)
     updates = [weight.update for weight in every if weight.update]
     return LoraSize(
@@ -183,7 +183,7 @@ def _parent_module(module: str) -> str:
 
 
 def _is_apart(lm: Any, some: Sequence[PlainWeight], every: Sequence[PlainWeight]) -> bool:
-    """Whether some weights and the rest, each converted to files alone, give the files of all; only shapes are converted."""
+    """Return True if some weights and the rest, each converted to files alone, give the files of all; converts only shapes."""
 
     def files(weights: Sequence[PlainWeight]) -> dict[str, torch.Size]:
         shapes = {w.name: whole_shape(w.own) for w in weights}
@@ -228,7 +228,7 @@ def _make_module_error(lm: Any, found: str) -> ConfigError:
 
 
 def _linear_modules(lm: Any) -> set[str]:
-    """Names of the modules that may have an adapter."""
+    """Return the names of the modules that may have an adapter."""
     head = lm.get_output_embeddings()
     return {
         name
@@ -238,8 +238,8 @@ def _linear_modules(lm: Any) -> set[str]:
 
 
 def _without_adapters(lm: Any) -> list[str]:
-    """Names of what holds matrices and may have no adapter: experts in one tensor or in a list, and GPT-2's modules, whose
-    weights lie the other way round."""
+    """Return the names of modules and tensors that hold matrices and may have no adapter: experts in one tensor or in a list, and
+    GPT-2's modules, whose weights are transposed."""
     found = []
     for name, module in lm.named_modules():
         listed = isinstance(module, nn.Linear) and _EXPERTS.search(name)

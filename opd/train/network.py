@@ -1,4 +1,4 @@
-"""How the ranks of a trainer meet, and which network device they speak through."""
+"""Set-up of the process group of a trainer's ranks, and choice of their network device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from opd.machine.address import GLOO_DEVICE
 
 
 def open_listener(address: str) -> socket.socket:
-    """A socket that listens on a free port of this address and no other. Raises: OSError."""
+    """Open a socket that listens on a free port of this address and no other. Raises: OSError."""
     return socket.create_server((address, 0), family=_address_family(address))
 
 
 def join_ranks(
     address: str, port: int, rank: int, world_size: int, timeout: timedelta, door: socket.socket | None
 ) -> None:
-    """Join the other ranks at rank 0's `door`; None: at a rank that listens there, or will.
+    """Join the other ranks at `address` and `port`; `door` is the socket that rank 0 listens on there, None on other ranks.
 
-    By itself torch would listen on every address of the machine, at a port that somebody else may have taken meanwhile.
+    By itself torch would listen on every address of the machine, at a port that another process may have taken meanwhile.
     """
     from torch import distributed
 
@@ -54,8 +54,10 @@ def gloo_towards(address: str) -> None:
 
 
 def device_towards(address: str) -> str:
-    """Name of the network device through which this machine reaches an address, the loopback device for its own loopback;
-    empty if there is none. An address of the machine's own is on the device that has it."""
+    """Return the name of the network device through which this machine reaches an address; empty if there is none.
+
+    For one of the machine's own addresses it is the device that has it, such as loopback.
+    """
     with socket.socket(_address_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # UDP: nothing is sent

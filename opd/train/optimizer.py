@@ -24,14 +24,17 @@ class AdamWOptions:
 
 
 def build_adamw(module: nn.Module, options: AdamWOptions, *, lr: float) -> torch.optim.AdamW:
-    """AdamW over all parameters of `module` that are trained: fused, one pass over the numbers that makes no further tensor. torch's
-    default makes two of a parameter's size, and ZeRO-3 gives all weights of a rank as one parameter."""
+    """Build AdamW over all parameters of `module` that are trained.
+
+    It is fused: one pass over the numbers without a temporary tensor. torch's default makes two of a parameter's size, and ZeRO-3
+    passes all weights of a rank as one parameter.
+    """
     groups = parameter_groups(module, options.weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=options.betas, eps=options.epsilon, fused=True)
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups: weight decay is on matrices only, as usual, not on norms and biases."""
+    """Split the trained parameters into two groups: weight decay is on matrices only, as usual, not on norms and biases."""
     params = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if len(whole_shape(p)) >= 2], "weight_decay": weight_decay},

@@ -11,7 +11,7 @@ from opd.records.types import Rollout
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """The facts about a row, or about rows that lie in one tree, that the plan depends on."""
+    """Size of a row, or of rows that lie in one tree, from which the plan is made."""
 
     sample_id: str
     domain: str
@@ -22,7 +22,7 @@ class RowSize:
 
 
 def row_sizes(rollouts: Sequence[Rollout], *, share: bool = False) -> list[RowSize]:
-    """The rows of a step; with `share` those of a domain that begin alike are trees."""
+    """Return the rows of a step; with `share`, rows of a domain that begin alike are one entry, a tree."""
     found = []
     for unit in packing_units(rollouts, share=share):
         first, *others = unit.rollouts
@@ -33,7 +33,7 @@ def row_sizes(rollouts: Sequence[Rollout], *, share: bool = False) -> list[RowSi
 def plan_micro_batches(
     rows: Sequence[RowSize], ranks: int, micro_batch_tokens: int, *, padded: bool = False
 ) -> list[list[list[str]]]:
-    """[rank][micro-batch] -> sample ids. Every rank gets the same number of micro-batches, some perhaps empty.
+    """Return [rank][micro-batch] the sample ids. Every rank gets the same number of micro-batches, some perhaps empty.
 
     ZeRO-3 gathers parameters in every forward, so ranks must run in step. Rows are dealt out longest first to the rank
     with the fewest tokens, then put into the order in which teachers score: by domain, the shortest first. So the first

@@ -29,16 +29,16 @@ class PolicyWork:
     """The policy gradient of one optimiser step, of all ranks or of one."""
 
     weight: float
-    """What its mean counts beside the divergence's."""
+    """Factor of the policy gradient's mean, beside the divergence's mean."""
     weights: Mapping[str, float]
     """Sample id -> weight of each of its trained tokens in the policy gradient's own mean."""
     advantages: Mapping[str, Floats]
     """Sample id -> [N] advantage of each trained token."""
     compare: bool = False
-    """Compute the two gradients one after the other."""
+    """Compute the gradients of policy and divergence one after the other, so as to compare them."""
 
     def of(self, sample_ids: Sequence[str]) -> PolicyWork:
-        """The part of these samples."""
+        """Return the part of these samples."""
         mine = [i for i in sample_ids if i in self.weights]
         return replace(
             self,
@@ -47,8 +47,10 @@ class PolicyWork:
         )
 
     def token_advantages(self, batch: MicroBatch, sample_ids: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """advantage_N and weight_N, in the policy gradient's own mean, of a micro-batch with these samples; 0 for samples
-        that take no part."""
+        """Return advantage_N and weight_N of a micro-batch with these samples; 0 for samples that take no part.
+
+        The weights are those of the policy gradient's own mean.
+        """
         columns = [
             torch.from_numpy(self.advantages[i]) if i in self.advantages else torch.zeros(length)
             for i, length in zip(sample_ids, batch.row_lengths, strict=True)
@@ -61,7 +63,7 @@ class PolicyWork:
 def policy_work(
     reward: RewardStep | None, rollouts: Sequence[Rollout], domain_weights: Mapping[str, float]
 ) -> PolicyWork | None:
-    """The work of all ranks; None if no trained token has an advantage."""
+    """Return the policy gradient's work of all ranks; None if no trained token has an advantage."""
     if reward is None:
         return None
     rewarded = [rollout for rollout in rollouts if rollout.sample_id in reward.advantages]
@@ -109,24 +111,24 @@ class PolicyTotals:
 
 
 class GradientComparison:
-    """Tells the policy gradient from the divergence's in the sum that a rank holds of both."""
+    """Separates the policy gradient from the divergence's gradient, of which a rank accumulates only the sum."""
 
     def __init__(self) -> None:
         self._before: Sequence[Tensor] = ()
         self._policy: list[Tensor] = []
 
     def begin(self, before: Sequence[Tensor]) -> None:
-        """Note the rank's part of the sum, by parameter: a backward pass of the policy gradient alone follows."""
+        """Keep the rank's shard of the sum, by parameter: a backward pass of the policy gradient alone follows."""
         self._before = before
 
     def note_after_pass(self, after: Sequence[Tensor]) -> None:
-        """Note it again after that pass."""
+        """Add the change that this pass made, from the rank's shard of the sum after it."""
         added = [new - old for new, old in zip(after, self._before, strict=True)]
         self._policy = [old + new for old, new in zip(self._policy, added, strict=True)] if self._policy else added
         self._before = ()
 
     def compare_gradients(self, both: Sequence[Tensor], share: float) -> Compared:
-        """Compare them, once all passes are done; `both` is the sum, which the optimiser divides by `share`."""
+        """Compare the two once all passes are done; `both` is the sum, which the optimiser divides by `share`."""
         divergence_sq = policy_sq = dot = 0.0
         for whole, policy in zip(both, self._policy, strict=True):
             rest, own = (whole - policy).double() / share, policy.double() / share

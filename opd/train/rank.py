@@ -60,7 +60,7 @@ class RankWork:
     """Micro-batches for which all ranks ask the start student."""
 
     def of(self, part: Sequence[Sequence[str]]) -> RankWork:
-        """One rank's part, from that of the whole step: these micro-batches, with what belongs to their samples."""
+        """Return one rank's part of the whole step's work: these micro-batches, and the entries of their samples."""
         mine = [i for ids in part for i in ids]
         return replace(
             self,
@@ -90,20 +90,21 @@ class RankResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions(ModelOptions):
-    """What a rank of the distilling trainer is started with."""
+    """Settings that a rank of the distilling trainer is started with."""
 
     objective: ObjectiveConfig
-    """What is minimised."""
+    """The objective that is minimised."""
     temperature: float
-    """At which responses are sampled."""
+    """Temperature at which responses are sampled."""
     head_memory_bytes: int
     """Budget of the teachers' heads that stay on this rank."""
     turn_weights: Mapping[str, TurnWeights] = field(default_factory=dict)
     """Domain -> how much its turns weigh, for domains whose turns do not all weigh the same."""
     lora: LoraOptions | None = None
-    """What is trained beside the student's own weights, which then stay as they are; None: the weights themselves."""
+    """Settings of the adapters, which are trained in place of the student's own weights; None: the weights themselves."""
     start: StartTeacher | None = None
-    """How the student as the merge begins is asked; None if it is no teacher, or one like the others. Needs `lora`."""
+    """Settings for the student as the merge begins as a teacher; None if it is no teacher, or if a pool scores with it as with
+    the others. Needs `lora`."""
 
 
 class TrainerRank(ZeroEngine):
@@ -115,7 +116,7 @@ class TrainerRank(ZeroEngine):
         super().__init__(options, rank, partial(_load_student, options))
         self._heads: OrderedDict[str, Head] = OrderedDict()
         self._gathered: Bucket | None = None
-        """A bucket of new weights that nobody has fetched yet."""
+        """A bucket of new weights that the driver has not fetched yet."""
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Take a step's work; heads, by content hash, are read when a micro-batch needs them."""
@@ -124,9 +125,10 @@ class TrainerRank(ZeroEngine):
     def accumulate(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
         """Add the gradients of the step's micro-batch `index`; all ranks do at the same time.
 
-        `parts` are streams of this rank's rows that came since the last call; arguments of their own, because that is what
-        Ray hands over as views into shared memory. `left_out` could not be scored by one of their teachers: what the others
-        sent does not count. With a reward, `rescale_policy` follows if it is not empty. Raises: RunError if rows are missing.
+        `parts` are streams of this rank's rows that came since the last call. Each is an argument of its own, because Ray hands
+        over top-level arguments as views into shared memory. `left_out` are samples that one of their teachers could not score:
+        they are not trained, whatever the other teachers sent. With a reward and such samples, `rescale_policy` follows.
+        Raises: RunError if rows are missing.
         """
         step = self._step
         step.keep_rows(parts)
@@ -134,7 +136,7 @@ class TrainerRank(ZeroEngine):
         if index in step.work.start_rounds:
             self._ask_start(ids)
         batch = step.micro_batch(ids, self._layout)
-        # Each once: a head that several blocks share would be fetched again where others drove it out.
+        # Each key once: a head that several blocks share would be read a second time if others had evicted it meanwhile.
         needed = dict.fromkeys(key for block in batch.blocks for key in block.head_keys())
         heads = {key: self._fetch_head(step.heads[key]) for key in needed if key != OWN_HEAD}
         # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
@@ -144,6 +146,7 @@ class TrainerRank(ZeroEngine):
         scaled_N = (weight_N * self._options.world_size).to(self._device)
         inputs = (to_device(batch, self._device), heads, scaled_N)
         work = step.work.policy
+        # Samples that were left out make `rescale_policy` follow, whose last pass is then the one before the optimiser steps.
         last = index == len(step.work.micro_batches) - 1 and not (work and left_out)
         rewarded = work.token_advantages(batch, ids) if work else ()
         if work and work.compare:
@@ -160,8 +163,10 @@ class TrainerRank(ZeroEngine):
             step.policy_totals.add(batch, rewarded[1], stats)
 
     def rescale_policy(self, index: int, more: float) -> None:
-        """Add the policy gradient of the step's micro-batch `index` once more, times `more`; all ranks do at the same time, for
-        every micro-batch."""
+        """Add the policy gradient of the step's micro-batch `index` a second time, times `more`.
+
+        All ranks do this at the same time, for every micro-batch. See `DeepSpeedTrainer._rescale_policy` for the reason.
+        """
         step = self._step
         work = step.work.policy
         assert work is not None
@@ -179,7 +184,7 @@ class TrainerRank(ZeroEngine):
             step.comparison.note_after_pass(self.local_gradients())
 
     def _ask_start(self, ids: Sequence[str]) -> None:
-        """Add what the student as the merge begins says of these samples to what other teachers sent."""
+        """Score these samples with the student as the merge begins, and add its rows to those that other teachers sent."""
         start, step = self._options.start, self._step
         assert start is not None
         step.add(
@@ -188,7 +193,7 @@ class TrainerRank(ZeroEngine):
         self._give_back()
 
     def _scaled_advantages(self, rewarded: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What `PolicyWork.tokens` gave, on this device and with weights as in the loss."""
+        """Move the result of `PolicyWork.token_advantages` to this device, and scale its weights to those of the loss."""
         if not rewarded:
             return ()
         advantage_N, weight_N = rewarded
@@ -197,14 +202,17 @@ class TrainerRank(ZeroEngine):
         return advantage_N.to(self._device), (weight_N * weight).to(self._device)
 
     def _divergence_alone(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Any, ...]:
-        """Add the gradients of the divergence; returns the inputs of a pass in which it has no weight."""
+        """Add the gradients of the divergence alone. Returns the inputs of a second pass, in which its weights are 0."""
         loss, _ = self.model(batch, heads, weight_N)
         self.add_gradients(loss, last=False)
         self._step.comparison.begin(self.local_gradients())
         return batch, heads, torch.zeros_like(weight_N)
 
     def _turn_factors(self, batch: MicroBatch, heads: Mapping[str, Head]) -> torch.Tensor:
-        """[N] what turns make of the weights. If they depend on divergences, all ranks compute these in a pass of its own."""
+        """Return [N] the factors by which turns change the tokens' weights.
+
+        If they depend on divergences, a forward pass without gradients computes these first, on all ranks.
+        """
         weights, value_N = self._options.turn_weights, None
         if any(domain.divergence for domain in weights.values()):
             ones_N = torch.ones(len(batch.token_N), device=self._device)
@@ -214,11 +222,11 @@ class TrainerRank(ZeroEngine):
         return turn_factors(batch, weights, value_N)
 
     def weight_sum(self) -> float:
-        """What the weights of this rank's tokens of the step add up to."""
+        """Return the sum of the weights of this rank's tokens of the step."""
         return self._step.totals.weight
 
     def finish_step(self, share: float) -> RankResult:
-        """Step the optimiser with the accumulated gradients, divided by `share`, what the weights of all ranks add up to.
+        """Step the optimiser with the accumulated gradients, divided by `share`, the sum of the token weights of all ranks.
 
         Raises: RunError on a non-finite gradient.
         """
@@ -236,7 +244,7 @@ class TrainerRank(ZeroEngine):
         )
 
     def _policy_result(self, share: float) -> RankPolicy | None:
-        """The sums of the policy gradient, before the optimiser steps; None without one."""
+        """Return the sums of the policy gradient, before the optimiser steps; None without a policy gradient."""
         work = self._step.work.policy
         if work is None:
             return None
@@ -261,8 +269,10 @@ class TrainerRank(ZeroEngine):
             write_adapter(lm, tensors, self._options.model_dir, path)
 
     def begin_stream(self, nbytes: int) -> tuple[bool, int]:
-        """From now on `gather_bucket` gives the weights that training changes, in buckets of at most `nbytes`. Returns whether
-        these are all weights, and how many buckets there are."""
+        """Begin to send the weights that training changes, in buckets of at most `nbytes`; `gather_bucket` gathers them.
+
+        Returns True if these are all weights, and the number of buckets.
+        """
         tensors = self._file_tensors(only_changed=True)
         self._sending = WeightSender(tensors, nbytes)
         return tensors.complete, self._sending.count
@@ -272,13 +282,16 @@ class TrainerRank(ZeroEngine):
         self._gathered = self._sending.gather_bucket(mine=self._rank == 0)
 
     def gathered_bucket(self) -> Bucket:
-        """Rank 0's bucket, which it forgets. The one method that is called on this rank alone."""
+        """Return the bucket that rank 0 gathered, and drop it. The only method that is called on one rank alone."""
         bucket, self._gathered = self._gathered, None
         assert bucket is not None
         return bucket
 
     def _fetch_head(self, source: HeadSource) -> Head:
-        """The head on this device, in the type it was sent, kept while the least recently used ones make room."""
+        """Return the head on this device, in the type that it was sent in, from a least-recently-used cache.
+
+        The cache holds `head_memory_bytes`, or a single head that is larger.
+        """
         key, budget = source.key, self._options.head_memory_bytes
         if key not in self._heads:
             self._heads[key] = Head(source.read().to(self._device), source.rule)
@@ -301,12 +314,12 @@ def _load_student(options: RankOptions) -> Student:
 
 
 def _without_scores(rollout: Rollout) -> Scored:
-    """The sample as if no teacher had been asked."""
+    """Return the sample with one row without scores: its tokens take part in the policy gradient alone."""
     return (TargetRow(rollout=rollout, teacher="", answer=Unscored()),)
 
 
 class _StepInput:
-    """A step under way: its work, and the rows that came and were not yet trained."""
+    """The step that is being trained: its work, and the rows that came and were not trained yet."""
 
     def __init__(
         self,
@@ -321,14 +334,14 @@ class _StepInput:
         self.policy_totals = PolicyTotals()
         self.comparison = GradientComparison()
         self.rewarded: list[tuple[Rollout, ...]] = []
-        """The rollouts that have an advantage, by micro-batch, of those that were trained."""
+        """Per micro-batch that was trained, its rollouts that have an advantage."""
         self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
         self.dtype = torch.float32
-        """That of the parts that came."""
+        """Type of the hidden states in the parts that came."""
 
     def keep_rows(self, parts: Sequence[np.ndarray]) -> None:
-        """Keep these rows until their micro-batch is trained."""
+        """Decode these parts, and keep their rows until their micro-batch is trained."""
         import pyarrow as pa
 
         for part in parts:
@@ -337,19 +350,19 @@ class _StepInput:
             self.add(stream.rows)
 
     def add(self, rows: Iterable[TargetRow]) -> None:
-        """Keep these rows in the same way."""
+        """Keep these rows until their micro-batch is trained."""
         for row in rows:
             sample_id = row.rollout.sample_id
             assert sample_id in self._mine, f"{sample_id} is of another rank"
             self._rows[sample_id].append(row)
 
     def select_rollouts(self, ids: Sequence[str]) -> list[Rollout]:
-        """The rollouts of these samples. Raises: as `micro_batch`."""
+        """Return the rollouts of these samples. Raises: as `micro_batch`."""
         self._refuse_missing(ids)
         return [self._rows[sample_id][0].rollout for sample_id in ids]
 
     def micro_batch(self, ids: Sequence[str], layout: str = "packed") -> MicroBatch:
-        """The tensors of these samples, which are forgotten. Raises: RunError if rows of theirs are missing."""
+        """Return the tensors of these samples, and drop their rows. Raises: RunError if rows are missing."""
         self._refuse_missing(ids)
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
         work = self.work

@@ -1,4 +1,4 @@
-"""N ranks of one ZeRO engine in Ray actors, started and called together: what any trainer's driver side is made of."""
+"""N ranks of one ZeRO engine in Ray actors, started and called together: the driver's side of every trainer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Ranks(Generic[E]):
     """Handles to the ranks of an engine of class E."""
 
     def __init__(self, engine: type[E], options: ModelOptions, spec: RanksSpec, role: str) -> None:
-        """`role` is what errors call a rank, such as `trainer`."""
+        """Start the ranks; returns at once. `role` names them in errors, such as `trainer`."""
         self._cls = engine
         self._ranks_spec = spec
         self._who = f"{options.name} {options.model_dir}"
@@ -82,7 +82,7 @@ class Ranks(Generic[E]):
         ]
         self._starting = self._submit_start(spec.one_machine, spec.start_timeout_s)
         self.layout = LayoutProof(layout="packed", tried={})
-        """How rows are laid out; proven in `wait_ready`."""
+        """Layout of rows in a forward pass; proven in `wait_ready`."""
 
     def _submit_start(self, one_machine: bool, timeout_s: float) -> list[Pending[None]]:
         rank_0 = self._ranks[0]
@@ -92,16 +92,16 @@ class Ranks(Generic[E]):
         return self._submit_to_all(self._cls.start, *meeting)
 
     def wait_ready(self) -> None:
-        """Block until every rank holds its shard, and find out how rows may be laid out for this model.
+        """Block until every rank holds its shard, and prove a layout of rows for this model.
 
-        Raises: RunError past the deadline, or if its rows see each other in every layout.
+        Raises: RunError past the deadline, or if rows influence each other in every layout.
         """
         cluster.wait_for_all(self._starting, timeout_s=self._ranks_spec.start_timeout_s)
         self.layout = prove_layout(self._layout_error, self._who, share=self._ranks_spec.share_prompts)
         self._call(self._cls.use_layout, self.layout.layout)
 
     def _layout_error(self, layout: str) -> float:
-        """Largest `layout_error` of all ranks; NaN if one rank has NaN, which Python's `max` could lose."""
+        """Return the largest `layout_error` of all ranks; NaN if one rank has NaN, which Python's `max` could lose."""
         errors = self._call(self._cls.layout_error, layout)
         return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
@@ -113,11 +113,11 @@ class Ranks(Generic[E]):
         return plan_micro_batches(sizes, len(self._ranks), tokens, padded=layout == "padded")
 
     def begin_save(self, path: Path) -> None:
-        """Copy weights and optimiser state; they are written into an existing directory meanwhile."""
+        """Copy weights and optimiser state, and begin to write them into an existing directory."""
         self._call(self._cls.begin_save, path)
 
     def saved(self, wait_s: float) -> list[WrittenFile] | None:
-        """The files of the last `begin_save`; None if they are not all written after `wait_s`. Raises: StorageError."""
+        """Return the files of the last `begin_save`; None if they are not all written after `wait_s`. Raises: StorageError."""
         parts = cluster.wait_for_all(self._submit_to_all(self._cls.saved, wait_s), timeout_s=wait_s + self._timeout_s)
         return None if None in parts else [file for part in parts for file in part or ()]
 
@@ -132,10 +132,10 @@ class Ranks(Generic[E]):
         return [rank.submit(method, *args, **kwargs) for rank in self._ranks]
 
     def _call(self, method: Callable[Concatenate[E, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """The answers of all ranks to a call with the same arguments. Raises: what `opd.cluster.wait` raises."""
+        """Call a method of all ranks with the same arguments, and wait. Raises: what `cluster.wait_for_all` raises."""
         return cluster.wait_for_all(self._submit_to_all(method, *args, **kwargs), timeout_s=self._timeout_s)
 
 
 def rank_name(role: str, rank: int) -> str:
-    """What errors call a rank, and what a place is reserved for."""
+    """Return the name of a rank in errors and in reservations of the cluster."""
     return f"{role} rank {rank}"

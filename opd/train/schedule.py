@@ -19,12 +19,12 @@ class LearningRate:
     decay: str = "constant"
     """Course of the rate after the warm-up: constant, linear or cosine."""
     floor: float = 0.0
-    """Where linear and cosine decay end, as a share of `peak`. An end at 0 comes after the last step, which would train nothing."""
+    """End of linear and cosine decay, as a share of `peak`. A decay to 0 ends one step later: the last step has to train."""
     shorter: tuple[tuple[int, int], ...] = ()
     """Step and `steps` of the run before each time that it was made longer: up to that step the decay was the shorter run's."""
 
     def rate_at_step(self, step: int) -> float:
-        """Rate of optimiser step `step`, from 1."""
+        """Return the rate of optimiser step `step`, counted from 1."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.decay == "constant":

@@ -30,7 +30,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def part_sizes(numel: int, world_size: int) -> list[int]:
-    """Number of a parameter's elements on each rank: equal parts, rounded up, until nothing is left."""
+    """Return the number of a parameter's elements on each rank: equal parts, rounded up, until nothing is left."""
     size = -(-numel // world_size)
     return [max(0, min(size, numel - rank * size)) for rank in range(world_size)]
 
@@ -80,7 +80,7 @@ class Shards:
         self._stack.close()
 
     def read_slice(self, name: str, numel: int, start: int, size: int) -> Tensor:
-        """[size] elements from `start` of the flat tensor `name` of `numel` elements; zeros past its end."""
+        """Return [size] elements from `start` of the flat tensor `name`, which has `numel` elements; zeros past its end."""
         out = torch.zeros(size)
         offset = 0
         for file, held in zip(self._files, part_sizes(numel, len(self._files)), strict=True):

@@ -1,8 +1,8 @@
-"""The student as the merge begins as one more teacher, whom a rank asks by itself: the student with its adapters switched off.
+"""The start student as one more teacher: each rank computes its scores with the adapters of the student switched off.
 
-LoRA leaves the student's own weights as they are, and the ranks hold them anyway. So no scoring worker loads them, none of their
-rows travels or is logged, and their output head is the student's own. What is said becomes a row like that of any teacher
-before the tensors of a micro-batch are made, so that nothing behind it knows the difference.
+LoRA leaves the student's own weights as they are, and the ranks hold them anyway. So no scoring worker loads them, none of these
+rows is sent or logged, and their output head is the student's own. The scores become rows like those of any teacher before the
+tensors of a micro-batch are made, so that later code makes no difference between them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from opd.train.student import Student
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartTeacher:
-    """How the ranks of a LoRA student ask it; plain values, so they cross process boundaries."""
+    """Settings with which the ranks of a LoRA student score; plain values, so they cross process boundaries."""
 
     name: str
     """The teacher's name in rows."""
@@ -38,15 +38,18 @@ class StartTeacher:
     def scored_micro_batches(
         self, plan: Sequence[Sequence[Sequence[str]]], rollouts: Sequence[Rollout]
     ) -> frozenset[int]:
-        """Which of the plan's micro-batches have, on any rank, a sample of these domains: ranks ask together or not at all."""
+        """Return the micro-batches that have a sample of these domains on any rank: all ranks run the forward pass, or none."""
         asked = {r.sample_id for r in rollouts if r.domain in self.weights}
         return frozenset(index for part in plan for index, ids in enumerate(part) if asked.intersection(ids))
 
     def score_rollouts(
         self, student: Student, rollouts: Sequence[Rollout], layout: str, dtype: torch.dtype, device: torch.device
     ) -> list[TargetRow]:
-        """A row for each rollout of these domains. All ranks have to call it at the same time, since they gather weights together: one
-        that has no such rollout computes a padding token. `dtype` is that of the other teachers' states."""
+        """Return a row for each rollout of these domains; `dtype` is the type of the other teachers' states.
+
+        All ranks have to call this at the same time, since they gather weights together: a rank without such a rollout computes
+        a padding token.
+        """
         mine = [r for r in rollouts if r.domain in self.weights]
         packed = to_device(LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in mine] or [[0]]), device)
         with torch.no_grad(), without_adapters(student.lm):
@@ -73,4 +76,4 @@ _ANSWERS: Mapping[str, Callable[[Student, Packed, Sequence[Rollout], torch.dtype
     "hidden_states": _state_answers,
     "sampled_logprobs": _logprob_answers,
 }
-"""Payload -> function; a target beyond the experts can be made of no other."""
+"""Payload -> function; `top_k` is missing, because it cannot make a target beyond the experts."""

@@ -23,7 +23,7 @@ class Student(nn.Module):
     """`lm` is a transformers causal LM; only its body is called, its head lives in `loss_head`."""
 
     def __init__(self, lm: Any, objective: Objective, **options: Any) -> None:
-        """`options` are the other fields of `opd.losses.chunked.Loss`."""
+        """Wrap a model; `options` are the other fields of `opd.losses.chunked.Loss`."""
         super().__init__()
         self.lm = lm
         loss = Loss(objective=objective, rule=logit_rule(lm.config), **options)
@@ -32,18 +32,20 @@ class Student(nn.Module):
     def forward(
         self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor, *policy: Tensor
     ) -> tuple[Tensor, TokenStats]:
-        """The micro-batch's share of the loss, and per-token numbers. `policy`, with a reward: advantage_N, and the tokens'
-        weight_N in the policy gradient."""
+        """Return the micro-batch's share of the loss, and per-token numbers.
+
+        `policy`, with a reward: advantage_N, and the tokens' weight_N in the policy gradient.
+        """
         hidden_N_D = self.hidden_states(batch.packed)[batch.predict_N]
         tokens = Tokens(batch.token_N, weight_N, batch.behaviour_N, *policy)
         value, stats = self.loss_head(hidden_N_D, tokens, batch.blocks, heads)
         return value, stats
 
     def hidden_states(self, packed: Packed) -> Tensor:
-        """[B*T, D] last hidden state after the final norm."""
+        """Return [B*T, D] the last hidden states after the final norm."""
         return self.lm.base_model(**packed.inputs(self.lm.dtype)).last_hidden_state.flatten(0, 1)
 
     def logprobs(self, packed: Packed, predict_N: Tensor, token_N: Tensor) -> Tensor:
-        """[N] log-prob of each token, from the hidden state at the position that predicts it."""
+        """Return [N] the log-prob of each token, from the hidden state at the position that predicts it."""
         logprob_N: Tensor = self.loss_head(self.hidden_states(packed)[predict_N], token_N)
         return logprob_N

@@ -26,7 +26,7 @@ lower bound; above the upper one the teacher calls nearly every token of the stu
 
 
 def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Mapping[str, float]) -> dict[str, float]:
-    """Sample id -> weight of each of its trained tokens; 0 for a sample without one. Empty if nothing is trained.
+    """Return sample id -> weight of each of its trained tokens; 0 for a sample without one. Empty if nothing is trained.
 
     token_mean:    d_i / sum_j d_j T_j               over T_j trained tokens of response j
     leave_one_out: d_i / (d_i U_i + sum_j!=i d_j T_j)    the same, with U_i the mean T of the step's other responses of
@@ -60,7 +60,7 @@ def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Map
 
 
 def _lengths_of_episodes(rollouts: Sequence[Rollout]) -> dict[str, Counter[str]]:
-    """Episode -> domain -> trained tokens of the episode's segments."""
+    """Return episode -> domain -> trained tokens of the episode's segments."""
     lengths: dict[str, Counter[str]] = defaultdict(Counter)
     for rollout in rollouts:
         lengths[rollout.episode][rollout.domain] += rollout.num_trained
@@ -68,8 +68,10 @@ def _lengths_of_episodes(rollouts: Sequence[Rollout]) -> dict[str, Counter[str]]
 
 
 def _changes_by_others(rollouts: Sequence[Rollout], domain_weights: Mapping[str, float]) -> dict[str, float]:
-    """Episode -> by how much the step's weighted tokens would grow if the episode had as many as the step's other episodes that began
-    in its domain have on average; 0 if they have none."""
+    """Return episode -> change of the step's weighted token count if the episode had the mean length of its domain's others.
+
+    The others are the step's other episodes that began in the same domain; 0 if these have no trained token.
+    """
     lengths = _lengths_of_episodes(rollouts)
     began: dict[str, str] = {}
     for rollout in rollouts:
@@ -103,13 +105,13 @@ def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainSt
 
 
 def mean_gap(domains: Mapping[str, DomainStats]) -> float:
-    """Mean difference of trainer and engine over the student's tokens that are not stale, nats; 0 if there are none."""
+    """Return the mean difference of trainer and engine over the student's tokens that are not stale, nats; 0 without any."""
     fresh = sum(stats.tokens - stats.taught_tokens - stats.stale_tokens for stats in domains.values())
     return sum(stats.gap_sum for stats in domains.values()) / max(1, fresh)
 
 
 def mean_drift(domains: Mapping[str, DomainStats]) -> float:
-    """The same mean over the stale tokens alone."""
+    """Return the mean difference of trainer and engine over the stale tokens, nats; 0 without any."""
     stale = sum(stats.stale_tokens for stats in domains.values())
     return sum(stats.drift_sum for stats in domains.values()) / max(1, stale)
 
@@ -128,7 +130,7 @@ def refuse_gap(step: int, domains: Mapping[str, DomainStats], tolerance: float) 
 
 
 def token_weights(batch: MicroBatch, weights: Sequence[float]) -> Tensor:
-    """[N] the weight of each token's row."""
+    """Return [N] the weight of each token's row."""
     lengths = torch.tensor(batch.row_lengths, dtype=torch.long)
     return torch.repeat_interleave(torch.tensor(weights), lengths).float()
 
@@ -179,7 +181,7 @@ class Totals:
             self.token_losses |= {sample_id: tuple(rows[place].tolist()) for place, sample_id in samples.items()}
 
     def _add_domains(self, batch: MicroBatch, lengths_B: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add up columns by domain, all rows at once: one at a time, a few tokens each, they take longer than the loss."""
+        """Add up columns by domain, all rows at once: row by row, with a few tokens each, takes longer than the loss itself."""
         names = list(dict.fromkeys(batch.domains))
         domain_B = torch.tensor([names.index(domain) for domain in batch.domains], dtype=torch.long)
         domain_N = torch.repeat_interleave(domain_B, lengths_B)

@@ -21,20 +21,22 @@ from opd.train.batch import MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnWeights:
-    """How much a turn weighs; `opd.config.drift.TurnWeightsConfig` explains the fields."""
+    """Settings of the weights by turn; `opd.config.drift.TurnWeightsConfig` explains the fields."""
 
     decay: float
     divergence: float
     floor: float
 
     def of(self, turn_T: Tensor, drift_T: Tensor) -> Tensor:
-        """[T] the weight of tokens of these turns, with these divergences before them."""
+        """Return [T] the weights of tokens in these turns, with these mean divergences before them."""
         return (self.decay ** turn_T.double() * torch.exp(-self.divergence * drift_T)).clamp(min=self.floor)
 
 
 def first_turns(rollouts: Sequence[Rollout]) -> dict[str, int]:
-    """Sample id -> turns of its dialogue in the segments before it, from whose end it goes on; only of samples that have some. A
-    sub-agent's dialogue is its own."""
+    """Return sample id -> number of turns of its dialogue in earlier segments, only for samples that have some.
+
+    A sub-agent's dialogue is its own.
+    """
     going_on = {rollout.next for rollout in rollouts if rollout.next is not None}
     ends: dict[str | None, int] = {}
     found = {}
@@ -48,7 +50,7 @@ def first_turns(rollouts: Sequence[Rollout]) -> dict[str, int]:
 
 
 def drift_before(turn_T: Tensor, value_T: Tensor) -> Tensor:
-    """[T] mean of the values of one row's tokens in turns before each token's; 0 in the first turn that has any."""
+    """Return [T] the mean value of one row's tokens in turns before each token's turn; 0 in the first turn that has any."""
     if not len(turn_T):
         return torch.zeros(0, dtype=torch.float64)
     sums = torch.bincount(turn_T, weights=value_T.double())
@@ -58,7 +60,7 @@ def drift_before(turn_T: Tensor, value_T: Tensor) -> Tensor:
 
 
 def turn_factors(batch: MicroBatch, weights: Mapping[str, TurnWeights], value_N: Tensor | None) -> Tensor:
-    """[N] what the turns of a micro-batch make of its tokens' weights; 1 in domains without weights by turn.
+    """Return [N] the factors of a micro-batch's token weights by turn; 1 in domains without weights by turn.
 
     `value_N` is the objective's value; None if no domain of the batch looks at it.
     """

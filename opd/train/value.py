@@ -34,9 +34,9 @@ class ValueBatch:
     state_N: Tensor
     """Flat index of the state before each trained token: the position that predicts it."""
     return_N: Tensor
-    """What the critic is to say there."""
+    """Target value of each state."""
     old_N: Tensor
-    """What it said when the step began."""
+    """The critic's value of each state when the step began."""
     weight: float
     """Weight of each token in the loss."""
 
@@ -68,24 +68,24 @@ class Critic(nn.Module):
         self._clip = clip
 
     def forward(self, batch: ValueBatch) -> Tensor:
-        """The micro-batch's share of the loss."""
+        """Return the micro-batch's share of the loss."""
         value_N = self.values(batch.packed, batch.state_N)
         error_N = value_loss(value_N, batch.return_N, batch.old_N, self._clip)
         return (error_N * batch.weight).sum()
 
     def values(self, packed: Packed, state_N: Tensor) -> Tensor:
-        """[N] the value of each of these states, by flat index."""
+        """Return [N] the value of each state; `state_N` are flat indices."""
         value_N: Tensor = self.lm.get_output_embeddings()(self.hidden_states(packed)[state_N])
         return value_N
 
     def hidden_states(self, packed: Packed) -> Tensor:
-        """[B*T, D] last hidden state after the final norm."""
+        """Return [B*T, D] the last hidden states after the final norm."""
         states_B_T_D: Tensor = self.lm.base_model(**packed.inputs(self.lm.dtype)).last_hidden_state
         return states_B_T_D.flatten(0, 1)
 
 
 def freeze(lm: Any) -> None:
-    """Keep the attention layers as they are, so that only what lies between them and the head learn. Raises: ModelError."""
+    """Freeze the attention layers, so that only the other layers and the head learn. Raises: ModelError if there are none."""
     layers = [module for module in lm.modules() if type(module).__name__.endswith("Attention")]
     if not layers:
         raise ModelError.at(
@@ -99,14 +99,14 @@ def freeze(lm: Any) -> None:
 
 
 def state_indices(packed: Packed, rollouts: Sequence[Rollout]) -> Tensor:
-    """Flat indices of the states before all trained tokens, then of the state behind the last token of each rollout."""
+    """Return flat indices of the states before all trained tokens, then of the state behind the last token of each rollout."""
     lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rollouts]
     ends_B = torch.tensor([packed.flat_index(i, length - 1) for i, length in enumerate(lengths)], dtype=torch.long)
     return torch.cat([predict_trained(packed, rollouts), ends_B])
 
 
 def laid_out(rollouts: Sequence[Rollout], layout: str) -> Packed:
-    """The rollouts in a layout; one padding token if there are none, because ranks have to run in step."""
+    """Lay the rollouts out; without rollouts it is one padding token, because all ranks have to run the forward pass."""
     return LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in rollouts] or [[0]])
 
 
@@ -117,7 +117,7 @@ def value_batch(
     weight: float,
     layout: str,
 ) -> ValueBatch:
-    """The tensors of a micro-batch; `returns` and `values` by sample id, [N] each."""
+    """Build the tensors of a micro-batch; `returns` and `values` by sample id, [N] each."""
     packed = laid_out(rollouts, layout)
 
     def column(found: Mapping[str, Floats]) -> Tensor:

@@ -91,9 +91,11 @@ class ZeroEngine:
     """Holds a shard of a model and of AdamW's state, and trains it by the loss of the module around it."""
 
     def __init__(self, options: ZeroOptions, rank: int, build: Callable[[], nn.Module]) -> None:
-        """`build` makes the module once the ranks have met. Its `lm` is the transformers model that is trained, saved and
-        exported; its forward gives the loss and whatever else the step wants; `hidden` and `logprobs` are those of
-        `opd.train.student.Student`."""
+        """Keep the settings; `start` does the work. `build` makes the module once the ranks have joined.
+
+        The module's `lm` is the transformers model that is trained, saved and exported. Its forward returns the loss and whatever
+        else a step needs. `hidden_states` and `logprobs` are like those of `opd.train.student.Student`.
+        """
         self._options = options
         self._rank = rank
         self._build = build
@@ -102,10 +104,10 @@ class ZeroEngine:
         self._saving: Future[tuple[WrittenFile, ...]] | None = None
         self._layout = "packed"
         self._door: socket.socket | None = None
-        """Where rank 0 waits for the others, until they have met."""
+        """Listening socket at which rank 0 waits for the other ranks; None once they have joined."""
 
     def meeting_point(self, address: str) -> tuple[str, int]:
-        """`address`, which is this machine's, with a port that this rank listens on. All ranks meet at that of rank 0."""
+        """Listen on a free port of `address`, an address of this machine. Returns address and port; all ranks join at rank 0's."""
         self._door = open_listener(address)
         return address, int(self._door.getsockname()[1])
 
@@ -127,7 +129,7 @@ class ZeroEngine:
     # Forward passes
 
     def layout_error(self, layout: str) -> float:
-        """Measure how wrong a layout is for this model: see `opd.models.layouts.layout_error`."""
+        """Measure the error of a layout for this model: see `opd.models.layouts.layout_error`."""
         module = self._engine.module
         return layout_error(
             lambda packed: module.hidden(to_device(packed, self._device)),
@@ -143,7 +145,7 @@ class ZeroEngine:
         self._give_back()
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """[sequence][token - 1] log-prob of every token after the first, from the current weights."""
+        """Return [sequence][token - 1] the log-prob of every token after the first, from the current weights."""
         packed = LAYOUTS[self._layout](sequences)
         predict_N = predict_positions(packed, [(1, len(s)) for s in sequences])
         token_N = torch.tensor([t for s in sequences for t in s[1:]], device=self._device)
@@ -156,7 +158,7 @@ class ZeroEngine:
 
     @property
     def model(self) -> Any:
-        """DeepSpeed's engine around the module: called with a micro-batch, it gives what the module's forward gives."""
+        """DeepSpeed's engine around the module; call it with a micro-batch, like the module's forward."""
         return self._engine
 
     def add_gradients(self, loss: Tensor, *, last: bool) -> None:
@@ -169,7 +171,7 @@ class ZeroEngine:
         self._give_back()
 
     def local_gradients(self) -> list[Tensor]:
-        """Copies of this rank's part of the gradients that were added since the last step, by parameter."""
+        """Copy this rank's shard of the gradients that were added since the last step, one tensor per trained parameter."""
         from deepspeed.utils import safe_get_local_grad
 
         return [safe_get_local_grad(param).clone() for _, param in self._trained_parameters()]
@@ -183,7 +185,7 @@ class ZeroEngine:
         for group in optimizer.param_groups:
             group["lr"] = lr
         if share != 1:
-            # DeepSpeed divides gradients by the loss scale before it clips them, so the share takes that place.
+            # DeepSpeed divides gradients by the loss scale before it clips them, so the share is set as the loss scale.
             optimizer.override_loss_scale(share)
         self._engine.step()
         optimizer.custom_loss_scaler = False  # if it stayed on, the next step's loss would be multiplied by the share
@@ -197,7 +199,10 @@ class ZeroEngine:
         return grad_norm
 
     def _give_back(self) -> None:
-        """With a bucket, return what malloc keeps of freed activations: small blocks, in holes that no weight fits."""
+        """Give freed memory back to the system if weights are gathered by bucket.
+
+        Freed activations leave small blocks, and holes between them that no gathered weight fits.
+        """
         if self._options.bucket is not None:
             trim_memory()
 
@@ -214,14 +219,14 @@ class ZeroEngine:
         return tensors.complete
 
     def _file_tensors(self, only_changed: bool) -> FileTensors:
-        """The weights as files have them, or those that training changes."""
+        """Return the weights as files have them: all, or only those that training changes."""
         every = plain_weights(self._engine.module.lm)
         wanted = self._changed if only_changed else every
         return FileTensors(self._engine.module.lm, wanted, self._dtype, complete=len(wanted) == len(every))
 
     @cached_property
     def _changed(self) -> Sequence[PlainWeight]:
-        """The weights that a push has; which they are does not change."""
+        """The weights that a push sends, always the same ones."""
         lm = self._engine.module.lm
         return changed_weights(lm, plain_weights(lm))
 
@@ -238,6 +243,7 @@ class ZeroEngine:
             local = {"param": safe_get_local_fp32_param(param)} | {
                 k: safe_get_local_optimizer_state(param, k) for k in MOMENTS
             }
+            # The last ranks' shards end in padding, which a checkpoint does not have: `kept` is without it.
             tensors.update(
                 {f"{kind}/{name}": t[:kept].to("cpu", torch.float32, copy=True) for kind, t in local.items()}
             )
@@ -246,7 +252,7 @@ class ZeroEngine:
         )
 
     def saved(self, wait_s: float) -> tuple[WrittenFile, ...] | None:
-        """The files of the last `begin_save`, or None if they are not there after `wait_s`. Raises: StorageError."""
+        """Return the files of the last `begin_save`; None if they are not all written after `wait_s`. Raises: StorageError."""
         assert self._saving is not None
         wait([self._saving], timeout=wait_s)
         return self._saving.result() if self._saving.done() else None
@@ -275,14 +281,14 @@ class ZeroEngine:
         optimizer.checkpoint_event_epilogue()
 
     def _trained_parameters(self) -> list[tuple[str, Any]]:
-        """The parameters that training changes, by name."""
+        """Return name and parameter of every parameter that training changes."""
         return [(name, param) for name, param in self._engine.module.lm.named_parameters() if param.requires_grad]
 
     def _flat_groups(self) -> list[Tensor]:
         return self._engine.optimizer.fp32_partitioned_groups_flat
 
     def _adam_state(self) -> Mapping[str, Any]:
-        """AdamW's state of the first parameter group; empty before the first step."""
+        """Return AdamW's state of the first parameter group; empty before the first step."""
         return self._engine.optimizer.optimizer.state.get(self._flat_groups()[0], {})
 
     def _create_moments(self, adam_step: int) -> None:
@@ -295,7 +301,7 @@ class ZeroEngine:
 
 
 def _start_deepspeed(options: ZeroOptions, build: Callable[[], nn.Module]) -> Any:
-    """DeepSpeed's engine around what `build` gives, once all ranks have met."""
+    """Build the module and DeepSpeed's engine around it, once all ranks have joined."""
     import_lightly("deepspeed", TRANSFORMERS)
     import deepspeed
     from deepspeed.utils import nvtx, set_z3_leaf_modules
@@ -366,7 +372,10 @@ _DEEPSPEED_NAME = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def _at_once(options: ZeroOptions, trained: int) -> dict[str, int | bool]:
-    """How many weights a rank gathers, and how many of the `trained` gradients it keeps for the next sum over ranks."""
+    """Return DeepSpeed's bucket settings: how many weights a rank gathers at a time, and how many gradients it sums over ranks.
+
+    `trained` is the number of trained values.
+    """
     at_most = min(trained, options.bucket or SUMMED_AT_ONCE)  # all of it is allocated
     summed: dict[str, int | bool] = {"reduce_bucket_size": at_most}
     if options.world_size == 1:
