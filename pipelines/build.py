@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,9 @@ from opd.live.progress import RunReporter
 from opd.loop import Parts
 from opd.monitors.acting import RunMonitors
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts, samples_by_weight
-from opd.records.types import Prompt
 from opd.reward.stream import CREDIT, RewardStream
 from opd.reward.verified import VerifiedRewards
 from opd.rollouts.episodes.drift import DriftOptions
-from opd.rollouts.groups import Early
-from opd.rollouts.partial import Cuts
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run.checkpoints import CheckpointSource, CheckpointStore, CompanionSaver
 from opd.run.metrics import MetricsFile
@@ -118,27 +114,17 @@ def build_merge(
         ),
         reporter=RunReporter(metrics, paths, shown, sinks),
         rewards=_build_rewards(config, inputs, credit) if credit else None,
-        early=_build_early_scoring(config, pool),
     )
 
 
-def _build_early_scoring(config: PipelineConfig, pool: AnyPool) -> Callable[[Sequence[Prompt], int], Early] | None:
-    """Return the object that starts scoring a step while it is being written; None where teachers wait for all of it."""
-    size = config.schedule.score_early
-    return partial(pool.early, size=size) if size is not None and isinstance(pool, Pool) else None
-
-
 def _build_schedule(config: PipelineConfig, prompts: PromptSource, engine: RolloutEngine, log: TargetLog) -> Schedule:
-    partial = config.schedule.partial_rollout
     spec = ScheduleSpec(
         prompts=prompts,
         engine=engine,
         log=log,
         max_staleness=max_staleness(config),
         timeout_s=config.cluster.phase_timeout_s,
-        cuts=Cuts(at=partial.cut_at, times=partial.cuts) if partial else None,
         sleeps=config.rollout.sleep,
-        last_step=config.trainer.steps,
     )
     return SCHEDULES[config.schedule.mode](spec)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig, is_overlapped, sync_tolerance
+from opd.config import PipelineConfig, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
@@ -114,7 +114,7 @@ def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
         queue_bytes=config.teachers.queue,
         tolerance=sync_tolerance(config),
         gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config, training=True),
+        roles=roles_at_once(config),
         one_machine=config.cluster.address == LOCAL,
         start_timeout_s=config.cluster.start_timeout_s,
     )
@@ -128,7 +128,7 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
         rate=replace(rate, peak=rate.peak * baseline.lr_ratio),
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config, training=True),
+        roles=roles_at_once(config),
         one_machine=config.cluster.address == LOCAL,
         start_timeout_s=config.cluster.start_timeout_s,
     )
@@ -152,7 +152,6 @@ def critic_options(config: PipelineConfig, baseline: CriticBaseline, vocab_size:
         name="critic",
         model_dir=config.student.model,
         world_size=trainer.ranks,
-        stage=trainer.zero_stage,
         dtype=trainer.dtype,
         vocab_size=vocab_size,
         adamw=adamw_options(trainer),
@@ -176,7 +175,6 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         name="student",
         model_dir=config.student.model,
         world_size=trainer.ranks,
-        stage=trainer.zero_stage,
         dtype=trainer.dtype,
         vocab_size=vocab_size,
         objective=config.objective,
@@ -277,7 +275,6 @@ def pool_spec(config: PipelineConfig, vocab_size: int) -> PoolSpec:
         max_quarantined=teachers.max_quarantined,
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
-        early_bytes=teachers.queue if is_overlapped(config) else None,
     )
 
 

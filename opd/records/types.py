@@ -225,10 +225,6 @@ class RolloutBatch:
     """Rollout workers that died since the batch before and were started again."""
     episodes: Mapping[str, EpisodeStats] = field(default_factory=dict)
     """Domain -> what became of its episodes; without domains whose student answers once."""
-    unfinished: tuple[Rollout, ...] = ()
-    """Responses that were cut, and are not in `rollouts`: the next weights carry them on, and a later step trains them."""
-    carried_on: frozenset[str] = frozenset()
-    """Sample ids of the responses, finished or not, that a step before began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

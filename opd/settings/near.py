@@ -56,6 +56,9 @@ NO_KEY = {
     "top_p": "remove the key: responses have to be samples of the student's own distribution",
     "top_k": "remove the key: responses have to be samples of the student's own distribution",
     "device": "remove the key: cluster.trainer_gpus, rollout_gpus and teacher_gpus say who has a GPU",
+    "zero_stage": "remove the key: ranks always shard weights, gradients and optimiser, which is stage 3",
+    "score_early": "remove the key: teachers score a step once it is written; it saved no time where it was measured",
+    "partial_rollout": "remove the key: a response is written to its end by the weights that began it",
     "report_to": "write logging.wandb, logging.mlflow or logging.tensorboard",
 }
 """Name in other tools -> the way out, where we have no such key."""

@@ -73,10 +73,8 @@ class TargetStream:
         *,
         heads: Mapping[str, HeadSource],
         restarted: Sequence[str] = (),
-        busy_s: Callable[[], float] | None = None,
     ) -> None:
-        """Take the request. `source` yields handles to parts as they are scored, and may add to `restarted`. `busy_s` returns the
-        seconds that teachers were at work, if that is not the time from now to the last part."""
+        """Take the request. `source` yields handles to parts as they are scored, and may add to `restarted`."""
         self.asked = asked
         self.heads = heads
         """Content hash -> head, for every head that the rows name. A rank fetches what it needs and does not hold."""
@@ -87,11 +85,10 @@ class TargetStream:
         self.arrived = False
         """True once all parts came and no row is missing."""
         self.busy_s = 0.0
-        """Seconds in which teachers scored: from the request to the last part, or without their pauses if they began earlier."""
+        """Seconds in which teachers scored: from the request to the last part."""
         self.num_parts = 0
         self.nbytes = 0
-        began = time.monotonic()
-        self._busy_s = busy_s or (lambda: time.monotonic() - began)
+        self._began = time.monotonic()
         self._source = source
         self._sent = {r.sample_id: r for r in asked.rollouts}
         self._missing = {(r.sample_id, name) for r in asked.rollouts for name in asked.teachers[r.domain]}
@@ -152,7 +149,7 @@ class TargetStream:
         handle = next(self._source, None)
         if handle is None:
             self._check_whole()
-            self.busy_s = self._busy_s()
+            self.busy_s = time.monotonic() - self._began
             self._show_to_sinks(None, None)
             self.arrived = True
             return None

@@ -52,7 +52,6 @@ DECIDE_ROLLOUTS = (
     "balance*",
     "rollout.*",
     "schedule.mode",
-    "schedule.partial_rollout*",
     "guard*",
     "teachers.mask_tokens*",
 )

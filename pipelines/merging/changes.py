@@ -87,7 +87,6 @@ SAME_BUT_FOR_ROUNDING = (
     # A cache without room for all sequences divides a batch.
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",
-    "schedule.score_early",
     "teachers.workers",
     "teachers.kv_cache_gib",
     "teachers.gpu_memory_utilization",

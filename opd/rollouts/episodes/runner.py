@@ -164,7 +164,7 @@ class _EpisodeRun:
         end = await self.play_episode()
         rewards = self._world.rewards
         reward = math.fsum(rewards) if rewards else None
-        found = EpisodeResult(
+        return EpisodeResult(
             rollouts=tuple(self._trace.to_rollouts(self._request.sample, end.reason, reward)),
             stop_reason=end.reason,
             reward=reward,
@@ -177,9 +177,6 @@ class _EpisodeRun:
             sub_agents=dict(self._delegation.ends),
             sub_agent_error=self._delegation.error,
         )
-        if self._request.told is not None:
-            self._request.told(found)
-        return found
 
     async def play_episode(self) -> EpisodeEnd:
         """Play all turns, close the environment, and return why the episode ended. Raises: as `run`."""

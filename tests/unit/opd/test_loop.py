@@ -212,7 +212,7 @@ class Events:
 
 
 def plan(**changes: Any) -> Plan:
-    values = {"first_step": 1, "last_step": 4, "policy_version": 0, "checkpoint_every": 100, "evaluate_every": 0}
+    values = {"first_step": 1, "policy_version": 0, "checkpoint_every": 100, "evaluate_every": 0}
     return Plan(**values | {"overlap": False} | changes)  # type: ignore[arg-type]
 
 
