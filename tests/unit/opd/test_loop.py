@@ -200,7 +200,7 @@ class Events:
 
     def parts(self) -> Parts:
         every: Any = self
-        bounds: Any = {"max_staleness": 0, "timeout_s": 60, "last_step": 99}
+        bounds: Any = {"max_staleness": 0, "timeout_s": 60}
         spec = ScheduleSpec(prompts=every, engine=every, log=every, sleeps=self.sleeps, **bounds)
         return Parts(
             prompts=every, schedule=SyncSchedule(spec), engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,
@@ -212,7 +212,7 @@ class Events:
 
 
 def plan(**changes: Any) -> Plan:
-    values = {"first_step": 1, "policy_version": 0, "checkpoint_every": 100, "evaluate_every": 0}
+    values = {"first_step": 1, "last_step": 4, "policy_version": 0, "checkpoint_every": 100, "evaluate_every": 0}
     return Plan(**values | {"overlap": False} | changes)  # type: ignore[arg-type]
 
 
