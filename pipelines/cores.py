@@ -6,8 +6,11 @@ from opd.config import PipelineConfig
 
 
 def roles_at_once(config: PipelineConfig, *, training: bool = False) -> int:
-    """Roles that compute at the same time on this machine's cores, or with `training` while the trainer does. `schedule.overlap` is
-    not counted: on the same cores it is off unless a pipeline asks for it."""
+    """Return the number of roles that compute at the same time on this machine's cores, or with `training` while the trainer
+    does.
+
+    `schedule.overlap` is not counted: on the same cores it is off unless a pipeline asks for it.
+    """
     cluster, schedule = config.cluster, config.schedule
     teachers = not (cluster.teacher_gpus or config.teachers.elsewhere)
     if schedule.mode == "one_step_off":

@@ -50,7 +50,7 @@ class Interrupts:
         self._ending = False
 
     def should_leave(self) -> bool:
-        """True if the merge is to leave after this step."""
+        """Return True if the merge is to leave after this step."""
         return self.number != 0
 
     @contextmanager
@@ -64,7 +64,7 @@ class Interrupts:
             self._ask = None
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
-        """Handle a signal: ask, end the run, or end the process, as told above."""
+        """Handle a signal: ask the merge to leave, end the run, or end the process."""
         # Three cases: the first signal in the loop asks, a signal elsewhere or a second one raises, a third one kills.
         asks = self._ask if not self.number and not self._ending else None
         if postpone_signal(number, frame, raises=not asks and not self._ending):

@@ -97,7 +97,8 @@ class _Cast:
 
 
 def _kept_in_float32(source: Path, dtype: str) -> re.Pattern[str] | None:
-    """Names of the tensors that transformers keeps in float32 whatever dtype it is asked for; None if there are none.
+    """Return a pattern for the names of tensors that transformers keeps in float32 whatever dtype it is asked for; None if
+    there are none.
 
     Raises: ModelError for an architecture that transformers does not know.
     """
@@ -130,7 +131,7 @@ def _write_weights(source: Path, target: Path, options: ExportOptions) -> None:
 
 
 def _write_config(source: Path, target: Path, dtype: str | None) -> None:
-    """config.json with the dtype of the copy: loaders that are not told one take it from there."""
+    """Write config.json with the dtype of the copy, which loaders take from there unless their caller names one."""
     config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if dtype is not None:
         for part in (config, config.get("text_config")):

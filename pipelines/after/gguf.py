@@ -22,7 +22,7 @@ _LAST = 15
 
 
 def find_converter() -> Path:
-    """The converter on PATH. Raises: ConfigError if there is none."""
+    """Return the path of llama.cpp's converter. Raises: ConfigError if none is on PATH."""
     found = next((path for name in CONVERTERS if (path := shutil.which(name))), None)
     if found is None:
         raise ConfigError.at(

@@ -27,8 +27,8 @@ LAST = "last"
 
 
 def step_episodes(run_dir: Path, wanted: str, domains: Sequence[str], limit: int) -> list[EpisodeTrace]:
-    """The first `limit` episodes of each of these domains, or of all, in a training step: all that the target log has, else
-    those that were kept.
+    """Return the first `limit` episodes of each of these domains, or of all, in a training step: all that the target log has,
+    else those that were kept.
 
     Raises: RunDirError if nothing is there of this step, or what is there is damaged or of another release.
     """
@@ -51,7 +51,7 @@ def step_episodes(run_dir: Path, wanted: str, domains: Sequence[str], limit: int
 
 
 def _choose_step(paths: RunPaths, wanted: str) -> int:
-    """The number of the step. Raises: RunDirError if nothing is there of it."""
+    """Return the number of the step. Raises: RunDirError if nothing is there of it."""
     there = sorted({*paths.traces_by_step(), *logged_steps(paths.targets)})
     if there and wanted == LAST:
         return there[-1]

@@ -45,7 +45,7 @@ class Journal:
         self.now.write(self._paths.live, self._paths.scratch_path(self._paths.live.name))
 
     def write_beside(self, displays: Displays) -> Displays:
-        """The same displays; what they are told is written down too."""
+        """Return the same displays, with everything that they are told also written into the journal."""
 
         @contextmanager
         def both(begun: Beginning) -> Iterator[Display]:
