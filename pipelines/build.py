@@ -181,6 +181,7 @@ def _build_rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> Re
 def _build_sync(
     config: PipelineConfig, inputs: Inputs, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, shown: Display
 ) -> ProvenSync:
+    # Domains take turns, as far as the shortest one goes, so that the probe has prompts of all of them.
     every_prompt = (p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts)
     spec = SyncSpec(
         trainer=trainer,
@@ -224,7 +225,7 @@ def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMR
 
 
 class _StartUp:
-    """Tells the user for whom the run waits, and who is up."""
+    """Progress of the start-up: tells the user for which workers the run waits, and which are up."""
 
     def __init__(self, shown: Display) -> None:
         self._shown = shown

@@ -85,6 +85,7 @@ def interrupts() -> Iterator[Interrupts]:
 
     A nested call gives the outer object.
     """
+    # The handler of an outer call is `on_signal`, bound to the object that it yielded.
     outer = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     if isinstance(outer, Interrupts):
         yield outer
@@ -97,6 +98,6 @@ def interrupts() -> Iterator[Interrupts]:
     try:
         yield found
     finally:
-        wait_for_sender()
+        wait_for_sender()  # before other handlers are back: they would take a postponed signal for a new one
         for number, handler in before.items():
             signal.signal(number, handler)

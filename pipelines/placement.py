@@ -172,6 +172,7 @@ def _refuse_too_many(groups: Sequence[WorkerGroup], beside: Collection[str], nod
     for seats, which, where in ((near, nodes[:1], "this machine"), (every, nodes, "all nodes")):
         for name, wanted in _sum_seats(seats).items():
             has = sum(node.has.get(name, 0) for node in which)
+            # 1e-9: fractions of a GPU that add up to whole ones are a little more in floating point.
             if wanted > has + 1e-9:
                 raise ConfigError.at(
                     "cluster",

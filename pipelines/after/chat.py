@@ -123,6 +123,7 @@ class Chat:
         from transformers import TextStreamer
 
         class Pieces(TextStreamer):
+            # `generate` puts the whole prompt first, which `skip_prompt` drops, then one token at a time; end tokens are no text.
             def put(self, value: torch.Tensor) -> None:
                 if self.next_tokens_are_prompt or int(value) not in ends:
                     super().put(value)

@@ -16,7 +16,7 @@ from opd.text import as_typed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A model that is there and whose files are in order."""
+    """A model directory that was inspected, and the pipeline of the run that left it."""
 
     path: Path
     info: ModelInfo

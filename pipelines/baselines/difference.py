@@ -105,6 +105,7 @@ def _estimate_domain_variance(ours: Sequence[DomainScore], theirs: Sequence[Doma
     lengths = {len(score.by_question) for score in (*ours, *theirs)}
     least = min(score.questions for score in (*ours, *theirs))
     if len(lengths) > 1 or lengths.pop() < 2:
+        # The 95 % interval of an exam is 2 Z standard errors wide.
         each = (fmean(((score.high - score.low) / (2 * Z)) ** 2 for score in side) for side in (ours, theirs))
         return _Part(variance=sum(each), degrees=max(1, least - 1)), 0.0
     first_S_Q, second_S_Q = (np.array([score.by_question for score in side]) for side in (ours, theirs))
@@ -119,5 +120,6 @@ def _estimate_noise(score_S_Q: Floats) -> float:
     seeds, questions = score_S_Q.shape
     if seeds == 1:
         return 0.0
+    # Residuals of a table with one cell for each seed and question, and their degrees of freedom.
     rest_S_Q = score_S_Q - score_S_Q.mean(0) - score_S_Q.mean(1, keepdims=True) + score_S_Q.mean()
     return float((rest_S_Q**2).sum()) / ((seeds - 1) * (questions - 1)) / score_S_Q.size

@@ -44,6 +44,7 @@ class FileEpisode:
         """Return the episode's first `room` tokens in the shape of a rollout, in which only what is learned is trained."""
         left = max(0, room - len(self.prompt_ids))
         known = Rollout.to_score(prompt.id, self.prompt_ids, self.response_ids[:left], prompt.domain)
+        # Runs of tokens that are all learned, or all not: only spans of the policy carry a loss.
         spans = tuple(
             Span(length=len(list(run)), origin="policy" if learned else "environment", policy_version=0)
             for learned, run in groupby(self.learned[:left])

@@ -238,6 +238,7 @@ def _micro_batch_shape(config: PipelineConfig, samples: int) -> StepShape:
     prompts and micro-batches are whole."""
     fitting = max(1, config.trainer.micro_batch_tokens // config.rollout.max_model_len)
     n = config.rollout.n
+    # A step is `accumulate` micro-batches of one size: it grows by the n samples of a prompt until it divides evenly.
     whole = -(-samples // n) * n
     while whole % (accumulate := -(-whole // fitting)):
         whole += n

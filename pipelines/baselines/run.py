@@ -179,6 +179,7 @@ def _merge_weights(
             each_s = (time.monotonic() - began) / len(batch)
             for job, strength in batch:
                 trials[job.name].add(engine, merged / _candidate_name(job, strength), strength, each_s)
+                # The last strength of this method: the best of its models is known.
                 if strength == WEIGHT_METHODS[job.method].list_strengths()[-1]:
                     yield job, trials[job.name].best_result(engine)
     shutil.rmtree(merged)
@@ -190,7 +191,7 @@ def _candidate_name(job: BaselineJob, strength: float | None) -> str:
 
 
 class _Trials:
-    """Tries the strengths of one method and keeps the best on the validation prompts; of equals the first."""
+    """Trials of one method's strengths: the model that is best on the validation prompts is kept, of equals the first."""
 
     def __init__(self, job: BaselineJob, inputs: Inputs, tell: Callable[[str], None]) -> None:
         self._job = job

@@ -150,6 +150,7 @@ def measure_teachers(
     # Sorted by teacher, so that each is loaded once.
     for domain, teacher in sorted(routed, key=lambda route: teachers.index(route[1])):
         compared = compare(teacher, responses[domain], texts[domain])
+        # A teacher that guesses here but knows another domain is not garbled; it may be swapped.
         others = [texts[d] for d in texts if d != domain] if is_guess(compared, vocab_size) else []
         rows[domain, teacher] = MeasuredTeacher(
             domain=domain,

@@ -84,6 +84,7 @@ def _of_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
             wanted="a target log of this release of opd, undamaged",
             fix=f"name a step that {paths.traces.name}/ has with --step",
         ) from None
+    # The target log has the rollouts; the losses, and the reasons to keep an episode, are in the stored traces alone.
     why = {episode.episode: episode.why for episode in kept.episodes}
     segments = [segment for episode in kept.episodes for segment in episode.segments]
     losses = {s.sample_id: [loss for piece in s.pieces for loss in piece.losses] for s in segments}

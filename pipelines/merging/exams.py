@@ -21,8 +21,11 @@ from pipelines.inputs.read import Inputs, as_teacher
 
 @dataclass(frozen=True, slots=True)
 class StartingExams:
-    """Each is taken once per run: results on disk are used if they were measured on these models. So are, for each model, those
-    of other runs that asked the same in the same way."""
+    """The two exams of one run.
+
+    Each is taken once: results on disk are used if they were measured on these models, and so are results of other runs that asked
+    the same models the same questions in the same way.
+    """
 
     parts: loop.Parts
     config: PipelineConfig

@@ -20,7 +20,7 @@ from pipelines.interrupts import Interrupted
 
 
 class Journal:
-    """The file `.live.json` of one merge. Whoever leaves the block by an error has its last word written there."""
+    """The file `.live.json` of one merge. If an error ends the block, its message is written there."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -58,7 +58,7 @@ class Journal:
 
 
 class _JournalDisplay:
-    """Hands everything on to a display, and notes it."""
+    """Display that passes everything on to another one, and notes it in the journal."""
 
     def __init__(self, journal: Journal, shown: Display) -> None:
         self._journal = journal

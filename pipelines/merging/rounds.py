@@ -264,6 +264,7 @@ def _begin_round(
     whole = RunPaths(run.root)
     before = whole.round_dir(index)
     facts = _exam_facts(config, read_inputs(config))
+    # The student is the model that the round before left: no plan could have its hash.
     refuse_changed_inputs(plan[index] | {"student": facts["student"]}, facts, whole.rounds)
     if before.checkpoints.exists() or before.targets.exists():
         run.tell(f"round {index} is finished: its checkpoints are deleted, its model stays")
@@ -298,8 +299,7 @@ def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, s
 
 def _same_exam(domain: str, before: Facts, now: Facts) -> bool:
     """Return True if questions, verifier, limits and what the student acts on are the same. Rounds cannot differ in `evaluate`
-    and
-    `guard`, so these are not compared."""
+    and `guard`, so these are not compared."""
 
     def exam(facts: Facts) -> tuple[Any, ...]:
         own, asked = facts["config"]["domains"][domain], list(facts["prompts"][domain].values())
@@ -328,6 +328,7 @@ def _finish_rounds(run: Rounds, plan: Sequence[Facts]) -> dict[str, Any]:
     paths.evaluation.mkdir(exist_ok=True)
     measured = {name: [Evaluation.load(one.evaluation_file(name)) for one in rounds] for name in EXAMS}
     combine_evaluations(measured["expert"], EXPERT).save(paths.evaluation_file("expert"))
+    # The first evaluation of each list is of the very first student, or of the last model; later ones only name further domains.
     for name, found, in_rounds, model in (
         ("before", measured["before"], configs, configs[0].student.model),
         ("after", measured["after"][::-1], configs[::-1], paths.model),

@@ -305,6 +305,7 @@ def _run_session(
         shown.doing("the merged model is written")
         _export_model(parts, run)
         shown.doing("the exam of the merged model")
+        # The exam is taken by the exported files, not by the weights that the engines got from the last push.
         parts.sync.hold(paths.model, like=config.student.model)
         after = of_merged(parts.evaluator.evaluate(model=MERGED), paths.model, *trained_so_far(paths.metrics))
         parts.reporter.evaluation("after", after)
