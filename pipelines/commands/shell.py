@@ -69,7 +69,7 @@ def help_examples(*lines: str) -> str:
 
 
 class EndsClearly(TyperGroup):
-    """Group of commands. Each command runs within `ends_clearly`."""
+    """Group of commands. Each command runs within `explain_errors`."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         with ends_clearly(DEBUG in args):

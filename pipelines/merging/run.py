@@ -275,7 +275,7 @@ def _refuse_fewer_steps(config: PipelineConfig, done: int) -> None:
 def _run_session(
     run: MergeRun, checkpoint: Checkpoint | None, notices: Sequence[str], signals: Interrupts
 ) -> dict[str, Any]:
-    """Take the run from a checkpoint to its report, with new workers. Raises: WorkerDied; as `_leave_early`."""
+    """Take the run from a checkpoint to its report, with new workers. Raises: WorkerDied; as `_raise_if_unfinished`."""
     began = time.monotonic()
     config, paths = run.config, run.paths
     done = checkpoint.step if checkpoint else 0
