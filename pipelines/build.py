@@ -74,7 +74,7 @@ POOLS: dict[str, Callable[[PipelineConfig, Routes, int], AnyPool]] = {
 
 
 def num_workers(config: PipelineConfig) -> int:
-    """Processes that a merge runs beside the driver."""
+    """Return the number of processes that a merge runs beside the driver."""
     trained = 2 if config.objective.has_critic else 1
     return config.rollout.workers + config.teachers.scoring_workers + trained * config.trainer.ranks
 
@@ -145,7 +145,7 @@ def _build_credit(config: PipelineConfig, inputs: Inputs, shown: Display) -> Cre
 
 
 def credit_of(baseline: BaselineConfig) -> Credit:
-    """The credit of an `objective.reward.baseline` without a model of its own."""
+    """Return the credit of an `objective.reward.baseline` without a model of its own."""
     if isinstance(baseline, EmaBaseline):
         return Ema(EmaSpec(decay=baseline.decay))
     if isinstance(baseline, GroupBaseline):
@@ -155,7 +155,7 @@ def credit_of(baseline: BaselineConfig) -> Credit:
 
 
 def _build_rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> RewardStream:
-    """The reward's part of each step."""
+    """Return the stream that adds the rewards to each step."""
     reward = config.objective.reward
     assert reward is not None
     rewarded = [name for name, domain in config.domains.items() if domain.is_rewarded]
@@ -167,6 +167,7 @@ def _build_rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> Re
 def _build_sync(
     config: PipelineConfig, inputs: Inputs, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, shown: Display
 ) -> ProvenSync:
+    # Domains take turns, as far as the shortest one goes, so that the probe has prompts of all of them.
     every_prompt = (p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts)
     spec = SyncSpec(
         trainer=trainer,
@@ -184,9 +185,11 @@ def _build_sync(
 def start_rollouts(
     config: PipelineConfig, inputs: Inputs, *, training: bool = False, judged: Path | None = None
 ) -> VLLMRolloutEngine:
-    """Start rollout engines with the student; returns before they are ready. With `training` they know which tokens carry no
-    loss (`Inputs.untrained`), and what is done about drift; else only whose prompts are prefixes. `judged` is the run's file
-    of what the guard's judge answered."""
+    """Start rollout engines with the student; returns before they are ready.
+
+    With `training` they know which tokens carry no loss (`Inputs.untrained`) and how each domain counters drift; without, only
+    which domains' prompts are prefixes. `judged` is the run's file with the answers of the guard's judge.
+    """
     known = (config.student.model, inputs.student.vocab_size, inputs.student.eos_token_ids)
     drift = drift_options(config, inputs.routes)
     if training:
@@ -199,7 +202,7 @@ def start_rollouts(
 
 
 def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMRolloutEngine]:
-    """The class that `rollout.engine` names. Raises: ConfigError for a user's class that cannot be imported."""
+    """Return the class that `rollout.engine` names. Raises: ConfigError for a user's class that cannot be imported."""
     name = config.rollout.engine
     if name in ROLLOUT_ENGINES:
         return ROLLOUT_ENGINES[name]
@@ -208,7 +211,7 @@ def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMR
 
 
 class _StartUp:
-    """Tells the user for whom the run waits, and who is up."""
+    """Progress of the start-up: tells the user for which workers the run waits, and which are up."""
 
     def __init__(self, shown: Display) -> None:
         self._shown = shown
@@ -265,7 +268,7 @@ def _build_checkpoints(
 
 
 def prompt_source(config: PipelineConfig, inputs: Inputs, metrics: MetricsFile) -> MixedPrompts | BalancedPrompts:
-    """The prompts of every step; `metrics` has the records of the steps that the run has taken."""
+    """Return the prompts of every step; `metrics` has the records of the steps that the run has taken."""
     weights, total = config.domain_weights, config.trainer.samples_per_step // config.rollout.n
     if isinstance(config.balance, SamplesBalance):
         return MixedPrompts(inputs.prompts, samples_by_weight(total, weights), config.seed, config.rollout.n)
