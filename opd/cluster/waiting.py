@@ -56,7 +56,7 @@ def wait_first(pending: Sequence[Pending[Any]], *, timeout_s: float, since: floa
 def _wait_next(
     calls: Sequence[Pending[R]], open_calls: Sequence[Pending[R]], deadline: float, timeout_s: float
 ) -> Pending[R]:
-    """Wait until one of `left` has its answer, and return it; `asked` are all calls that were made together.
+    """Wait until one of `open_calls` has its answer, and return it; `calls` are all that were made together.
 
     Raises: RunError past the deadline, WorkerDied if Ray is gone.
     """

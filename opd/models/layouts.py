@@ -254,6 +254,7 @@ def _make_probes(layout: str, vocab_size: int) -> tuple[list[list[int]], list[li
     if layout != SHARED:
         return [pair[0] for pair in drawn], [pair[1] for pair in drawn]
     stem, fork, apart = (torch.randint(0, vocab_size, (n,), generator=gen).tolist() for n in (16, 8, 40))
+    # Unlike each of the tokens 0 to 3 that stand behind a prefix below.
     fork[0] = vocab_size - 1
     starts = [stem, [*stem, *fork], [*stem, *fork]]
     # The first token behind a prefix says whose it is, so that the tree has one shape, whoever takes which place: other

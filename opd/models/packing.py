@@ -112,6 +112,7 @@ def build_trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
     found: list[Tree] = []
     before: Sequence[int] = ()
     longest = 0
+    # Sorted by their tokens, sequences that begin alike follow each other.
     for index in sorted(range(len(sequences)), key=lambda i: (tuple(sequences[i]), i)):
         now = sequences[index]
         shared = _common_prefix(before, now)

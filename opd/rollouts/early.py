@@ -17,6 +17,7 @@ def sample_requests(
     """Have a `vllm.v1.engine.llm_engine.LLMEngine` write requests of token ids and parameters, all in one batch. Yield what
     `read` makes of each as soon as it is done, in the steps that `LLM.generate` takes."""
     for place, (token_ids, params) in enumerate(requests):
+        # The request id is the place: the engine gives answers back in any order.
         engine.add_request(str(place), {"type": "token", "prompt_token_ids": list(token_ids)}, params)
     while engine.has_unfinished_requests():
         done = [output for output in engine.step() if output.finished]

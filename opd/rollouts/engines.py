@@ -58,8 +58,10 @@ class Engines:
 
     def load(self, model_dir: Path, again: Weights | None = None, base: Path | None = None) -> None:
         base = base and base.absolute()
+        # Before the call: a worker that dies in it is restarted with the new weights.
         self._hold_files(lambda: nullcontext(model_dir), base)
         self._call(lambda worker, _: worker.submit(VLLMWorker.load, model_dir.absolute(), base))
+        # From here on `model_dir` may go away, so a restart makes a directory of its own.
         if again:
             self._hold_files(again, base)
 
@@ -114,7 +116,7 @@ class Engines:
         """Return the answers of all workers; `ask` sends a worker its request, and gets its index too.
 
         A worker that dies is started again, once a call. The programs of its agents are ended, the new worker gets the weights
-        that the others hold and does its part anew. Seeds belong to requests, so its answers are the same. Raises: what `opd.cluster.wait` raises.
+        that the others hold and does its part anew. Seeds belong to requests, so its answers are the same. Raises: what `opd.cluster.wait_for_all` raises.
         """
         pending = [ask(worker, index) for index, worker in enumerate(self._workers)]
         restarted: set[int] = set()
@@ -134,6 +136,7 @@ class Engines:
         index = self._workers.index(error.worker)
         restarted.add(index)
         self._restarted.append(worker_name(index))
+        # Programs that its agents started do not end with the worker.
         leftovers.end_abandoned()
         self._workers[index] = self._spawn(index)
         self._restore(self._workers[index])
@@ -150,11 +153,12 @@ def as_they_come(
 
     `begin` has a worker begin; `again` starts one anew that died, and returns its index. That one writes all of its part again,
     because the last bits of a response depend on the batch; what it had given already is left out.
-    Raises: what `again` and `opd.cluster.first` raise.
+    Raises: what `again` and `opd.cluster.wait_first` raise.
     """
 
     def ask(index: int) -> deque[Pending[Part | None]]:
         begin(index)
+        # A worker takes its calls in order, so these wait for what `begin` submitted.
         return deque(workers[index].submit(VLLMWorker.next_part) for _ in range(AHEAD))
 
     asked, given = [ask(index) for index in range(len(workers))], [set[int]() for _ in workers]
@@ -165,6 +169,7 @@ def as_they_come(
             index = busy[cluster.wait_first([asked[i][0] for i in busy], timeout_s=timeout_s, since=since)]
         except cluster.WorkerDied as error:
             index = again(error)
+            # The worker that begins anew has the whole deadline again.
             asked[index], since = ask(index), time.monotonic()
             continue
         part = cluster.fetch_object(asked[index].popleft().handle)
@@ -172,6 +177,7 @@ def as_they_come(
             # The parts that were requested ahead of this one are None as well.
             asked[index].clear()
             continue
+        # One more for the one that came, so that `AHEAD` of them are under way until the end.
         asked[index].append(workers[index].submit(VLLMWorker.next_part))
         for place, answer in part:
             if place not in given[index]:

@@ -58,6 +58,7 @@ class Groups:
         members = self._members[number]
         assert members[sample_id] is None, f"{sample_id} was written before"
         members[sample_id] = rollouts
+        # An empty sequence counts too: nothing came of that prompt, and its group need not wait for it.
         if all(found is not None for found in members.values()):
             self._ready(number, [rollout for found in members.values() for rollout in found or ()])
 
@@ -68,7 +69,9 @@ def _number_groups(prompts: Sequence[Prompt], sample_ids: Sequence[str], size: i
         by_domain.setdefault(prompt.domain, []).append((prompt, sample_id))
     found: dict[str, int] = {}
     number = -1
+    # Sorted, because the numbers have the order in which the trainer takes domains.
     for _, mine in sorted(by_domain.items()):
+        # As if the group before were full: each domain begins one of its own.
         before, filled = None, size
         for prompt, sample_id in mine:
             # A group never ends between the responses to one prompt.

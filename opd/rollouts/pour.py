@@ -33,7 +33,7 @@ def pass_buckets(workers: Sequence[Engine], stream: WeightStream, *, timeout_s: 
 
     A worker that dies misses the rest, and the others go on: vLLM cannot give up a reload in the middle. If a machine dies with
     buckets that others are to get from it, they get them from the machine before.
-    `timeout_s`: deadline of each worker with each bucket. Raises: what `opd.cluster.wait` raises, but for the death of one of
+    `timeout_s`: deadline of each worker with each bucket. Raises: what `opd.cluster.wait_for_all` raises, but for the death of one of
     these workers.
     """
     alive = list(workers)
@@ -78,6 +78,7 @@ def machines_of(nodes: Mapping[Engine, str], source: str | None) -> list[Machine
     found: dict[str, list[Engine]] = {}
     for worker, node in nodes.items():
         found.setdefault(node, []).append(worker)
+    # Where all engines are on the trainer's machine, that machine is the line.
     beside = found.pop(source, []) if source is not None and len(found) > 1 else []
     machines = [MachineLine(node, workers) for node, workers in found.items()]
     if beside:
@@ -156,6 +157,7 @@ class BucketLine:
         """Have workers of a machine take a bucket, and the machine keep a copy if there is somebody behind it."""
         machine, behind = self._machines[place], self._machines[place + 1 :]
         handle, copy = bucket.handles[-1], None
+        # A machine on which all engines died may be dead itself, so it keeps no copy for others.
         if machine.workers and any(other.alive for other in behind):
             copy = cluster.copy_on(machine.node, handle)
         taking = [(worker, worker.submit(VLLMWorker.take_bucket, handle)) for worker in workers]

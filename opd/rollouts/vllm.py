@@ -108,6 +108,7 @@ class VLLMRolloutEngine(Engines):
         cuts: Cuts = WHOLE,
         early: Early | None = None,
     ) -> RolloutBatch:
+        # What follows a replayed prefix is one turn, so it is written like the response to any prompt.
         replayed = {domain for domain, drift in self._spec.drift.items() if drift.replay}
         acting = [p for p in prompts if p.domain in self._spec.episodes and p.domain not in replayed]
         answering = [p for p in prompts if p.domain not in self._spec.episodes or p.domain in replayed]

@@ -49,6 +49,7 @@ class OneStepOff:
 
         Those of a run's first step are written now. The pipeline never passes `early` here: the rollouts come all at once.
         """
+        # The version before wrote them, while the step before was trained.
         batch = self._written.pop(step, None) or self._spec.log.written(step, policy_version - 1, prompts)
         return batch or self._writer.write(step, policy_version, prompts, self._cut_responses(step, ()))
 

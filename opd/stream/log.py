@@ -97,6 +97,7 @@ class ArrowTargetLog:
                     write(name, raw)
                 manifest = {**asked, "files": files, **_step_facts(batch, targets)}
                 (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+                # The rename makes the step whole: a process that is killed before leaves it out of the log.
                 replace_dir(temporary, final)
 
         def sink(record: PartRecord | None, raw: np.ndarray | None) -> Callable[[], None] | None:

@@ -151,6 +151,7 @@ class TargetStream:
             return None
         handle = next(self._source, None)
         if handle is None:
+            # Before the sinks hear of the end: with it the target log makes the step whole.
             self._check_whole()
             self.busy_s = self._busy_s()
             self._show_to_sinks(None, None)
@@ -184,6 +185,7 @@ class TargetStream:
         if rollout is None or (sample_id, row.teacher) not in self._missing:
             raise StreamError(f"{who}: not asked for, or twice")
         expected = self.asked.teachers[rollout.domain][row.teacher]
+        # The weight travelled as float32.
         if row.weight != float(np.float32(expected.weight)) or row.answer.head_key() != expected.head:
             raise StreamError(f"{who}: another weight or head")
         if not _equal_as_sent(row.rollout, rollout):
@@ -216,6 +218,7 @@ class TargetStream:
                 raise StreamError(
                     f"{self.asked.who}: worker {worker} ends after {len(records)} parts without its end record"
                 )
+            # `+` drops zeros: a teacher of which no row came is in the worker's counts alone.
             if +Counter(counted) != +self._came[worker]:
                 raise StreamError(
                     f"{self.asked.who}: worker {worker} counts {dict(counted)} rows, {dict(self._came[worker])} came"

@@ -27,6 +27,7 @@ class SharedMemorySync(ProvenSync):
 
     def bring(self, version: int) -> None:
         with ExitStack() as files:
+            # The files go when this block ends, unless `pop_all` takes them over for later.
             directory = Path(files.enter_context(self._choose_directory(version)))
             base = self._spec.trainer.export_changed(directory)
             self.ask_trainer()  # its cores have nothing else to do while the engines load

@@ -216,6 +216,7 @@ class EndpointSession:
                 self._refuse_if_ended()
                 written, segment = await self._one_turn(replace(turn, max_tokens=share))
             finally:
+                # Only now, with the turn in the trace: the budget takes off what is sampled there.
                 self._budget.give_back(share)
             if not written.looked.stops:
                 return self._make_reply(turn, written, segment)
@@ -227,6 +228,7 @@ class EndpointSession:
         draw = self._draws.draw_for_turn(turn.number, turn.request.identity)
         try:
             written = await self._write(turn, self._turn_seed(turn.number, draw))
+            # The session may have ended while the engine wrote; then the turn gets into no rollout.
             self._refuse_if_ended()
             return written, self._commit_turn(turn, written)
         except asyncio.CancelledError:  # the client has gone, or the episode is over
@@ -295,6 +297,7 @@ class EndpointSession:
         number = max((place for place, m in enumerate(messages, start=1) if m.role == "assistant"), default=0)
         known = await read_aside(_digest_conversation, request.context, messages[:number])
         if number and (places := self._places.get(known)):
+            # Of several equal conversations rather one that nothing follows yet: its segment can go on.
             place = next((one for one in places if one.last), places[-1])
             history, turn = _turns_before(place.segment, place.end), place.segment.ids[place.begin : place.end]
             told = _merge_dummies(_in_order(messages[number:], messages[number - 1].calls), place.dummies)

@@ -45,7 +45,7 @@ class Dialogue(Protocol):
 
     def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
         """Return the token ids that follow a turn with so many calls, a note of ours last; `ended` is explained at
-        `ChatAppender.after`. Raises: as `first`."""
+        `ChatAppender.encode_following`. Raises: as `first`."""
         ...
 
     def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:

@@ -68,6 +68,7 @@ class Dialogues:
         """Return the appender for the student's chat template, as these options want it. Raises: ModelError if it cannot
         append."""
         day, parser, variables = options.template_date, options.tool_call_parser, options.chat_template_kwargs
+        # The variables as JSON, because a mapping cannot be part of a key.
         wanted = day, parser, json.dumps(variables, sort_keys=True)
         if wanted not in self._appenders:
             self._appenders[wanted] = ChatAppender(self.tokenizer, sorted(self.stops), day, parser, variables)
