@@ -67,6 +67,7 @@ def _wait_next(
         left_s = deadline - time.monotonic()
         handles = [one.handle for one in open_calls]
         with convert_ray_errors():
+            # Not fetched: an answer may be meant for another worker, and large.
             ready, _ = ray.wait(handles, num_returns=1, timeout=max(0.0, min(LOOK_S, left_s)), fetch_local=False)
         if ready:
             return open_calls[handles.index(ready[0])]

@@ -120,6 +120,7 @@ def compute_gae(value_N: Doubles, outcome: float, gamma: float, lam: float) -> D
     """
     advantage_N = np.empty(len(value_N))
     running, following = 0.0, outcome
+    # From the end: an advantage has that of the next token in it.
     for place in range(len(value_N) - 1, -1, -1):
         value = float(value_N[place])
         running = following - value + gamma * lam * running

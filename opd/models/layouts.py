@@ -104,11 +104,13 @@ def lay_out_trees(sequences: Sequence[Sequence[int]]) -> Packed:
     packing = pack_into_rows([tree.size for tree in found])
     ids_N = torch.zeros(packing.num_rows * packing.width, dtype=torch.long)
     positions_N = torch.zeros_like(ids_N)
+    # At first each column ends behind itself. Padding stays so, and sees itself alone.
     ends_N = torch.arange(1, packing.width + 1).repeat(packing.num_rows)
     paths: list[tuple[int, ...]] = [()] * len(sequences)
     for slot in packing.slots:
         tree = found[slot.index]
         start = slot.row * packing.width
+        # A flat index, like the paths; `ends_N` counts columns within the row, so `start` is taken off there.
         free = start + slot.start
         path: tuple[int, ...] = ()
         ends_N[free : free + tree.size] = slot.start + tree.size

@@ -100,6 +100,7 @@ class Engines:
         answer is passed on as soon as its group is there; without, all come together."""
         if telling is None:
             parts = self._call(all_of_them)
+            # Each worker answers in the order in which requests were dealt to it.
             found = dict(zip(chain(*dealt), chain(*parts), strict=True))
         else:
 

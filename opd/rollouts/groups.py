@@ -60,6 +60,7 @@ class Groups:
         members[sample_id] = rollouts
         # An empty sequence counts too: nothing came of that prompt, and its group need not wait for it.
         if all(found is not None for found in members.values()):
+            # Members lie in the order of the prompts, not in that in which they were written.
             self._ready(number, [rollout for found in members.values() for rollout in found or ()])
 
 

@@ -70,6 +70,7 @@ def request_of(begun: Rollout, room: int, temperature: float, seed: int) -> Gene
         token_ids=begun.prompt_ids + begun.response_ids,
         max_tokens=room,
         temperature=temperature,
+        # Another seed for a later part: the same one would draw the first part's numbers again.
         seed=seed_of(seed, f"{begun.sample_id}+{written}" if written else begun.sample_id),
     )
 

@@ -244,6 +244,7 @@ class VLLMRolloutEngine(Engines):
                 token_ids=p.token_ids,
                 max_tokens=min(limit, room - len(p.token_ids)),
                 temperature=temperature,
+                # Greedy decoding draws nothing.
                 seed=seed_of(self._spec.seed, f"answer/{p.id}#{i}") if temperature else None,
             )
             for p, i in asked
@@ -267,6 +268,7 @@ class VLLMRolloutEngine(Engines):
             for p, i in asked
             if p.domain in self._spec.episodes and _fits_context(p, room)
         ]
+        # An exam has a limit of its own for what is written at a time.
         turns = [replace(r, options=replace(r.options, max_turn_tokens=limit)) for r in requests]
         return self._play_episodes(turns, temperature)
 
@@ -303,6 +305,7 @@ def _make_progress_callback(
     """Return the callback that passes on each answer's rollouts as soon as it is there; None without `early`."""
     if early is None:
         return None
+    # A name of its own: within `tell` a type checker would take `early` for None again.
     hears = early
 
     def tell(place: int, answer: R) -> None:

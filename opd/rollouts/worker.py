@@ -291,6 +291,7 @@ class VLLMWorker:
             temperature=temperature,
             seed=seed,
             stop_token_ids=self._stop,
+            # 0: that of the sampled token, and no likelier ones beside it.
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -352,6 +353,7 @@ def cut_vocabulary(llm: Any, vocab_size: int) -> None:
     have it. Raises: RunError if the model gives logits of another width all the same.
     """
     for name, width in llm.collective_rpc("opd_cut_vocabulary", args=(vocab_size,)):
+        # None is from a process that gets no logits, see `Inside.opd_cut_vocabulary`.
         if width not in (vocab_size, None):
             raise RunError(
                 f"{llm.llm_engine.model_config.model}: vLLM's {name} gives logits for {width} ids, the tokenizer knows "

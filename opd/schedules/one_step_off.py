@@ -76,6 +76,7 @@ class OneStepOff:
         """Wait for the engine: its weights may be replaced now. Raises: what writing raised; RunError past the deadline."""
         if self._writing is not None:
             step, writing = self._writing
+            # One step is written ahead, so what an earlier one had is taken by now.
             self._written = {step: writing.result(timeout_s=self._spec.timeout_s)}
             self._writing = None
 

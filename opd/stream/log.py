@@ -153,6 +153,7 @@ class ArrowTargetLog:
         manifest = json.loads((self._step_path(step) / MANIFEST).read_text(encoding="utf-8"))
         refuse_other_question(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
         raw = {name: read_whole(self._step_path(step) / name, facts) for name, facts in manifest["files"].items()}
+        # What is left in `raw` are the teachers' parts, in the order in which they were written.
         stored = {name: raw.pop(name) for name in (ROLLOUTS, UNFINISHED) if name in raw}
         batch = batch_of(stored, ROLLOUTS, manifest, self._vocab_size)
         teachers = {

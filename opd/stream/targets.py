@@ -159,6 +159,7 @@ class TargetStream:
             return None
         raw = cluster.fetch_object(handle)
         try:
+            # Without the vocabulary: the ranks, which read the rows, check the ids.
             stream = read_stream(memoryview(raw))
         except StreamError as error:
             raise StreamError(f"{self.asked.who}: {error}") from None
@@ -198,6 +199,7 @@ class TargetStream:
 
     def _keep_part(self, record: PartRecord, rows: Sequence[TargetRow]) -> None:
         records = self._records.setdefault(record.worker, [])
+        # A worker's parts come in order, and none after the one that ended its step.
         if record.number != len(records) or (records and records[-1].teachers is not None):
             raise StreamError(
                 f"{self.asked.who}: part {record.number} of worker {record.worker} came after {len(records)} of its parts"

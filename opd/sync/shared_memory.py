@@ -38,6 +38,7 @@ class SharedMemorySync(ProvenSync):
             self._spec.engine.load(directory, again=again, base=base)
             if self._spec.keeps:
                 self._kept.close()
+                # They stay for engines that restart, and are not deleted at the end of this block.
                 self._kept = files.pop_all()
                 self._kept_nbytes = 0 if self._on_disk else self._spec.nbytes
 

@@ -72,9 +72,11 @@ def program_environment(folder: Path, given: Mapping[str, str], inherit: Sequenc
     base = {"HOME": str(folder), "TMPDIR": str(folder), "PATH": search_path()}
     return (
         base
+        # A proxy that the pipeline passes on must not get the requests to our endpoint.
         | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         | ours
         | dict(given)
+        # Behind the pipeline's, so that none of those hides whose program it is and where its files lie.
         | {leftovers.OWNER: leftovers.driver_mark()}
         | {TASK: str(folder / "task.json"), RESULT: str(folder / "result.json")}
     )

@@ -252,6 +252,7 @@ class EndpointSession:
         if self._watch is not None:
             made = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in read.calls)
             read = replace(read, looked=await self._watch.check_turn(turn.number, read.text, made))
+        # Many turns end in one step of the engine; between two of them the loop gets to other work.
         await hand_over(self._handover)
         return read
 
@@ -389,6 +390,7 @@ class EndpointSession:
         place = _Place(segment, end - len(sampled.token_ids), end, turn.number + 1, dummies)
         self._places.setdefault(digest, []).append(place)
         self._answered[request.identity] = reply
+        # The agent has a reply now, so what it sends next goes on from there.
         self._unseen.pop(request.identity, None)
         self.last_text = reply.text
         return reply
