@@ -104,6 +104,7 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         with clock("train"):
             trained = parts.trainer.train_step(step, scored.batch.rollouts, scored.targets, scored.stale, reward)
         with clock("rollout"):
+            # The push below replaces the weights that an engine may still be writing with.
             parts.schedule.finish_writing()
         version += 1
         following = _scored_rollouts(parts, step + 1, version, clock) if _begins_ahead(parts, plan, step) else None

@@ -43,8 +43,10 @@ class Engines:
 
     def load(self, model_dir: Path, again: Weights | None = None, base: Path | None = None) -> None:
         base = base and base.absolute()
+        # Before the call: a worker that dies in it is restarted with the new weights.
         self._hold_files(lambda: nullcontext(model_dir), base)
         self._call(lambda worker, _: worker.submit(VLLMWorker.load, model_dir.absolute(), base))
+        # From here on `model_dir` may go away, so a restart makes a directory of its own.
         if again:
             self._hold_files(again, base)
 
@@ -106,6 +108,7 @@ class Engines:
         index = self._workers.index(error.worker)
         restarted.add(index)
         self._restarted.append(worker_name(index))
+        # Programs that its agents started do not end with the worker.
         leftovers.end_abandoned()
         self._workers[index] = self._spawn(index)
         self._restore(self._workers[index])

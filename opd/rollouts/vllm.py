@@ -101,6 +101,7 @@ class VLLMRolloutEngine(Engines):
         step: int,
         policy_version: int,
     ) -> RolloutBatch:
+        # What follows a replayed prefix is one turn, so it is written like the response to any prompt.
         replayed = {domain for domain, drift in self._spec.drift.items() if drift.replay}
         acting = [p for p in prompts if p.domain in self._spec.episodes and p.domain not in replayed]
         answering = [p for p in prompts if p.domain not in self._spec.episodes or p.domain in replayed]
@@ -209,6 +210,7 @@ class VLLMRolloutEngine(Engines):
                 token_ids=p.token_ids,
                 max_tokens=min(limit, room - len(p.token_ids)),
                 temperature=temperature,
+                # Greedy decoding draws nothing.
                 seed=seed_of(self._spec.seed, f"answer/{p.id}#{i}") if temperature else None,
             )
             for p, i in asked
@@ -232,6 +234,7 @@ class VLLMRolloutEngine(Engines):
             for p, i in asked
             if p.domain in self._spec.episodes and _fits_context(p, room)
         ]
+        # An exam has a limit of its own for what is written at a time.
         turns = [replace(r, options=replace(r.options, max_turn_tokens=limit)) for r in requests]
         return self._play_episodes(turns, temperature)
 

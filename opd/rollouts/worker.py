@@ -121,6 +121,7 @@ class VLLMWorker:
         loaded once. Raises: RunError; ModelError if the chat template cannot append."""
         found: dict[int, EpisodeResult] = {}
         guides = [None if request.guide is None else request.guide.model_dir for request in requests]
+        # None is one of them: episodes that nobody guides are a batch of their own.
         for guide in dict.fromkeys(guides):
             places = [place for place, other in enumerate(guides) if other == guide]
             expert = None if guide is None else self._engine_with_weights(guide)
@@ -177,10 +178,12 @@ class VLLMWorker:
         from vllm import SamplingParams
 
         self._wake_engine()
+        # vLLM samples one token at least; nobody reads it.
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompts: Any = [{"prompt_token_ids": list(ids)} for ids in sequences]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [
+            # vLLM has None for the first token, which nothing predicts.
             [step[token].logprob for token, step in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
             for ids, output in zip(sequences, outputs, strict=True)
         ]
@@ -205,6 +208,7 @@ class VLLMWorker:
         shape = model_shape(model_dir)
         if whole and shape["model_type"] in RESTARTED:
             raise RunError(f"{shape['model_type']} takes new weights from files alone: set sync.kind to shared_memory")
+        # Some weights alone are right only on top of those of the very directory that has the others.
         fits = can_swap(self._shape, shape) if whole else model_dir == self._base
         if not fits:
             self.load(model_dir)
@@ -246,6 +250,7 @@ class VLLMWorker:
             temperature=temperature,
             seed=seed,
             stop_token_ids=self._stop,
+            # 0: that of the sampled token, and no likelier ones beside it.
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -291,6 +296,7 @@ def _read_shape(model_dir: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).to_dict()
+    # Left out is what says where a model lies and how it is loaded, not what tensors it has.
     return {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype", "use_cache")}
 
 
@@ -306,6 +312,7 @@ def cut_vocabulary(llm: Any, vocab_size: int) -> None:
     have it. Raises: RunError if the model gives logits of another width all the same.
     """
     for name, width in llm.collective_rpc("opd_cut_vocabulary", args=(vocab_size,)):
+        # None is from a process that gets no logits, see `Inside.opd_cut_vocabulary`.
         if width not in (vocab_size, None):
             raise RunError(
                 f"{llm.llm_engine.model_config.model}: vLLM's {name} gives logits for {width} ids, the tokenizer knows "
@@ -329,6 +336,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     on_cpu = cpu_settings(options.model_dir, shares_prompts=options.share_prompts) if is_cpu else {}
     settings = _engine_settings(options) | on_cpu | more
     with leftovers.own_children(), own_files(), explain_failed_start(options.tensor_parallel_size):
+        # Ours are last: no argument of a user undoes them.
         llm = LLM(**{**options.engine_args, **settings})
     bind_processes(llm)
     llm.collective_rpc("opd_count_no_ranks")

@@ -40,6 +40,7 @@ class OneStepOff:
 
         Those of a run's first step are written now.
         """
+        # The version before wrote them, while the step before was trained.
         batch = self._written.pop(step, None) or self._spec.log.written(step, policy_version - 1, prompts)
         return batch or self._writer.write(step, policy_version, prompts)
 
@@ -65,6 +66,7 @@ class OneStepOff:
         """Wait for the engine: its weights may be replaced now. Raises: what writing raised; RunError past the deadline."""
         if self._writing is not None:
             step, writing = self._writing
+            # One step is written ahead, so what an earlier one had is taken by now.
             self._written = {step: writing.result(timeout_s=self._spec.timeout_s)}
             self._writing = None
 

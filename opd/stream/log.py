@@ -96,6 +96,7 @@ class ArrowTargetLog:
                     write(name, raw)
                 manifest = {**asked, "files": files, **_step_facts(batch, targets)}
                 (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+                # The rename makes the step whole: a process that is killed before leaves it out of the log.
                 replace_dir(temporary, final)
 
         def sink(record: PartRecord | None, raw: np.ndarray | None) -> Callable[[], None] | None:
@@ -151,6 +152,7 @@ class ArrowTargetLog:
         manifest = json.loads((self._step_path(step) / MANIFEST).read_text(encoding="utf-8"))
         refuse_other_question(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
         raw = {name: read_whole(self._step_path(step) / name, facts) for name, facts in manifest["files"].items()}
+        # What is left in `raw` are the teachers' parts, in the order in which they were written.
         stored = {ROLLOUTS: raw.pop(ROLLOUTS)}
         batch = batch_of(stored, ROLLOUTS, manifest, self._vocab_size)
         teachers = {

@@ -131,6 +131,7 @@ class _ProgramEpisode:
             raise EpisodeEnd("agent", f"the program cannot be started: {error}") from None
         finally:
             endpoint.close(session)
+        # No fault of the program: the step fails with its engine.
         if session.failure is not None:
             raise session.failure
         return ran

@@ -127,6 +127,7 @@ class BatchEngine:
             except BaseException as error:  # noqa: BLE001 it is raised in the thread that waits
                 done.set_exception(error)
             finally:
+                # Wakes the engine's thread, which waits without a limit while its batch is empty.
                 self._inbox.put(None)
 
         thread = threading.Thread(target=talk, name="episodes", daemon=True)
@@ -141,6 +142,7 @@ class BatchEngine:
             raise
         finally:
             for place, engine in enumerate(self._engines):
+                # The engines go on to live: what is left here would be computed with their next batch.
                 engine.abort_request([name for name, ask in self._waiting.items() if ask.engine == place])
             self._waiting.clear()
 
@@ -208,6 +210,7 @@ class BatchEngine:
 
     def _fail_requests(self, error: BaseException) -> None:
         """Fail all turns that are waited for or still in the inbox, so that nobody waits for ever."""
+        # First of all: a turn that is put into the inbox from now on sees it in `sample_turn`.
         self._failed = f"the engine failed: {error}"
         asks = list(self._waiting.values())
         with suppress(queue.Empty):
