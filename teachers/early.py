@@ -146,7 +146,7 @@ class EarlyScores:
                     self._pending_bytes += nbytes
                     self._condition.notify_all()
             is_done = True
-        finally:
+        finally:  # whatever ended it: the trainer may wait for this thread's rows
             if not is_done:
                 with self._condition:
                     self._failed_workers.add(worker)
@@ -167,7 +167,7 @@ class EarlyScores:
             return job
 
     def _score_job(self, job: _ScoringJob) -> list[Any]:
-        """Return the parts of a job; a worker that dies is restarted and scores the job anew. Raises: what `Pool.again` and the worker raise."""
+        """Return the parts of a job; a worker that dies is restarted and scores the job anew. Raises: what `Pool.restart_worker` and the worker raise."""
         while True:
             answers = self._pool.begin_share(job.worker, job.groups, job.number)
             parts: list[Any] = []
@@ -183,7 +183,7 @@ class EarlyScores:
                 self._pool.restart_worker(error, self._restarted_workers)
 
     def _iterate_parts(self) -> Iterator[Any]:
-        """Handles to all parts, those of one job after the other."""
+        """Yield handles to all parts, those of one job after the other."""
         for job in sorted(self._jobs, key=lambda job: job.number):
             with self._condition:
                 self._awaited_job = job
@@ -193,6 +193,6 @@ class EarlyScores:
                 parts = job.parts
                 self._pending_bytes -= job.nbytes
                 job.parts = []  # the trainer holds them as long as it needs them
-                for worker in self._queues:
+                for worker in self._queues:  # those that had to wait for bytes to be taken
                     self._start_thread(worker)
             yield from parts

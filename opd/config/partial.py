@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def cuts_of(config: PipelineConfig) -> int:
-    """Cuts of one response at most; 0 without `schedule.partial_rollout`."""
+    """Return how often one response may be cut; 0 without `schedule.partial_rollout`."""
     partial = config.schedule.partial_rollout
     return partial.cuts if partial else 0
 
 
 def most_samples(config: PipelineConfig) -> int:
-    """Responses that a step trains at most: where some were cut, the last step trains what waits as well."""
+    """Return the most responses that a step trains: where some were cut, the last step trains what waits as well."""
     return config.trainer.samples_per_step * (1 + cuts_of(config))
 
 
