@@ -365,7 +365,7 @@ def is_overlapped(config: PipelineConfig) -> bool:
 
 
 def max_staleness(config: PipelineConfig) -> int:
-    """`schedule.max_staleness`, or its default for the mode."""
+    """Return `schedule.max_staleness`, or its default for the mode."""
     given = config.schedule.max_staleness
     return (0 if config.schedule.mode == "sync" else 1) if given is None else given
 
@@ -376,7 +376,7 @@ stale output head showed 0.31."""
 
 
 def sync_tolerance(config: PipelineConfig) -> float:
-    """`sync.tolerance` in nats, or its default for the types that trainer and engine compute in."""
+    """Return `sync.tolerance` in nats, or its default for the types that trainer and engine compute in."""
     if config.sync.tolerance is not None:
         return config.sync.tolerance
     exact = config.trainer.dtype == config.rollout.dtype == "float32"

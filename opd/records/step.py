@@ -235,14 +235,14 @@ def select_domain(records: Sequence[StepRecord], domain: str) -> list[DomainReco
 
 
 def token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str) -> float | None:
-    """Mean of a field over the trained tokens; None where no record has it."""
+    """Return the mean of a field over the trained tokens; None where no record has it."""
     known = [s for s in stats if getattr(s, key) is not None]
     tokens = sum(s.tokens for s in known)
     return sum(getattr(s, key) * s.tokens for s in known) / tokens if tokens else None
 
 
 def mean_length(records: Sequence[StepRecord], domain: str) -> float | None:
-    """Mean trained tokens of a domain's response; an episode is one, whatever segments it has. None where none was trained."""
+    """Return the mean trained tokens of a domain's response; an episode is one, whatever segments it has. None where none was trained."""
     tokens = responses = 0
     for record in records:
         stats, acts = record.domains.get(domain), record.episodes.get(domain)

@@ -78,7 +78,7 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def of_key(key: str, known: Collection[str]) -> str:
-    """Return the `fix` of an error about an unknown key of a section that has the keys `known`."""
+    """Return the `fix` of an error about an unknown key of a section that has the keys `keys`."""
     theirs = {name: path.rpartition(".")[2] for name, path in ELSEWHERE.items()}
     for name in known:
         if name == theirs.get(key) or theirs.get(name) == key:
@@ -89,7 +89,7 @@ def of_key(key: str, known: Collection[str]) -> str:
 def of_key_elsewhere(key: str, everywhere: Iterable[str]) -> str | None:
     """Return the `fix` of an error about a key that has its place in another section; None if no section has it.
 
-    `everywhere` are all keys, written from the top with dots. Keys below a section's own are too many to guess from.
+    `all_keys` are all keys, written from the top with dots. Keys below a section's own are too many to guess from.
     """
     named = ELSEWHERE.get(key)
     places = [path for path in everywhere if path == named or (path.rpartition(".")[2] == key and path.count(".") <= 1)]
