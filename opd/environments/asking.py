@@ -46,7 +46,7 @@ class Asking(ABC):
         """Judge an answer."""
 
     def step(self, action: Action) -> Outcome:
-        """Carry out the calls, or judge the answer if there are none. Tools may repeat a call's words, also those that are no text."""
+        """Carry out the calls, or judge the answer if there are none. Results are made `readable`: a tool may repeat what a call holds."""
         if not action.calls:
             return self._answered(action.text)
         return Outcome(observation=tuple(readable(self.called(call)) for call in action.calls))

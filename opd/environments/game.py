@@ -62,9 +62,10 @@ def draw_tasks(
     n: int,
     seed: int,
 ) -> list[TaskRow]:
-    """`n` rows of an environment with different prompts, the same for the same arguments. `options`: their class, and what was given.
+    """Return `n` rows of an environment with different prompts, the same for the same arguments. `options` is their class, and the
+    keywords that the user gave.
 
-    `draw` gives rows of a generator and options, at most so many. Raises: ConfigError for options that do not fit, or if there are
+    `draw` yields rows from a random generator and the options, at most so many. Raises: ConfigError for options that do not fit, or if there are
     fewer such tasks.
     """
     where = f"environment {name}"
@@ -154,7 +155,7 @@ class Game(ABC, Generic[State]):
         return Action(text=self.best(self.state))
 
     def read(self, text: str) -> str | None:
-        """The move that a text settles on; None if it names none."""
+        """Return the last move that a text names; None if it names none."""
         found = re.findall(self.pattern, text, re.IGNORECASE)
         return found[-1].lower() if found else None
 

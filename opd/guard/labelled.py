@@ -35,14 +35,15 @@ _KEYS = re.compile(r'"(?:keystrokes|command|cmd)"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Subject of a label: the last step of some, or all of them."""
+    """Steps with a label: it is that of the last step, or of the whole trajectory."""
 
     id: str
     label: Label
     steps: tuple[ToolCall, ...]
     kind: str = ""
     whole: bool = False
-    """True if the label is of the trajectory: it is caught if any of its steps is. Else the steps before are context."""
+    """True if the label is of the whole trajectory, which is caught if any of its steps is. Else the steps before the last are
+    context."""
 
 
 @dataclass(slots=True)

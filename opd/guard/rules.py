@@ -268,7 +268,7 @@ class _Compiler:
         return CompiledClause(needs=frozenset(found), programs=TextGlobs(programs) if programs else None, tests=tests)
 
     def _tests_of_what_lacks(self, clause: Clause) -> list[Test]:
-        """Those that a call may pass because it has nothing under a key."""
+        """Return the tests that a call may pass by having nothing under a key."""
         tests: list[Test] = []
         if patterns := self.expand_patterns(clause.hosts_not):
             tests.append(_other_test("hosts", TextGlobs(patterns), empty=False))
@@ -295,6 +295,7 @@ class _Compiler:
             if not pattern.startswith("@"):
                 found.append(pattern)
             elif pattern[1:] in self._names and pattern not in within:
+                # An empty list fits nothing, as no argument holds a NUL. With no pattern at all the clause would lose this key.
                 found += self.expand_patterns(self._names[pattern[1:]], (*within, pattern)) or ["\0"]
             else:
                 known = ", ".join(sorted(self._names))

@@ -154,7 +154,7 @@ def samples_by_weight(total: int, weights: Mapping[str, float]) -> dict[str, flo
 
 
 def at_least_one(base: Mapping[str, float], pull: Mapping[str, float]) -> dict[str, float]:
-    """Return what `fit_proportions` does, with at least one sample for each domain."""
+    """Return `fit_proportions` with no bounds but one: each domain gets at least one sample."""
     return fit_proportions(base, pull, dict.fromkeys(base, 1.0), dict.fromkeys(base, sum(base.values())))
 
 

@@ -68,8 +68,8 @@ def put_nothing_in_front(tokenizer: Any) -> None:
 
 
 def ids_in_front(tokenizer: Tokenizer) -> list[int]:
-    """Return what the tokenizer puts in front of a text, such as a begin token. What it puts behind is left out: there the model
-    writes on. Raises: ValueError for a tokenizer whose special tokens change the others."""
+    """Return the ids that the tokenizer puts in front of a text, such as a begin token. Those that it puts behind are left out,
+    as the model writes on there. Raises: ValueError for a tokenizer whose special tokens change the others."""
     plain, whole = (_encode_texts(tokenizer, [_LETTER], add_special_tokens=add)[0] for add in (False, True))
     for start in range(len(whole) - len(plain) + 1):
         if whole[start : start + len(plain)] == plain:
@@ -148,7 +148,7 @@ def refused_row(where: str, whose: str, error: Exception) -> PromptError:
 
 
 def _with_begin_tokens(ids: list[int], front: list[int]) -> list[int]:
-    """The ids of a text, with those in front of it unless the text spells them out."""
+    """Return the ids of a text after the begin tokens, which are not added twice if the text spells them out."""
     return ids if ids[: len(front)] == front else front + ids
 
 

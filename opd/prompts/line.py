@@ -35,10 +35,11 @@ FORM = f'`prompt`, text or messages like {{"role": "user", "content": "2+2="}}, 
 
 
 def _as_text(answer: Any) -> Any:
-    """A finite number as JSON spells it, which is what the same row has in a CSV file. A whole one has no point: pandas makes
-    `2.0` of the 2 in a column with empty cells."""
+    """Return a finite number as JSON spells it, so that the row is the same from a CSV file. A whole number has no point: pandas
+    makes `2.0` of the 2 in a column with empty cells."""
     if not isinstance(answer, int | float) or isinstance(answer, bool) or not math.isfinite(answer):
         return answer
+    # Beyond 2^53 a float stands for several whole numbers.
     whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < 1 << 53
     return json.dumps(int(answer) if whole else answer)
 
@@ -164,7 +165,7 @@ def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
 
 
 def _read_answers(data: Mapping[str, Any], turn: Any, answers: str | None) -> dict[str, str]:
-    """The column `answers` with the text of the assistant's turn, if it is to be read and the row has none."""
+    """Return the column `answer_column` with the text of the assistant's turn, if it is to be read and the row has no answer."""
     is_answer = isinstance(turn, dict) and turn.get("role") == "assistant" and is_learned(turn)
     return {answers: _turn_text(turn)} if answers and is_answer and data.get(answers) in (None, "") else {}
 

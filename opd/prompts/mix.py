@@ -39,7 +39,7 @@ class MixedPrompts:
         self._total = round(sum(exact.values()))
         self._first_draw = random.Random(f"{seed}/mix").random()
         self._taken = array("q", [0] * len(exact))
-        """Prompts of each domain before step 1, of each before step 2, and so on as far as steps were asked for."""
+        """Running totals, step after step: the prompts of each domain before step 1, before step 2, and so on, as far as needed."""
 
     def take(self, step: int) -> list[Prompt]:
         """The prompts of one step (from 1), grouped by domain: a pure function of (seed, step)."""
@@ -108,7 +108,7 @@ class EndlessDomains:
     """Each domain as a sequence without an end, in a fresh seeded order per epoch."""
 
     def __init__(self, by_domain: Mapping[str, Sequence[Prompt]], seed: int, n: int = 1) -> None:
-        """`n`: how often each prompt is given, side by side: once for each response."""
+        """`n`: times that each prompt comes, one after the other: once for each response."""
         self._by_domain = by_domain
         self._seed = seed
         self._n = n

@@ -73,7 +73,7 @@ def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
 
 
 def passes_filter(row: Any, config: PromptsConfig, *, text: bool) -> bool:
-    """True if the pipeline's filter keeps the row. `text`: all cells of the data set are text."""
+    """Return True if the pipeline's filter keeps the row. `text`: all cells of the data set are text."""
     rule = config.filter
     if rule is None:
         return True
@@ -168,8 +168,8 @@ def _skip_line(opened: Any) -> int:
 
 
 def _from_json(row: Any, prompt: str) -> Any:
-    """Drop what is null, columns and keys of chat messages, as it is dropped of a table: `datasets` writes such nulls. A null that
-    a message may not have stays, to be refused by its key."""
+    """Drop columns and keys of chat messages that are null: `datasets` writes such nulls, and those of a table are dropped, too. A
+    null `role` or `content` stays, so that the message is refused by that key."""
     if not isinstance(row, dict):
         return row
     return {name: _drop_empty_keys(value, ("role", "content")) for name, value in _without_empty(row, prompt).items()}
@@ -218,7 +218,7 @@ def _next_batch(shown: str, batches: Iterator[Any]) -> Any:
 
 
 def _refuse_large_row(table: Any, shown: str, before: int) -> None:
-    """Refuse a row that is too large, before Python makes copies of it. `before`: rows before this table. Raises: PromptError."""
+    """Refuse a row that is too large, before Python makes copies of it. `rows_before`: the number of rows before this table. Raises: PromptError."""
     import pyarrow as pa
 
     # Every row of a column with a dictionary would count the whole of it.
@@ -390,7 +390,7 @@ def _from_table(row: dict[str, Any], prompt: str) -> dict[str, Any]:
 
 
 def _drop_empty_keys(value: Any, but: Sequence[str] = ()) -> Any:
-    """Drop the empty keys of chat messages, `but` for these."""
+    """Drop the empty keys of chat messages, but keep `keep_keys`."""
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         return [{key: part for key, part in message.items() if part is not None or key in but} for message in value]
     return value

@@ -146,7 +146,7 @@ def read_prompt_lines(prompts: Path | PromptsConfig) -> list[PromptLine]:
 
 
 def _read_unchanged(source: Source, config: PromptsConfig, before: object) -> Iterator[Stored]:
-    """The rows of `_check_rows`. Raises: PromptError, also if the files have changed since they were hashed."""
+    """Yield the rows of `_check_rows`. Raises: PromptError, also if the files have changed since they were hashed."""
     yield from _check_rows(source, config)
     if source.file_states() != before:
         raise PromptError.at(
@@ -158,7 +158,7 @@ def _read_unchanged(source: Source, config: PromptsConfig, before: object) -> It
 
 
 def _check_rows(source: Source, config: PromptsConfig) -> Iterator[Stored]:
-    """Each row as it is kept. Raises: PromptError."""
+    """Yield each row as it is stored: checked, filtered, no more than the limit. Raises: PromptError."""
     seen: set[str] = set()
     unread: set[str] = set()
     named, answers = config.named_columns.values(), config.columns.get("answer", "answer")
@@ -190,7 +190,7 @@ def _check_rows(source: Source, config: PromptsConfig) -> Iterator[Stored]:
 
 
 def _check_line(place: RowLocation, row: Any, config: PromptsConfig) -> PromptLine:
-    """A row, checked. Raises: PromptError."""
+    """Check a row. Raises: PromptError."""
     try:
         return read_row(as_chat(row, config.columns) if config.chat else row, config.columns)
     except BrokenRow as problem:
@@ -198,7 +198,7 @@ def _check_line(place: RowLocation, row: Any, config: PromptsConfig) -> PromptLi
 
 
 def _encode_row(place: RowLocation, line: PromptLine) -> bytes:
-    """A row as canonical JSON. Raises: PromptError."""
+    """Return a row as canonical JSON. Raises: PromptError."""
     try:
         encoded = line.as_json()
         if not place.line and len(encoded) > MAX_LINE_BYTES:

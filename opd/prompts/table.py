@@ -106,7 +106,8 @@ class PromptTable(Sequence[Prompt]):
         return self._tokens.read_numbers("side")[self.indices] < np.uint64(math.ceil(share * 2**64))
 
     def select_equal_prompts(self, prompts: Sequence[Prompt]) -> PromptTable:
-        """The prompts with the token ids of one of `prompts`, compared by hash: hardly ever one too many, never one too few."""
+        """Return the prompts whose token ids one of `prompts` has. They are compared by 64-bit hashes, so one too many is possible,
+        though hardly ever; none is missed."""
         wanted = np.array([_hash_token_ids(prompt.token_ids) for prompt in prompts], np.uint64)
         return self.select_prompts(np.isin(self._tokens.read_numbers("digest")[self.indices], wanted))
 

@@ -70,7 +70,8 @@ def _make_turn_row(found: Sequence[TurnRecord]) -> dict[str, float | None]:
 
 
 def _no_reward(found: Iterable[EpisodesRecord]) -> float | None:
-    """Return the reward of steps whose episodes all ended without a reward: 0, as in an exam, if a domain has rewards at all."""
+    """Return the reward of records that have none, as all of their episodes ended without one: 0, as in an exam, if another
+    record of the domain has a reward, else None."""
     return 0.0 if any(one.reward is not None for one in found) else None
 
 

@@ -28,7 +28,7 @@ class AgentExam:
 def latest_exam(run: RunFiles) -> Evaluation | None:
     """The exam of the merged model: that at the end, or while the merge goes on the last so far."""
     if run.finished:
-        return run.after  # without its file an earlier exam is not that of the model whose numbers are shown
+        return run.after  # None if its file is gone: an earlier exam is not that of the final model
     return run.during[max(run.during)] if run.during else None
 
 

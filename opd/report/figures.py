@@ -273,7 +273,7 @@ def draw_utilisation(shares: Mapping[str, float]) -> Plot:
 def draw_positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
     """Loss against the place in the response, at the start, in the middle and at the end of the merge."""
     last = len(step) - 1
-    # Of a short merge several are one step: it is then the end, or else the start.
+    # In a short merge two or three of these are the same step: a later entry replaces an earlier one.
     chosen = {last // 2: ("expert", "middle"), 0: ("before", "start"), last: ("merged", "end")}
     chosen = dict(sorted(chosen.items()))
 

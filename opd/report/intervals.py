@@ -52,7 +52,8 @@ def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def is_clear(before: Estimate, expert: Estimate) -> bool:
-    """Return True if the interval of expert - before lies above 0: else any share of it would fit, and so would its opposite."""
+    """Return True if the interval of expert - before lies above 0. Otherwise headroom has no bounds: any share of it, positive or
+    negative, fits the measurements."""
     return subtract_estimates(expert, before).low > 0
 
 

@@ -169,9 +169,9 @@ def read_run(root: Path) -> RunFiles:
 
 
 def _of_its_steps(run: RunFiles) -> RunFiles:
-    """Leave out exams of steps without a record: one is written before the record of its step, and a kill may come in between.
+    """Drop exams of steps without a record: an exam is written before the record of its step, and a kill may come in between.
 
-    The exam of an earlier end moves: it is one during the merge if the merge goes on from there, and dropped if it went back.
+    The exam at an earlier end becomes one during the merge if the merge goes on from there; if it went back, it is dropped.
     """
     done = len(run.records)
     during = {step: found for step, found in run.during.items() if step <= done}

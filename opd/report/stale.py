@@ -42,7 +42,7 @@ def stale_baseline(one: BaselineResult, run: RunFiles) -> str | None:
 
 
 def other_budget(then: tuple[int, int], now: tuple[int, int]) -> str:
-    """Steps and tokens of the merge then and now, in words."""
+    """Describe the steps and tokens of the merge at the time of a measurement, and those it has now."""
     return f"measured beside {then[0]} steps and {then[1]:,} tokens of the merge, which has {now[0]} and {now[1]:,} now"
 
 

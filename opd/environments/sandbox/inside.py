@@ -73,7 +73,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(what: str, done: int) -> None:
-    """Raises: OSError if a C function failed; `what` says which."""
+    """Check the result of the C function of this name. Raises: OSError if it failed."""
     if done != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -99,6 +99,7 @@ def leave_the_machine() -> None:
         except OSError:
             os._exit(1)
         os._exit(0)
+    # The users can only be mapped once the namespace is there: until then the helper waits for a byte.
     failed = libc.unshare(NEWUSER | NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET) and ctypes.get_errno()
     os.write(ready[1], b".")
     _, status = os.waitpid(helper, 0)
@@ -119,7 +120,7 @@ def _map_users(process: Path, uid: int, gid: int) -> None:
 
 
 def become_first() -> None:
-    """Go on as process 1 of the new process namespace. The process outside only waits; if it dies, so do we."""
+    """Go on as process 1 of the new process namespace, which only a child enters. The parent outside waits; if it dies, so do we."""
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
@@ -152,7 +153,7 @@ def build_root(python: str, disk_mb: int) -> None:
 
 
 def bind_mount(source: str, target: str) -> None:
-    """Show a file or directory of the machine at `target`, which is made."""
+    """Create `target`, and show a file or directory of the machine there."""
     if Path(source).is_dir():
         Path(target).mkdir(parents=True, exist_ok=True)
     else:
@@ -226,6 +227,8 @@ def calls_filter(machine: str) -> bytes:
     if machine not in MACHINES or sys.byteorder != "little":
         raise OSError(f"no list of system calls for the processor {machine}")
     known, number = MACHINES[machine]
+    # A program of BPF: load a word, jump if equal, at least, or any bit is set, and, return. It reads seccomp_data: the number of the
+    # call at byte 0, the architecture at 4, the arguments from 16 on in 8 bytes each, their low halves first.
     load, jump, jump_from, jump_any, mask, end = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     allow, kill, fail = 0x7FFF0000, 0x80000000, 0x00050000
     made: list[tuple[int, int, int, int]] = []
@@ -290,7 +293,7 @@ def give_up_rights(limits: dict[str, int], program: bytes) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3 of capabilities
     call("capset", libc.capset(header, nothing))
     call("prctl", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     filter_calls(program)
@@ -395,7 +398,7 @@ def memory_in_use() -> int:
 
 
 def _own_memory(process: str) -> int:
-    """Pages of files are not in it: those of our own are counted as files, the machine's are there without us."""
+    """Return the bytes of a process without pages of files: ours are counted as files, the machine's are there without us."""
     try:
         status = Path("/proc", process, "status").read_text()
     except OSError:  # it ended meanwhile

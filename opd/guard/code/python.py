@@ -54,9 +54,10 @@ _ENVIRONMENT = {"os.environ.get", "os.getenv", "os.environ.pop", "os.environ.set
 
 
 def read_python(text: str) -> Code:
-    """Read what a Python program would do. Raises: Unreadable if it does not parse."""
+    """Read what a Python program would do. Raises: UnreadableCommand if it does not parse."""
     try:
         with warnings.catch_warnings():
+            # The parser warns of invalid escapes, which are the policy's.
             warnings.simplefilter("ignore")
             tree = ast.parse(textwrap.dedent(text), "<string>")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -86,6 +87,7 @@ class _PythonReader(ast.NodeVisitor):
         if isinstance(node, ast.expr):
             value = self.fold.fold_value(node)
             if isinstance(value, bytes) and not isinstance(node, ast.Name):
+                # Each byte is a character there, so nothing is lost.
                 value = value.decode("latin-1")
             if isinstance(value, str) and not isinstance(node, ast.Name):
                 self.code.mention(value, globs="*" in value)

@@ -27,7 +27,7 @@ def run_declare(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def run_unset(walker: Walker, run: ProgramRun) -> str | None:
-    """Variables and functions are gone."""
+    """`unset NAME ...`: variables and functions are forgotten."""
     walker.note_call(run)
     for arg in run.argv[1:]:
         walker.session.variables.pop(show_field(arg), None)

@@ -27,7 +27,7 @@ FIRST_LINES = 3
 
 
 def walk_group(session: GuardSession, node: CompoundCommand, streams: Streams, walk: Walk) -> Output:
-    """Go through the bodies of a group; what it prints, or, if it has branches, what it may print, a line each."""
+    """Go through the bodies of a group. Return what it prints; of branches, the output of each on lines of its own."""
     if node.kind == "subshell":
         return act_in_subprocess(session, partial(walk, node.bodies[0], streams))
     if node.kind == "braces":
@@ -68,7 +68,7 @@ def _walk_case(session: GuardSession, bodies: Sequence[Callable[[], object]]) ->
 
 
 def _walk_loop(session: GuardSession, test: Callable[[], object], body: Callable[[], object]) -> list[GuardSession]:
-    """The test runs first and last, the body never or many times: twice is enough to see what a round does to the next."""
+    """Go through a loop: test, body, test, body, test; it may end after each test. Two rounds show what one does to the next."""
     ways = done = in_each(session, list_states(session), test)
     for _ in range(2):
         after = in_each(session, ways, body)

@@ -57,7 +57,7 @@ class Expander:
         self._work = work
 
     def expand_to_fields(self, word: Word) -> list[str]:
-        """The arguments that a word becomes. Raises: Unreadable if that is too much."""
+        """The arguments that a word becomes. Raises: UnreadableCommand if that is too much."""
         text = self._expand_text(word, split=True)
         if text.startswith("~"):
             text = self._expand_home(text)
@@ -178,12 +178,12 @@ def _apply_to_items(value: str, operator: str, operand: str, from_one: bool) -> 
     found = _SLICE.fullmatch(show_field(operand))
     if found is None or found[1].startswith("-"):
         return value
-    start = max(int(found[1]) - from_one, 0)
+    start = max(int(found[1]) - from_one, 0)  # `${@:1}` begins at `$1`, `${x[@]:1}` at the second item
     return BREAK.join(items[start:][: int(found[2])] if found[2] else items[start:])
 
 
 def _count_comparisons(value: str, operator: str, operand: str) -> int:
-    """At most how many characters are compared to cut or to replace the operand in the value."""
+    """Return an upper bound of the characters that are compared to cut or to replace the operand in the value."""
     if operator not in ("/", "//", "#", "##", "%", "%%"):
         return 0
     return len(value) * len(operand) * (len(value) if operator[0] == "/" and STAR in operand else 1)
@@ -201,6 +201,7 @@ def apply_text_operator(value: str, operator: str, operand: str) -> str:
         return rest[: int(slice_[2])] if slice_[2] else rest
     if operator in ("/", "//"):
         old, _, new = operand.partition("/")
+        # The length first: the result may be too long to make.
         made, count = _regex(old).subn("", value, count=0 if operator == "//" else 1)
         if not old or len(made) + count * len(new) > MAX_VALUE:
             return UNKNOWN if old else value

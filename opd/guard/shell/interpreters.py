@@ -122,6 +122,7 @@ def make_language_handler(language: str) -> Handler:
             for text in texts:
                 if not is_fully_known(text):
                     walker.tag_last_call("unseen")
+                # A name in place of what is not known, so that the code still parses.
                 walker.walk_code(language, show_field(text.replace(UNKNOWN, "unknown_value")), run)
             return None
         walker.note_call(run)
@@ -147,7 +148,7 @@ def make_language_handler(language: str) -> Handler:
 
 
 def _inline_code(language: str, argv: list[str]) -> tuple[list[str], list[str], bool]:
-    """Code in the arguments, the other arguments, and whether it is a module that runs."""
+    """Return the code in the arguments, the other arguments, and True if they name a module to run (`python -m`)."""
     texts: list[str] = []
     rest: list[str] = []
     index = 0
@@ -207,6 +208,7 @@ def run_make(walker: Walker, run: ProgramRun) -> str | None:
         walker.tag_last_call("unseen")
     for line in (text or "").split("\n"):
         if line.startswith("\t"):
+            # Each line of a recipe has a shell of its own.
             with suppress(UnreadableCommand):  # make's own variables and functions
                 act_in_subprocess(
                     walker.session, partial(walker.walk_text, line.strip().lstrip("@-+").replace("$$", "$"))

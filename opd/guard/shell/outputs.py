@@ -83,6 +83,7 @@ def _output_printf(args: list[str], stdin: str | None, session: GuardSession) ->
     if any("%" in piece for piece in pieces):
         return None
     count = len(kinds)
+    # printf begins its pattern again until it has used all arguments.
     rounds = max(1, -(-len(values) // count)) if count else 1
     values += [""] * (count * rounds - len(values))
     lines = []
@@ -133,7 +134,7 @@ def _output_xxd(args: list[str], stdin: str | None, session: GuardSession) -> st
 
 
 def _decode_bytes(data: bytes) -> str:
-    """Bytes as characters of the same numbers where they are no UTF-8, so that they can become bytes again."""
+    """Return bytes as text; if they are no UTF-8, as Latin-1, from which `encode` gives the same bytes back."""
     try:
         return data.decode()
     except UnicodeDecodeError:

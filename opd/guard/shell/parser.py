@@ -36,7 +36,7 @@ ENDS_LIST = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
 
 
 def parse(text: str) -> Script:
-    """The tree of a script. Raises: Unreadable if it is none, or one that we cannot read."""
+    """The tree of a script. Raises: UnreadableCommand if it is none, or one that we cannot read."""
     reader = Parser(text)
     try:
         return reader.parse_script("")
@@ -247,6 +247,7 @@ class Parser(Reader):
             star, patterns = self._parse_patterns()
             every = star or every
             body = patterns + self._parse_list(frozenset({"esac"}))
+            # After `;&` the next body runs as well, so each body also counts together with those that fall into it.
             chain = (*chain, *body) if falls else body
             bodies += [chain, body] if falls else [body]
             falls = self.peek(2) == ";&" or self.peek(3) == ";;&"

@@ -37,7 +37,7 @@ def unescape(text: str) -> str:
     def one(match: re.Match[str]) -> str:
         code = match[1]
         if code[0] in "xuU" and len(code) > 1:
-            return chr(min(int(code[1:], 16), 0x10FFFF))
+            return chr(min(int(code[1:], 16), 0x10FFFF))  # chr() raises for a larger number
         if code[0] in "01234567":
             return chr(int(code, 8) & 0xFF)
         return ANSI.get(code, code if code in "\\'\"?" else "\\" + code)
@@ -55,7 +55,8 @@ class Reader:
         self.at = 0
         self.depth = depth
         self.heredocs: list[tuple[list[Redirect], str, bool, bool, str]] = []
-        """Heredocs whose bodies come after the next line end: where they go, end mark, tabs cut, quoted, number in front."""
+        """Heredocs whose bodies come after the next line end: redirections to add them to, end mark, True if tabs are cut, True if
+        the mark is quoted, number of the descriptor."""
 
     def parse_script(self, closing: str) -> Script:
         """A script up to a closing operator, which is read too. The grammar is the parser's."""
@@ -88,7 +89,7 @@ class Reader:
         return self.peek()
 
     def read_word(self) -> Word:
-        """The word that begins here; not empty. Raises: Unreadable."""
+        """The word that begins here; not empty. Raises: UnreadableCommand."""
         parts: list[Part] = []
         start = self.at
         while self.at < len(self.text):

@@ -96,7 +96,7 @@ class Walker:
         self._expander = Expander(session, self._walk_substitution, self._work)
 
     def walk_text(self, text: str, streams: Streams | None = None, tags: frozenset[str] = frozenset()) -> str | None:
-        """Go through a script inside of the script; what it prints, if known. Raises: Unreadable."""
+        """Go through a script inside of the script; what it prints, if known. Raises: UnreadableCommand."""
         if self._nested >= MAX_NESTED:
             raise UnreadableCommand("too deeply nested")
         self._work.spend(len(text))
@@ -144,6 +144,7 @@ class Walker:
             text = run() if alone else act_in_subprocess(self.session, run)
             sources = tuple(dict.fromkeys([*sources, *_program_names(self.calls[before:])]))
             if index:
+                # The calls of the command before feed those of this one.
                 feeds = tuple(call.call_line() for call in self.calls[before:])
                 self.calls[last:before] = [replace(call, feeds=feeds) for call in self.calls[last:before]]
         return (None if pipeline.unsure else self._success), text
@@ -164,6 +165,7 @@ class Walker:
             printed = loop_over(self.session, node, values, partial(self.walk_script, streams=streams))
         else:
             printed = walk_group(self.session, node, streams, self.walk_script)
+        # `break` stops no more than its loop, and `exit` no more than its subshell.
         if isinstance(node, For) or node.kind in ("loop", "subshell"):
             self._stops = False
         self._success = None
@@ -196,7 +198,7 @@ class Walker:
         return self._note_output(streams, printed)
 
     def _with_variables(self, values: list[tuple[Assignment, str]], run: ProgramRun) -> str | None:
-        """Note a call for which these variables are set."""
+        """Run a call with variables that are set for it alone: `NAME=value program`."""
         used = self.session.read_variables
         kept = {name: self.session.variables.get(name) for name in (one.name.partition("[")[0] for one, _ in values)}
         self._assign_variables(values)
@@ -222,6 +224,7 @@ class Walker:
 
     def _expand_fields(self, word: Word) -> list[str]:
         if len(word) == 1 and isinstance(word[0], Process):
+            # As bash does, which counts down from 63.
             path = f"/dev/fd/{63 - len(self.session.written)}"
             before = len(self.calls)
             self.session.written[path] = self._walk_substitution(word[0].body)
@@ -280,12 +283,12 @@ class Walker:
                 note(path, None)
 
     def _bare_redirects(self, streams: Streams) -> None:
-        """A call of its own for redirections without a program, or of a whole group."""
+        """Note redirections that have no program, or belong to a whole group, as a call of `cat`."""
         if streams.reads or streams.writes:
             self.add(read_call(["cat"], self.session, streams))
 
     def _note_output(self, streams: Streams, printed: str | None) -> str | None:
-        """Note what was printed where it went; what is left for the standard output."""
+        """Note what was printed in the files that it went to. Return what the standard output gets."""
         for state in (self.session, *self.session.others):
             for path in streams.truncates:
                 state.record_write(path, printed)
@@ -294,13 +297,14 @@ class Walker:
         return "" if streams.truncates or streams.appends else printed
 
     def add(self, call: ProgramCall) -> None:
-        """Note a call. Raises: Unreadable if there are too many."""
+        """Note a call. Raises: UnreadableCommand if there are too many."""
         own = self.session.written
         reads = tuple(path for path in call.reads if path not in own)
         if call.program in REMOVERS:
             call = replace(call, writes=tuple(path for path in call.writes if path not in own))
         if reads != call.reads or not self.tags <= call.tags:
             call = replace(call, reads=reads, tags=call.tags | self.tags)
+        # The same call in several states counts once.
         self._different.add(call)
         if len(self._different) > MAX_CALLS:
             raise UnreadableCommand("too many calls")
@@ -311,14 +315,14 @@ class Walker:
         self.calls[-1] = replace(self.calls[-1], tags=self.calls[-1].tags | {tag})
 
     def run(self, run: ProgramRun) -> str | None:
-        """Note what one program call does; what it prints, if known. Raises: Unreadable."""
+        """Note what one program call does; what it prints, if known. Raises: UnreadableCommand."""
         name = run.argv[0]
         if name in self.session.functions and self._open.count(name) < MAX_RECURSION:
             return self._walk_function(name, run)
         return self.walk_program(run)
 
     def walk_program(self, run: ProgramRun) -> str | None:
-        """The same for a program that cannot be a function of the shell."""
+        """Do as `run`, for a program that cannot be a function of the shell."""
         if self._wrapped >= MAX_WRAPPED:
             raise UnreadableCommand("too deeply nested")
         self._wrapped += 1
@@ -342,7 +346,7 @@ class Walker:
         return predict_output(run.argv, run.streams.stdin, self.session)
 
     def note_call(self, run: ProgramRun) -> None:
-        """Add the call as it stands. Raises: Unreadable if there is too much of it."""
+        """Add the call as it stands. Raises: UnreadableCommand if there is too much of it."""
         self._work.spend(sum(len(arg) + ARGUMENT + GLOB * has_glob(arg) for arg in run.argv))
         call = read_call(run.argv, self.session, run.streams, run.tags)
         written = run.streams.stdin if call.program == "tee" else None
@@ -364,7 +368,7 @@ class Walker:
             self._stops = False
 
     def with_arguments(self, arguments: list[str], act: Callable[[], str | None]) -> str | None:
-        """Do this where `$1` and the others are these."""
+        """Run `act` with these positional arguments, `$1` and so on."""
         kept, self.session.positional = self.session.positional, arguments
         try:
             return act()
@@ -387,7 +391,7 @@ class Walker:
         return hidden | {"encoded"} if set(sources) & HIDERS else hidden
 
     def walk_code(self, language: str, text: str, run: ProgramRun) -> None:
-        """Note what inline code would do, and go through the commands and the code that it would run. Raises: Unreadable."""
+        """Note what inline code would do, and go through the commands and the code that it would run. Raises: UnreadableCommand."""
         if self._nested >= MAX_NESTED or len(text) > MAX_CHARACTERS:
             raise UnreadableCommand("too long or too deeply nested")
         self._work.spend(len(text) * PYTHON)
