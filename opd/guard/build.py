@@ -54,7 +54,7 @@ def shared_guard(spec: GuardSpec) -> Guard:
 
 
 def build_guard(config: GuardConfig) -> Guard:
-    """The guard that a section describes. Raises: ConfigError for rules or a scorer that cannot be used."""
+    """Return the guard that a section describes. Raises: ConfigError for rules or a scorer that cannot be used."""
     return _build_rules(config, [read_rules(name) for name in config.rules], None)
 
 

@@ -129,7 +129,7 @@ class ProgramCall:
     variable set for it."""
 
     def call_line(self) -> str:
-        """The call as one line with resolved paths, for verdicts and their cache."""
+        """Return the call as one line with resolved paths, for verdicts and their cache."""
         return " ".join((self.program or "…", *self.argv)) if self.argv or self.program else ""
 
 
@@ -256,7 +256,7 @@ def _parse_options(program: str, argv: list[str]) -> tuple[list[str], list[str],
 
 
 def _resolve_operands(program: str, argv: list[str], operands: list[str]) -> list[str]:
-    """The operands as seen from the directories in which `git -C` and `tar -C` look for them."""
+    """Return the operands as seen from the directories in which `git -C` and `tar -C` look for them."""
     if program not in ("git", "tar", "bsdtar") or (program == "git" and operands[:1] and operands[0] not in GIT_FILES):
         return []
     place, places = "", []
@@ -280,7 +280,7 @@ def _split_short_options(arg: str) -> list[str]:
 def _files_of_call(
     call: ProgramCall, operands: list[str], values: list[str], session: GuardSession
 ) -> tuple[list[str], list[str]]:
-    """Paths that a call reads and writes, as far as its arguments tell."""
+    """Return the paths that a call reads and writes, as far as its arguments tell."""
     program = call.program
     if program in NO_PATHS:
         return _absolute_paths([arg for arg in operands if has_glob(arg)], session), []
@@ -302,7 +302,7 @@ def _files_of_call(
 
 
 def _file_operands(call: ProgramCall, operands: list[str]) -> list[str]:
-    """The operands that may name files."""
+    """Return the operands that may name files."""
     program = call.program
     if program in SCRIPT_FIRST and not call.flags & SCRIPT_OPTIONS:
         return operands[1:]
@@ -318,12 +318,12 @@ def _in_place(call: ProgramCall) -> bool:
 
 
 def _absolute_paths(arguments: list[str], session: GuardSession, copies: bool = True) -> list[str]:
-    """The absolute paths that arguments may name; with `copies` a copy is what it was copied from."""
+    """Return the absolute paths that arguments may name; with `copies` a copy is what it was copied from."""
     return [path for one in arguments for path in _paths_of(one, session, copies)]
 
 
 def _paths_of(argument: str, session: GuardSession, copies: bool) -> list[str]:
-    """The paths that an argument may name: itself, and what follows `=`, `@` or `host:`."""
+    """Return the paths that an argument may name: itself, and what follows `=`, `@` or `host:`."""
     if argument.startswith(FILE_URL):
         return session.resolve_argument(argument.removeprefix(FILE_URL), copies)
     if argument in ("", "-") or _URL.match(show_field(argument)) or len(argument) > MAX_ARGUMENT or "\n" in argument:
@@ -338,7 +338,7 @@ def _paths_of(argument: str, session: GuardSession, copies: bool) -> list[str]:
 
 
 def find_addresses(call: ProgramCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """URLs and hosts that a call names."""
+    """Return URLs and hosts that a call names."""
     if call.program in ("echo", "printf", "grep", "sed", "cat", "rg"):
         return (), ()
     urls: list[str] = []
@@ -359,10 +359,10 @@ def find_addresses(call: ProgramCall) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def host_of(url: str) -> str:
-    """The host of a URL, without user and port."""
+    """Return the host of a URL, without user and port."""
     return url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0].partition("?")[0]
 
 
 def urls_in(text: str) -> tuple[str, ...]:
-    """URLs in a text."""
+    """Return URLs in a text."""
     return tuple(dict.fromkeys(_URL.findall(text)))

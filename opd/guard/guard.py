@@ -119,7 +119,7 @@ class Guard:
         self._options = options or GuardOptions()
 
     def session(self) -> GuardSession:
-        """The state of a new episode."""
+        """Return the state of a new episode."""
         options = self._options
         return GuardSession(cwd=options.workdir, home=options.home, keeps_shell=options.keeps_shell)
 
@@ -129,7 +129,7 @@ class Guard:
         return (only is None or tool in only) if tool else self._options.answers
 
     def check_answer(self, text: str, session: GuardSession) -> Verdict:
-        """The verdict on a turn without calls: on the code that is fenced in it, else that of the judge on all of it."""
+        """Return the verdict on a turn without calls: on the code that is fenced in it, else that of the judge on all of it."""
         for language, code in CODE.findall(text):
             if language.lower() in LANGUAGES:
                 verdict = self.check(ToolCall(name="", arguments={LANGUAGES[language.lower()]: code}), session)
@@ -179,7 +179,8 @@ class Guard:
         return GuardFinding(suspicion="none", calls=calls) if hit is None else _make_finding(hit, calls)
 
     def _walk_value(self, walker: Walker, call: ToolCall, kind: Kind, value: object, depth: int = 0) -> None:
-        """Go through the value of an argument. Items of a list have the list's kind; values of an object have the kind of their names."""
+        """Go through the value of an argument. Items of a list have the list's kind; values of an object have the kind of their
+        names."""
         if kind == "text":
             return
         if depth > MAX_NESTED:

@@ -63,7 +63,7 @@ class CachedJudge:
         self._lock = Lock()
 
     def judge(self, question: Question) -> Opinion:
-        """The opinion, from the cache if it is there. Raises: JudgeFailed."""
+        """Return the opinion, from the cache if it is there. Raises: JudgeFailed."""
         with self._lock:
             if question in self._kept:
                 self._kept.move_to_end(question)
@@ -96,7 +96,7 @@ class LogProbJudge:
         self._running: Thread | None = None
 
     def judge(self, question: Question) -> Opinion:
-        """The opinion by log-probs. Raises: JudgeFailed if the scorer raises, is late, or returns none that can be used."""
+        """Return the opinion by log-probs. Raises: JudgeFailed if the scorer raises, is late, or returns none that can be used."""
         prompt = f"{INSTRUCTIONS}\n\n{prompt_text(question)}\n\nVerdict: "
         with self._turn:
             allow, block = self._score_verdicts(prompt)
@@ -153,7 +153,7 @@ class HttpJudge:
         self._deadline_s = deadline_s
 
     def judge(self, question: Question) -> Opinion:
-        """The server's opinion. Raises: JudgeFailed."""
+        """Return the server's opinion. Raises: JudgeFailed."""
         body: dict[str, Any] = {
             "model": self._model,
             "messages": [

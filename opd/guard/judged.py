@@ -34,7 +34,7 @@ class StoredJudge:
         self._asking: dict[str, Lock] = {}
 
     def judge(self, question: Question) -> Opinion:
-        """The stored opinion, or a new one, which is stored. Raises: JudgeFailed; StorageError if the disk refuses it."""
+        """Return the stored opinion, or a new one, which is stored. Raises: JudgeFailed; StorageError if the disk refuses it."""
         key = sha256(json.dumps([self._who, *astuple(question)]).encode()).hexdigest()
         with self._lock:
             own = self._asking.setdefault(key, Lock())
@@ -67,8 +67,8 @@ class StoredJudge:
                 continue
 
     def _store_opinion(self, key: str, question: Question, opinion: Opinion) -> None:
-        """Append an opinion in one write, so that the lines of several workers do not mix. It begins with a line feed, which ends a
-        line that a killed worker left unfinished."""
+        """Append an opinion in one write, so that the lines of several workers do not mix. It begins with a line feed, which
+        ends a line that a killed worker left unfinished."""
         told = {"key": key, "block": opinion.block, "reason": opinion.reason, "command": question.command[:500]}
         with raise_storage_errors(self._path):
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -74,7 +74,7 @@ def _matches_parts(parts: list[str], text: str) -> bool:
 
 
 def glob_source(glob: str) -> str:
-    """The regular expression of one glob."""
+    """Return the regular expression of one glob."""
     found, index = [], 0
     while index < len(glob):
         char = glob[index]
@@ -111,7 +111,7 @@ class PathGlobs:
         self._such_as = [name for name in such_as if self._regex.fullmatch(name if name[0] in "/*" else "/" + name)]
 
     def matches_path(self, path: str, cwd: str) -> bool:
-        """True if the absolute path is one of these, or a pattern that a well-known one of these fits."""
+        """Return True if the absolute path is one of these, or a pattern that a well-known one of these fits."""
         text = show_field(path)
         if len(text) > MAX_PATH:
             return False
@@ -201,13 +201,13 @@ def _join_directory(path: str, cwd: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _says_something(text: str) -> bool:
-    """True if every component with a glob has a letter of its own: `*/*` may be anything and so means nothing."""
+    """Return True if every component with a glob has a letter of its own: `*/*` may be anything and so means nothing."""
     parts = [part for part in text.split("/") if set(part) & set("*?[") and part != "**"]
     return all(any(c.isalnum() for c in part) for part in parts)
 
 
 def _shell_pattern_regex(text: str) -> str:
-    """The regular expression of a pattern that the shell would expand."""
+    """Return the regular expression of a pattern that the shell would expand."""
     found, index = [], 0
     while index < len(text):
         end = text.find("]", index + 2) if text[index] == "[" else -1

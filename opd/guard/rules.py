@@ -178,7 +178,7 @@ class CompiledRule:
         return False
 
     def narrow_to_program(self, keys: frozenset[str], program: str) -> CompiledRule:
-        """The rule without clauses that no call of this program with these keys can fit."""
+        """Return the rule without clauses that no call of this program with these keys can fit."""
         return replace(
             self,
             any=[clause for clause in self.any if clause.may_hold(keys, program)],
@@ -217,7 +217,7 @@ class RuleSet:
         self._programs = TextGlobs(programs)
 
     def find_deciding_hit(self, calls: Sequence[ProgramCall], session: GuardSession) -> Hit | None:
-        """The hit that decides: the first of a rule that blocks, else the first of any; None if no rule hits."""
+        """Return the hit that decides: the first of a rule that blocks, else the first of any; None if no rule hits."""
         hits = [
             (compiled.order, place)
             for place, texts in enumerate(map(texts_of, calls))
@@ -249,7 +249,7 @@ class _Compiler:
         self._where = where
 
     def compile_clause(self, clause: Clause) -> CompiledClause:
-        """The tests of a clause. Raises: ConfigError for a name that is not there, or a clause without keys."""
+        """Return the tests of a clause. Raises: ConfigError for a name that is not there, or a clause without keys."""
         found: dict[str, Test] = {}
         programs = self.expand_patterns(clause.program)
         for key in TEXTS:
@@ -289,7 +289,7 @@ class _Compiler:
                 )
 
     def expand_patterns(self, given: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
-        """The patterns with those that names stand for. Raises: ConfigError for a name that is not there."""
+        """Return the patterns with those that names stand for. Raises: ConfigError for a name that is not there."""
         found: list[str] = []
         for pattern in given:
             if not pattern.startswith("@"):
@@ -326,11 +326,11 @@ def _cover_test(globs: PathGlobs) -> Test:
 
 
 def shipped_rules() -> RuleFile:
-    """Our own rules."""
+    """Return our own rules."""
     text = files("opd.guard").joinpath("rules.yaml").read_text(encoding="utf-8")
     return validate_section(RuleFile, parse_yaml(text), "the shipped rules")
 
 
 def read_rules(name: str) -> RuleFile:
-    """The rules of a file, or the shipped ones by their name. Raises: ConfigError if they cannot be used."""
+    """Return the rules of a file, or the shipped ones by their name. Raises: ConfigError if they cannot be used."""
     return shipped_rules() if name == SHIPPED else validate_section(RuleFile, load_yaml(Path(name)), name)

@@ -67,7 +67,7 @@ class GuardSession:
         self.before = self.before or self.cwd
 
     def copy(self) -> GuardSession:
-        """A session of its own with the same state."""
+        """Return a session of its own with the same state."""
         new = copy(self)
         new.variables, new.functions = dict(self.variables), dict(self.functions)
         new.links, new.copies = dict(self.links), dict(self.copies)
@@ -121,7 +121,7 @@ class GuardSession:
             setattr(self, name, getattr(other, name))
 
     def resolve_path(self, path: str, copies: bool = True) -> str:
-        """The path as the system would find it: from the working directory, without `..` and links.
+        """Return the path as the system would find it: from the working directory, without `..` and links.
 
         With `copies` a copy is what it was copied from: that is what a reader sees, but not what a writer changes.
         """
@@ -164,7 +164,7 @@ class GuardSession:
             return ""
 
     def resolve_argument(self, field: str, copies: bool = True) -> list[str]:
-        """The absolute paths that an argument may mean: its glob's files where they can be listed, else one pattern."""
+        """Return the absolute paths that an argument may mean: its glob's files where they can be listed, else one pattern."""
         if UNSET in field:  # the variable may be one of the environment, or empty
             return [
                 *self.resolve_argument(field.replace(UNSET, UNKNOWN), copies),
@@ -203,7 +203,7 @@ class GuardSession:
         known[path] = None if whole is None or len(whole) > MAX_WRITTEN else whole
 
     def written_text(self, path: str) -> str | None:
-        """The text of a file as far as the episode wrote it; None if it did not, or if we do not know it."""
+        """Return the text of a file as far as the episode wrote it; None if it did not, or if we do not know it."""
         return self.written.get(path, self.appended.get(path))
 
     def script_at(self, field: str) -> str | None:

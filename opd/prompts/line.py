@@ -77,14 +77,14 @@ class PromptLine(BaseModel):
 
     @classmethod
     def from_json(cls, line: bytes) -> PromptLine:
-        """Inverse of `as_json`."""
+        """Return the row that `as_json` wrote."""
         columns = json.loads(line.decode("utf-8", "surrogatepass"))
         # Given, because pydantic takes far longer to look up a default than to take a value.
         return cls.model_construct(**{"tools": [], "chat_template_kwargs": {}, **columns})
 
 
 def _find_unwritable_column(columns: Mapping[str, Any]) -> str:
-    """The column that JSON has no form for."""
+    """Return the column that JSON has no form for."""
     for name, value in columns.items():
         try:
             _COMPACT.encode(value)
@@ -114,7 +114,7 @@ def read_row(data: Any, columns: Mapping[Column, str | None] | None = None) -> P
 
 
 def _read_columns(data: Mapping[str, Any], names: Mapping[Column, str | None]) -> dict[str, Any]:
-    """The row by our names, its conversation as chat templates read it. Raises: BrokenRow."""
+    """Return the row by our names, its conversation as chat templates read it. Raises: BrokenRow."""
     if names["prompt"] not in data:
         raise BrokenRow(*no_column(str(names["prompt"]), data))
     row: dict[str, Any] = {ours: data[name] for ours, name in names.items() if name is not None and name in data}
@@ -136,12 +136,12 @@ def _read_columns(data: Mapping[str, Any], names: Mapping[Column, str | None]) -
 
 
 def columns_in_use(columns: Mapping[Column, str | None], *, chat: bool) -> set[str | None]:
-    """The data set's names of the columns that are read. `chat`: of a row whose prompt is a conversation."""
+    """Return the data set's names of the columns that are read. `chat`: of a row whose prompt is a conversation."""
     return {columns.get(ours, ours) for ours in COLUMNS if chat or ours not in OF_CHATS}
 
 
 def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
-    """The row with its prompt as a chat: texts become messages of user and assistant, `from` and `value` become `role` and
+    """Return the row with its prompt as a chat: texts become messages of user and assistant, `from` and `value` become `role` and
     `content`, and the assistant's last turn becomes the completion and the answer, unless the row has its own."""
     if not isinstance(data, dict):
         return data  # `read_row` refuses it
@@ -171,7 +171,7 @@ def _read_answers(data: Mapping[str, Any], turn: Any, answers: str | None) -> di
 
 
 def _turn_text(message: Mapping[str, Any]) -> str:
-    """The text of a turn; none for one that calls a tool, or that `read_messages` is about to refuse."""
+    """Return the text of a turn; none for one that calls a tool, or that `read_messages` is about to refuse."""
     try:
         text = join_text_parts(message.get("content"))
     except BrokenRow:
@@ -180,7 +180,7 @@ def _turn_text(message: Mapping[str, Any]) -> str:
 
 
 def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises: ValueError for a key given twice, of which Python would keep the last."""
+    """Return an object of JSON. Raises: ValueError for a key given twice, of which Python would keep the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -192,7 +192,7 @@ PARSER = json.JSONDecoder(object_pairs_hook=_parse_object)
 
 
 def parse_json_line(line: bytes) -> Any:
-    """The value of one line of JSONL. Raises: BrokenRow."""
+    """Return the value of one line of JSONL. Raises: BrokenRow."""
     fix = "correct or delete this line"
     try:
         return PARSER.decode(line.decode("utf-8"))

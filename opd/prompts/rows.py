@@ -67,7 +67,7 @@ class Rows(Sequence[PromptLine]):
         return (self[i] for i in range(len(self)))
 
     def row_number(self, index: int) -> int:
-        """The row's number in the source, from 0. It names the prompt, so filter and shuffle do not change it."""
+        """Return the row's number in the source, from 0. It names the prompt, so filter and shuffle do not change it."""
         return int(self._batches.read_cell("row", self._source_index(index)))
 
     @property
@@ -80,7 +80,7 @@ class Rows(Sequence[PromptLine]):
         )
 
     def read_lines(self, start: int, stop: int) -> list[PromptLine]:
-        """The rows from `start` to before `stop`, in one go."""
+        """Return the rows from `start` to before `stop`, in one go."""
         if self._order is None:
             lines = self._batches.read_cells("line", start, stop)
         else:
@@ -114,7 +114,7 @@ def open_rows(prompts: Path | PromptsConfig) -> Rows:
 
 
 def _find_unread_columns(source: Source, config: PromptsConfig, batches: Batches) -> tuple[str, ...]:
-    """Columns of the source that nothing reads. Raises: OSError."""
+    """Return the columns of the source that nothing reads. Raises: OSError."""
     of_filter = {config.filter.column} if config.filter else set()
     used = columns_in_use(config.columns, chat=True)
     of_table = [name for name in column_names(source) if name not in used]
@@ -141,7 +141,7 @@ def refuse_wrong_start(prompts: Path | PromptsConfig) -> None:
 
 
 def read_prompt_lines(prompts: Path | PromptsConfig) -> list[PromptLine]:
-    """All rows as a list, for callers that need all of them at once. Raises: PromptError."""
+    """Return all rows as a list, for callers that need all of them at once. Raises: PromptError."""
     return list(open_rows(prompts))
 
 

@@ -47,7 +47,7 @@ def subtract_estimates(first: Estimate, second: Estimate) -> Estimate:
 
 
 def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of at least one estimate."""
+    """Return the mean of at least one estimate."""
     return combine_terms([(1 / len(estimates), e) for e in estimates])
 
 
@@ -76,7 +76,7 @@ def headroom_interval(before: Estimate, after: Estimate, expert: Estimate) -> Es
 
 
 def _find_crossing(limit: Callable[[float], float], start: float, step: float) -> float:
-    """The h at which `limit`, which falls with h, crosses 0; looks from `start` in the direction of `step`."""
+    """Return the h at which `limit`, which falls with h, crosses 0; looks from `start` in the direction of `step`."""
     far = start + step
     while limit(far) * step > 0:  # ends, because `headroom_interval` has checked that expert - before is clearly not 0
         step *= 2

@@ -209,13 +209,13 @@ def chain_rounds(run: RunFiles) -> RunFiles:
 
 
 def _shift_record(record: StepRecord, done: int) -> StepRecord:
-    """The record of a round as one of the whole merge, which had taken so many steps before the round."""
+    """Return the record of a round as one of the whole merge, which had taken so many steps before the round."""
     alarms = tuple(replace(alarm, since=done + alarm.since) for alarm in record.alarms)
     return replace(record, step=done + record.step, alarms=alarms)
 
 
 def _steps_of_rounds(path: Path) -> list[int]:
-    """Steps of each round; empty for a merge of one round."""
+    """Return the steps of each round; empty for a merge of one round."""
     data = _json(path)
     if data is None:
         return []
@@ -248,7 +248,7 @@ def _trainer_steps(pipeline: Mapping[str, Any], path: Path) -> int | None:
 
 
 def _json(path: Path) -> Any:
-    """The parsed file; None if there is none."""
+    """Return the parsed file; None if there is none."""
     if not path.exists():
         return None
     try:

@@ -120,7 +120,7 @@ def _map_users(process: Path, uid: int, gid: int) -> None:
 
 
 def become_first() -> None:
-    """Go on as process 1 of the new process namespace, which only a child enters. The parent outside waits; if it dies, so do we."""
+    """Go on as process 1 of the new namespace, which only a child enters. The parent outside waits; if it dies, so do we."""
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
@@ -220,15 +220,15 @@ def _own_directories(root: str, disk_mb: int) -> None:
 
 
 def calls_filter(machine: str) -> bytes:
-    """The program with which the kernel looks at every system call of a command, for a processor's name.
+    """Return the program with which the kernel looks at every system call of a command, for a processor's name.
 
     Raises: OSError for a processor whose calls we do not know.
     """
     if machine not in MACHINES or sys.byteorder != "little":
         raise OSError(f"no list of system calls for the processor {machine}")
     known, number = MACHINES[machine]
-    # A program of BPF: load a word, jump if equal, at least, or any bit is set, and, return. It reads seccomp_data: the number of the
-    # call at byte 0, the architecture at 4, the arguments from 16 on in 8 bytes each, their low halves first.
+    # Opcodes of BPF: load a word, jump if equal, if at least, if any bit is set, and, return. What is read is seccomp_data: the
+    # number of the call at byte 0, the architecture at 4, the arguments from 16 on in 8 bytes each, their low halves first.
     load, jump, jump_from, jump_any, mask, end = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     allow, kill, fail = 0x7FFF0000, 0x80000000, 0x00050000
     made: list[tuple[int, int, int, int]] = []
@@ -388,8 +388,9 @@ def _read_until_end(
 
 
 def memory_in_use() -> int:
-    """Bytes that the sandbox holds: what its processes wrote to their own memory, swapped out or not, and the kernel's tables of it;
-    the files that it wrote; and the most that its sockets can hold. The calls that hold memory elsewhere are filtered out."""
+    """Return the bytes that the sandbox holds: what its processes wrote to their own memory, swapped out or not, and the
+    kernel's tables of it; the files that it wrote; and the most that its sockets can hold. The calls that hold memory elsewhere
+    are filtered out."""
     held = sum(_own_memory(entry) for entry in os.listdir("/proc") if entry.isdigit() and entry != "1")  # noqa: PTH208 often
     for name in FILES:
         files = os.statvfs(f"/{name}")
@@ -407,12 +408,12 @@ def _own_memory(process: str) -> int:
 
 
 def sockets_in_use() -> int:
-    """Sockets of our network namespace."""
+    """Return the number of sockets in our network namespace."""
     return int(Path("/proc/net/sockstat").read_text().split()[2])
 
 
 def _socket_bytes() -> int:
-    """Bytes that may lie unread in a socket of this machine."""
+    """Return the bytes that may lie unread in a socket of this machine."""
     with socket.socket(socket.AF_UNIX) as one:
         return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 

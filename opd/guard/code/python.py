@@ -123,13 +123,13 @@ class _PythonReader(ast.NodeVisitor):
             self.code.uses.append(f"{node.module or ''}.{alias.name}")
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        """A variable whose value is known stays known until it is set again."""
+        """Keep the value of a variable until it is set again."""
         self.generic_visit(node)
         self._assign_targets(node.targets, self.fold.fold_value(node.value))
         self._named |= {one.id: self._opened_path(node.value) for one in node.targets if isinstance(one, ast.Name)}
 
     def visit_For(self, node: ast.For) -> None:
-        """A loop over known strings is gone through once for each."""
+        """Go through the body of a loop over known values once for each."""
         values = self.fold.fold_value(node.iter)
         self.visit(node.iter)
         if self._shows_environment([node.iter]) and any(
@@ -178,7 +178,7 @@ class _PythonReader(ast.NodeVisitor):
             self.code.env.append(value)
 
     def visit_Call(self, node: ast.Call) -> None:
-        """A call: of a shell, of code, of what opens, writes or removes files."""
+        """Read a call: of a shell, of code, of what opens, writes or removes files."""
         called = self.fold.dotted_name(node.func)
         self.code.uses.append(called)
         if (called in _SHOWS or called.endswith(".write")) and self._shows_environment(node.args):
@@ -264,7 +264,7 @@ class _PythonReader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _opened_path(self, node: ast.AST) -> str:
-        """The path that an expression opens, or the path of a file with a name; empty if it is not known."""
+        """Return the path that an expression opens, or the path of a file with a name; empty if it is not known."""
         if isinstance(node, ast.Name):
             return self._named.get(node.id, "")
         if isinstance(node, ast.Call) and self.fold.dotted_name(node.func).rpartition(".")[2] == "open":

@@ -47,7 +47,7 @@ def joined_paths(parts: Sequence[Any]) -> str:
 
 
 def join_parts(parts: Sequence[Any]) -> str:
-    """The text of an f-string."""
+    """Return the text of an f-string."""
     _refuse_long(sum(map(_shown_length, parts)))
     return "".join(map(str, parts))
 

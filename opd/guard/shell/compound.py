@@ -53,7 +53,7 @@ def walk_group(session: GuardSession, node: CompoundCommand, streams: Streams, w
 
 
 def _walk_if(session: GuardSession, bodies: Sequence[Callable[[], object]]) -> list[GuardSession]:
-    """A branch runs behind its own test and those before it. The last of an odd number is the `else`."""
+    """Go through the branches of an `if`, each after its own test and those before it. The last of an odd number is the `else`."""
     ways, ended = list_states(session), list[GuardSession]()
     for index in range(0, len(bodies) - 1, 2):
         ways = in_each(session, ways, bodies[index])
@@ -62,7 +62,7 @@ def _walk_if(session: GuardSession, bodies: Sequence[Callable[[], object]]) -> l
 
 
 def _walk_case(session: GuardSession, bodies: Sequence[Callable[[], object]]) -> list[GuardSession]:
-    """One branch runs; the first body is the subject."""
+    """Go through the branches of a `case`, of which one runs. The first body is the subject."""
     ways = in_each(session, list_states(session), bodies[0])
     return [way for body in bodies[1:] for way in in_each(session, ways, body)] or ways
 
@@ -80,7 +80,8 @@ def _walk_loop(session: GuardSession, test: Callable[[], object], body: Callable
 
 
 def _lines_of_while_read(node: CompoundCommand, streams: Streams) -> list[str]:
-    """The lines that a `while read ...` gets, if they are known: the first few, and of the others those that may be paths."""
+    """Return the lines that a `while read ...` gets, if they are known: the first few, and of the others those that may be
+    paths."""
     test = node.bodies[0]
     first = test[0].pipelines[0].commands[0] if test else None
     if not isinstance(first, Simple) or not first.words or first.words[0] != (Literal("read"),):

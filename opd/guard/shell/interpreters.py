@@ -48,7 +48,8 @@ def run_shell(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def _shell_options(argv: list[str]) -> tuple[str, list[str]]:
-    """The letters of a shell's options, and its other arguments. What is not known may be an option before `-c`, or nothing."""
+    """Return the letters of a shell's options, and its other arguments. What is not known may be an option before `-c`, or
+    nothing."""
     letters, unknown, index = "", list[str](), 0
     while index < len(argv):
         arg = show_field(argv[index])
@@ -187,7 +188,7 @@ def run_trap(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def run_alias(walker: Walker, run: ProgramRun) -> str | None:
-    """An alias is a function that gives its arguments on."""
+    """Define an alias as a function that hands its arguments on."""
     walker.note_call(run)
     for arg in run.argv[1:]:
         name, equals, text = arg.partition("=")
@@ -217,6 +218,6 @@ def run_make(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def _written_makefile(walker: Walker) -> str | None:
-    """The text of the file that make takes by itself, if the episode wrote it."""
+    """Return the text of the file that make takes by itself, if the episode wrote it."""
     texts = map(walker.session.script_at, ("GNUmakefile", "makefile", "Makefile"))
     return next((text for text in texts if text is not None), None)

@@ -60,7 +60,7 @@ class ProgramRun:
     tags: frozenset[str] = frozenset()
 
     def with_argv(self, argv: list[str]) -> ProgramRun:
-        """The same streams with other arguments: the program inside of a wrapper."""
+        """Return the same streams with other arguments: the program inside of a wrapper."""
         return ProgramRun(argv, self.streams, self.tags)
 
 
@@ -210,7 +210,7 @@ class Walker:
                 state.set_back(kept)
 
     def _assigned_value(self, assignment: Assignment) -> str:
-        """The value that is assigned; items of an array with a mark between them."""
+        """Return the value that is assigned; items of an array with a mark between them."""
         if assignment.index:
             self._expander.expand_to_value(assignment.index)
         if assignment.items is None:
@@ -237,7 +237,7 @@ class Walker:
             assign(self.session.variables, one, value)
 
     def _redirect_streams(self, redirects: list[Redirect], given: Streams) -> Streams:
-        """The streams after the redirections."""
+        """Return the streams after the redirections."""
         streams = Streams(stdin=given.stdin, has_stdin=given.has_stdin, sources=given.sources)
         for redirect in redirects:
             operator = redirect.operator
@@ -386,12 +386,13 @@ class Walker:
         return self.with_arguments(run.argv[1:], partial(self.walk_text, text, run.streams))
 
     def decoding_tags(self, sources: tuple[str, ...]) -> frozenset[str]:
-        """The tags of code that came out of these programs, if one of them decodes."""
+        """Return the tags of code that came out of these programs, if one of them decodes."""
         hidden = frozenset({"decoded"}) if set(sources) & DECODERS else frozenset[str]()
         return hidden | {"encoded"} if set(sources) & HIDERS else hidden
 
     def walk_code(self, language: str, text: str, run: ProgramRun) -> None:
-        """Note what inline code would do, and go through the commands and the code that it would run. Raises: UnreadableCommand."""
+        """Note what inline code would do, and go through the commands and the code that it would run. Raises:
+        UnreadableCommand."""
         if self._nested >= MAX_NESTED or len(text) > MAX_CHARACTERS:
             raise UnreadableCommand("too long or too deeply nested")
         self._work.spend(len(text) * PYTHON)
@@ -437,6 +438,6 @@ class Walker:
 
 
 def _program_names(calls: list[ProgramCall]) -> list[str]:
-    """The programs of calls, as sources of another one; a `find` that goes through the system is `find outward`, too."""
+    """Return the programs of calls, as sources of another one; a `find` that goes through the system is `find outward`, too."""
     named = [call for call in calls if call.program]
     return [*(c.program for c in named), *(f"{c.program} outward" for c in named if "outward" in c.tags)]

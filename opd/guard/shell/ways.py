@@ -64,7 +64,7 @@ def enter_state(session: GuardSession, way: GuardSession) -> None:
 
 
 def list_states(session: GuardSession) -> list[GuardSession]:
-    """All states that a session may be in, as sessions of their own."""
+    """Return all states that a session may be in, as sessions of their own."""
     here = session.copy()
     others, here.others = here.others, []
     return [here, *others]
@@ -104,7 +104,7 @@ def _most_telling(ways: Sequence[GuardSession]) -> list[GuardSession]:
 
 
 def _entry_weight(entry: tuple[str, ...]) -> int:
-    """A path weighs more than a number: it is what the rules are about."""
+    """Return the weight of an entry of a state. A path weighs more than a number: it is what the rules are about."""
     return 8 if any("/" in part for part in entry[1:]) else 1
 
 
@@ -153,7 +153,7 @@ def in_turn(session: GuardSession, steps: Sequence[StateStep]) -> Output:
 def _walk_step(
     session: GuardSession, runs: Sequence[GuardSession], step: StateStep
 ) -> tuple[list[GuardSession], list[GuardSession], Output]:
-    """The states in which a step may have succeeded, those in which it may have failed, and what it may have printed."""
+    """Return the states in which a step may have succeeded, those in which it may have failed, and what it may have printed."""
     worked: list[GuardSession] = []
     failed: list[GuardSession] = []
     printed: list[Output] = []

@@ -130,7 +130,7 @@ class Inner:
 
 
 def inner_command(argv: list[str], wrapper: Wrapper) -> Inner:
-    """The command inside of a wrapper's arguments."""
+    """Return the command inside of a wrapper's arguments."""
     index, operands, options = 0, wrapper.operands, True
     tags: set[str] = set()
     values: dict[str, str] = {}
