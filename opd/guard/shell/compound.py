@@ -99,7 +99,7 @@ def _by_line(walk: Walk, bodies: Sequence[Script], streams: Streams, lines: Sequ
 
 
 def loop_over(session: GuardSession, node: For, values: Sequence[str], walk: Callable[[Script], Output]) -> Output:
-    """Go through the body of a `for` for each of its words; what it prints, if that is known."""
+    """Go through the body of a `for` for each of its words. Return what it prints, if that is known."""
     printed: list[Output] = []
 
     def one_round(value: str) -> None:

@@ -48,8 +48,8 @@ def has_glob(field: str) -> bool:
 
 
 def expand_braces(field: str, spend: Callable[[int], None]) -> list[str]:
-    """Return the fields that brace expansion makes of one: `a{b,c}` is `ab` and `ac`, `{1..3}` is 1, 2, 3. `spend` is told the
-    characters that are looked at."""
+    """Return the fields that brace expansion makes of one: `a{b,c}` is `ab` and `ac`, `{1..3}` is 1, 2, 3. `spend` gets
+    the number of characters that are looked at."""
     done: list[str] = []
     waiting = [field]
     while waiting and len(done) + len(waiting) < MAX_FIELDS:

@@ -95,7 +95,7 @@ def _find_roots(argv: list[str]) -> list[str]:
 
 
 def _globs_of_find(argv: list[str]) -> list[str]:
-    """Globs of what a find may find: its roots with the patterns of its names. Raises: UnreadableCommand if they are too many."""
+    """Return globs of what a find may find: its roots with the patterns of its names. Raises: UnreadableCommand if they are too many."""
     names = [argv[i + 1] for i, arg in enumerate(argv[:-1]) if arg in ("-name", "-iname")]
     paths = [] if names else _path_patterns(argv)
     roots = _find_roots(argv)

@@ -96,7 +96,7 @@ class Walker:
         self._expander = Expander(session, self._walk_substitution, self._work)
 
     def walk_text(self, text: str, streams: Streams | None = None, tags: frozenset[str] = frozenset()) -> str | None:
-        """Go through a script inside of the script; what it prints, if known. Raises: UnreadableCommand."""
+        """Go through a script inside of the script. Return what it prints, if known. Raises: UnreadableCommand."""
         if self._nested >= MAX_NESTED:
             raise UnreadableCommand("too deeply nested")
         self._work.spend(len(text))
@@ -111,7 +111,7 @@ class Walker:
             self.tags = before
 
     def walk_script(self, script: Script, streams: Streams | None = None) -> str | None:
-        """Go through the pipelines of a script; what they print together, if known."""
+        """Go through the pipelines of a script. Return what they print together, if known."""
         printed = []
         stopped: list[GuardSession] = []
         for one in script:
@@ -315,7 +315,7 @@ class Walker:
         self.calls[-1] = replace(self.calls[-1], tags=self.calls[-1].tags | {tag})
 
     def run(self, run: ProgramRun) -> str | None:
-        """Note what one program call does; what it prints, if known. Raises: UnreadableCommand."""
+        """Note what one program call does. Return what it prints, if known. Raises: UnreadableCommand."""
         name = run.argv[0]
         if name in self.session.functions and self._open.count(name) < MAX_RECURSION:
             return self._walk_function(name, run)

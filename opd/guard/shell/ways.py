@@ -132,7 +132,7 @@ def _take_over_files(session: GuardSession, kept: GuardSession) -> None:
 
 
 def in_turn(session: GuardSession, steps: Sequence[StateStep]) -> Output:
-    """Go through a list such as `a && b || c`, each step in the states in which it may run; what it prints."""
+    """Go through a list such as `a && b || c`, each step in the states in which it may run. Return what it prints."""
     if len(steps) == 1 and not session.others:
         return steps[0].act()[1]
     printed: list[Output] = []
