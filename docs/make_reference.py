@@ -29,7 +29,7 @@ from experts.rl.spec import ReinforceSpec
 from experts.spec import ExpertsSpec
 from experts.suites import DOMAINS
 from opd.config import PipelineConfig, load_pipeline
-from opd.settings.yaml_files import every_key, load_yaml
+from opd.settings.yaml_files import iterate_keys, load_yaml
 from pipelines.catalog import find_pipeline, shipped_pipelines
 from pipelines.commands.completion import KEYS
 from pipelines.plan.plan import MergePlan, make_plan
@@ -301,7 +301,7 @@ def main() -> int:
 
 def settable_keys() -> list[str]:
     """Return the keys that `--set` offers: all but those below a name that the user chooses."""
-    return sorted({key for key in every_key(PipelineConfig) if "NAME" not in key.split(".")})
+    return sorted({key for key in iterate_keys(PipelineConfig) if "NAME" not in key.split(".")})
 
 
 def _renew(page: Path, old: str, new: str, check: bool) -> bool:

@@ -256,7 +256,12 @@ def _check_tensors(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig
 
 
 def _check_module(
-    file: Path, module: str, pair: Mapping[str, Tensor], config: LoraConfig, base_tensors: Mapping[str, Tensor], base: Path
+    file: Path,
+    module: str,
+    pair: Mapping[str, Tensor],
+    config: LoraConfig,
+    base_tensors: Mapping[str, Tensor],
+    base: Path,
 ) -> int:
     weight = base_tensors.get(f"{module}.weight")
     if weight is None or len(weight.shape) != 2:

@@ -26,7 +26,11 @@ def _check_vocabulary(student: ModelInfo, expert: ModelInfo, name: str) -> None:
     if student.vocab_hash == expert.vocab_hash:
         return
     student_tokens, expert_tokens = token_map(Path(student.path)), token_map(Path(expert.path))
-    difference = _size_difference(student_tokens, expert_tokens) if len(student_tokens) != len(expert_tokens) else _id_difference(student_tokens, expert_tokens)
+    difference = (
+        _size_difference(student_tokens, expert_tokens)
+        if len(student_tokens) != len(expert_tokens)
+        else _id_difference(student_tokens, expert_tokens)
+    )
     raise ModelError.at(
         f"expert `{name}`: {Path(expert.path) / 'tokenizer.json'}",
         found=difference,
@@ -48,7 +52,9 @@ def _size_difference(student_tokens: Mapping[int, str], expert_tokens: Mapping[i
 
 
 def _id_difference(student_tokens: Mapping[int, str], expert_tokens: Mapping[int, str]) -> str:
-    lowest_id = min(i for i in student_tokens.keys() | expert_tokens.keys() if student_tokens.get(i) != expert_tokens.get(i))
+    lowest_id = min(
+        i for i in student_tokens.keys() | expert_tokens.keys() if student_tokens.get(i) != expert_tokens.get(i)
+    )
     permuted = set(student_tokens.values()) == set(expert_tokens.values())
     kind = "the same tokens with permuted ids" if permuted else "as many tokens, but other ones"
     return f"{kind}: id {lowest_id} is {expert_tokens.get(lowest_id)!r} in the expert and {student_tokens.get(lowest_id)!r} in the student"

@@ -87,7 +87,8 @@ def _read_counts(reader: _Reader) -> tuple[int, int]:
         swapped = int.from_bytes(int(version).to_bytes(4, "little"), "big")
         raise ModelError.at(
             reader.file,
-            found=f"GGUF version {version}" + (f", that is {swapped} of a big-endian file" if swapped in VERSIONS else ""),
+            found=f"GGUF version {version}"
+            + (f", that is {swapped} of a big-endian file" if swapped in VERSIONS else ""),
             wanted=f"a little-endian file of version {' or '.join(map(str, VERSIONS))}",
             fix="convert the original model with llama.cpp's convert_hf_to_gguf.py, without --bigendian",
         )
@@ -187,7 +188,9 @@ class _Reader:
     def _refuse_end(self, size: int, subject: str) -> None:
         remaining = len(self.data) - self.at
         if size > remaining:
-            raise _make_error(self.file, f"{subject}: {size:,} bytes, and {remaining:,} are left", "a file that is not cut off")
+            raise _make_error(
+                self.file, f"{subject}: {size:,} bytes, and {remaining:,} are left", "a file that is not cut off"
+            )
 
 
 def _make_error(file: Path, actual: str, expected: str) -> OpdError:

@@ -55,9 +55,14 @@ def prove_conversion(model_dir: Path, file: Path) -> str:
 def _compare_scores(
     file: Path, ids: list[list[int]], model_nats: list[float], llama_ids: list[list[int]], llama_nats: list[float]
 ) -> None:
-    for text, text_ids, llama_text_ids, nats, llama_mean in zip(TEXTS, ids, llama_ids, model_nats, llama_nats, strict=True):
+    for text, text_ids, llama_text_ids, nats, llama_mean in zip(
+        TEXTS, ids, llama_ids, model_nats, llama_nats, strict=True
+    ):
         if text_ids != llama_text_ids:
-            actual, expected = f"{text[:30]!r} as the tokens {text_ids[:12]}", f"those of llama.cpp: {llama_text_ids[:12]}"
+            actual, expected = (
+                f"{text[:30]!r} as the tokens {text_ids[:12]}",
+                f"those of llama.cpp: {llama_text_ids[:12]}",
+            )
         elif not abs(nats - llama_mean) <= LARGEST_GAP:  # NaN is not
             actual, expected = f"{nats:.2f} nats a token on {text[:30]!r}", f"those of llama.cpp: {llama_mean:.2f}"
         else:

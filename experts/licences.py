@@ -81,7 +81,11 @@ def list_concerns(licences_by_model: Mapping[str, Sequence[Licence]]) -> list[st
     for owner, licences in licences_by_model.items():
         for licence in licences:
             by_name.setdefault(licence.name, []).append(owner)
-    lines = [f"{', '.join(unlicensed)}: no licence was found" for unlicensed in [_list_unlicensed(licences_by_model)] if unlicensed]
+    lines = [
+        f"{', '.join(unlicensed)}: no licence was found"
+        for unlicensed in [_list_unlicensed(licences_by_model)]
+        if unlicensed
+    ]
     for name, owners in by_name.items():
         owner = ", ".join(owners)
         if _NON_COMMERCIAL.search(name):

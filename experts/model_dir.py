@@ -22,7 +22,7 @@ from typing import Any
 from blake3 import blake3
 from pydantic import AliasChoices, Field, NonNegativeInt
 
-from experts.json_files import Lenient, read_model, read_json, read_optional, refuse_custom_code, validate_json
+from experts.json_files import Lenient, read_json, read_model, read_optional, refuse_custom_code, validate_json
 from experts.safetensors_header import Tensor
 from experts.tied import refuse_other_head
 from experts.weight_files import GATHER, Hashes, weight_hashes, weight_shards, weight_tensors

@@ -17,7 +17,14 @@ from experts.fit import match_weights
 from experts.merge_first import explain_merging
 from experts.model_dir import ModelInfo
 from opd.errors import ModelError
-from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, attach_updates, find_nonlinear_modules, read_updates
+from opd.models.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    LoraConfig,
+    attach_updates,
+    find_nonlinear_modules,
+    read_updates,
+)
 from opd.records.types import Probe
 from opd.settings.strict import DType, Strict
 

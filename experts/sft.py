@@ -61,7 +61,9 @@ def encode_line(
     try:
         template_variables = {**(variables or {}), **line.variables}
         prompt = list(encode_prompt(tokenizer, line.prompt, day, **template_variables))
-        completion = tokenizer.encode(_completion_text(tokenizer, line, day, template_variables), add_special_tokens=False)
+        completion = tokenizer.encode(
+            _completion_text(tokenizer, line, day, template_variables), add_special_tokens=False
+        )
     except PromptError:
         raise
     except (TemplateError, ValueError, TypeError) as error:

@@ -40,7 +40,10 @@ def _are_equal(embedding: tuple[Path, Tensor], head: tuple[Path, Tensor]) -> boo
     if (embedding[1].dtype, embedding[1].shape) != (head[1].dtype, head[1].shape):
         return False
     embedding_bytes, head_bytes = _read_bytes(*embedding), _read_bytes(*head)
-    return all((embedding_bytes[i : i + CHUNK] == head_bytes[i : i + CHUNK]).all() for i in range(0, len(embedding_bytes), CHUNK))
+    return all(
+        (embedding_bytes[i : i + CHUNK] == head_bytes[i : i + CHUNK]).all()
+        for i in range(0, len(embedding_bytes), CHUNK)
+    )
 
 
 def _read_bytes(shard: Path, tensor: Tensor) -> np.ndarray:

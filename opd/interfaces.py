@@ -59,7 +59,10 @@ class RolloutEngine(Protocol):
         ...
 
     def load(
-        self, model_dir: Path, restart_weights: Callable[[], AbstractContextManager[Path]] | None = None, base: Path | None = None
+        self,
+        model_dir: Path,
+        restart_weights: Callable[[], AbstractContextManager[Path]] | None = None,
+        base: Path | None = None,
     ) -> None:
         """Load the weights of this Hugging Face directory into every worker, and reset caches. If the directory may go away,
         `restart_weights` makes one with the same weights for a worker that died. With `base` the directory has only some weights; the

@@ -36,8 +36,8 @@ from opd.interfaces import (
     Trainer,
     WeightSync,
 )
-from opd.records.staleness import refuse_stale, find_stale_samples
-from opd.records.step import StepRecord, measure_busy_seconds, build_step_record
+from opd.records.staleness import find_stale_samples, refuse_stale
+from opd.records.step import StepRecord, build_step_record, measure_busy_seconds
 from opd.records.types import Prompt, PushReport, RolloutBatch, SavedCheckpoint, StepReport
 from opd.reward.interfaces import Rewards
 from opd.run.metrics import PhaseClock
@@ -115,7 +115,9 @@ def run(parts: Components, plan: Plan, stop: Callable[[], bool] = lambda: False)
         record = replace(
             record, accuracy=accuracy, replayed=scored.replayed, checkpoint=saved, phase_s=clock.take_seconds()
         )
-        record = replace(record, busy_s=measure_busy_seconds(record, parts.schedule.take_busy_s(), scored.targets, trained))
+        record = replace(
+            record, busy_s=measure_busy_seconds(record, parts.schedule.take_busy_s(), scored.targets, trained)
+        )
         record = replace(record, alarms=parts.monitors.judge(record, scored.batch.rollouts))
         parts.reporter.step(record)
         parts.traces.keep(step, scored.batch, trained)

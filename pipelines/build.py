@@ -41,7 +41,15 @@ from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
 from pipelines.inputs.own_engine import import_users_engine
 from pipelines.inputs.read import Inputs
-from pipelines.specs import TrainingFeatures, critic_spec, flight_spec, teacherless_spec, pool_spec, rollout_spec, trainer_spec
+from pipelines.specs import (
+    TrainingFeatures,
+    critic_spec,
+    flight_spec,
+    pool_spec,
+    rollout_spec,
+    teacherless_spec,
+    trainer_spec,
+)
 from teachers.flight.client import FlightPool
 from teachers.nobody import TeacherlessPool
 from teachers.pool import Pool, Routes

@@ -34,7 +34,9 @@ def environment_table() -> list[tuple[str, str, str]]:
     for name in ENVIRONMENTS:
         environment_class = find_environment(name, "environments")
         docstring = inspect.getdoc(environment_class) or ""
-        rows.append((name, ", ".join(tool.name for tool in environment_class.tools) or "-", docstring.partition("\n")[0]))
+        rows.append(
+            (name, ", ".join(tool.name for tool in environment_class.tools) or "-", docstring.partition("\n")[0])
+        )
     return rows
 
 

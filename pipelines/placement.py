@@ -99,7 +99,9 @@ def _place_role(config: PipelineConfig, key: str, local_workers: Collection[str]
         reserve_places(config, {key}, local_workers)
 
 
-def refuse_impossible_placement(groups: Sequence[WorkerGroup], local_workers: Collection[str], nodes: Sequence[Node]) -> None:
+def refuse_impossible_placement(
+    groups: Sequence[WorkerGroup], local_workers: Collection[str], nodes: Sequence[Node]
+) -> None:
     """Raises: ConfigError if the nodes, with nobody on them, cannot have the groups.
 
     It refuses what is certain. Whether all of them fit together, beside other users of the cluster, Ray finds out.
@@ -133,10 +135,14 @@ def _pin_seats(seats: Sequence[Seat], local_workers: Collection[str], this_node:
 
 def _refuse_far(group: WorkerGroup, local_seats: Sequence[Seat], this_node: Node) -> None:
     """Raises: ConfigError if the group keeps workers from this machine that have to be here."""
-    reason = f"{', '.join(seat.worker for seat in local_seats)} on this machine: new weights go through its shared memory"
+    reason = (
+        f"{', '.join(seat.worker for seat in local_seats)} on this machine: new weights go through its shared memory"
+    )
     for seat in local_seats:
         missed = {
-            key: selector for key, selector in seat.labels.items() if not matches_selector(this_node.labels.get(key), selector)
+            key: selector
+            for key, selector in seat.labels.items()
+            if not matches_selector(this_node.labels.get(key), selector)
         }
         if missed:
             raise ConfigError.at(
@@ -162,7 +168,9 @@ def _refuse_together(group: WorkerGroup, nodes: Sequence[Node]) -> None:
             worker="", asks=_sum_seats(group.seats), labels={k: v for s in group.seats for k, v in s.labels.items()}
         )
         if not any(combined_seat.fits_node(node) for node in nodes):
-            raise _make_placement_error(group, "strict_pack", f"one node with {combined_seat} for {_group_names(group)}", nodes)
+            raise _make_placement_error(
+                group, "strict_pack", f"one node with {combined_seat} for {_group_names(group)}", nodes
+            )
 
 
 def _refuse_too_many(groups: Sequence[WorkerGroup], local_workers: Collection[str], nodes: Sequence[Node]) -> None:

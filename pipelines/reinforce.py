@@ -146,7 +146,7 @@ def _train_expert(expert: _ReinforcedExpert, tell: Tell, callbacks: MergeCallbac
     link_files(paths.model, staging_directory(expert.job))
     publish_model(staging_directory(expert.job), expert.job, {RESULT: result})
     for domain, (before, after) in result["success"].items():
-        tell(f"{name}: {before:.2f} → {after:.2f} on {domain}, report {paths.page}")
+        tell(f"{name}: {before:.2f} → {after:.2f} on {domain}, report {paths.report_page}")
 
 
 def _run_result(paths: RunPaths) -> dict[str, Any]:

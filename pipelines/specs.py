@@ -296,7 +296,9 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
             "tensor_parallel_size": teachers.tensor_parallel_size,
         }
     elif isinstance(teachers, OpenAITeachers):
-        servers = {name: Server(base_url=server.base_url, model=server.model) for name, server in teachers.servers.items()}
+        servers = {
+            name: Server(base_url=server.base_url, model=server.model) for name, server in teachers.servers.items()
+        }
         own = {
             "servers": servers,
             "api_key_env": teachers.api_key_env,

@@ -16,7 +16,7 @@ from opd.models.heads import HeadSource
 from opd.payloads.none import Unscored
 from opd.records.types import LayoutProof, Rollout
 from opd.stream.schema import TargetRow, write_parts
-from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
+from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
 
 NOBODY = "nobody"
 """Stands in the column `teacher`."""

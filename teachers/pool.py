@@ -16,7 +16,7 @@ from opd.models.heads import HeadSource
 from opd.payloads import answer_class
 from opd.records.types import LayoutProof, Prompt, Rollout, Teacher, WeightedTeacher
 from opd.rollouts.processes import engine_env
-from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
+from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
 from teachers.scorers import ScorerOptions
 from teachers.weights import base_key, weight_key
 from teachers.worker import TeacherRows, TeacherWorker
@@ -259,10 +259,14 @@ def refuse_unknown_domains(rollouts: Sequence[Rollout], routes: Routes) -> None:
         raise RunError(f"no teacher for domain {unknown[0]!r}; teachers serve {', '.join(sorted(routes))}")
 
 
-def expected_rows(domains: Collection[str], routes: Routes, heads: Mapping[str, str]) -> dict[str, dict[str, ExpectedRow]]:
+def expected_rows(
+    domains: Collection[str], routes: Routes, heads: Mapping[str, str]
+) -> dict[str, dict[str, ExpectedRow]]:
     """Return domain -> teacher -> what its rows must say; `heads`: teacher -> content hash, empty where none are sent."""
     return {
-        domain: {a.teacher.name: ExpectedRow(weight=a.weight, head=heads.get(a.teacher.name, "")) for a in routes[domain]}
+        domain: {
+            a.teacher.name: ExpectedRow(weight=a.weight, head=heads.get(a.teacher.name, "")) for a in routes[domain]
+        }
         for domain in sorted(domains)
     }
 

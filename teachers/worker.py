@@ -34,9 +34,7 @@ class TeacherWorker:
         Raises: RunError if it cannot, or if it is not the one that was registered.
         """
         scorer = self._scorer
-        head = HeadSource(
-            key=scorer.head_key(teacher), rule=scorer.head_rule(teacher), file=scorer.head_file(teacher)
-        )
+        head = HeadSource(key=scorer.head_key(teacher), rule=scorer.head_rule(teacher), file=scorer.head_file(teacher))
         check_probe(self._scorer, teacher, self._options)
         return head
 

@@ -152,7 +152,9 @@ def of_limits(measured: Sequence[Measured]) -> Any:
         table.add_column(title, justify="right")
     for one in measured:
         found = one.limits()
-        table.add_row(one.case.name, *(format_or_dash(found.get(name), form) for name, (_, form) in LIMIT_COLUMNS.items()))
+        table.add_row(
+            one.case.name, *(format_or_dash(found.get(name), form) for name, (_, form) in LIMIT_COLUMNS.items())
+        )
     return table
 
 

@@ -65,9 +65,12 @@ def play_tasks(environment: str, tasks: Sequence[Task], play: PlaySettings) -> l
             wanted="an environment that says what is right in every state",
             fix="take one of `opd environments list` that has a solver, or add `solve` to yours",
         )
-    actions = {action.text: action for task in tasks[:POOL] for action in _play_episode(environment_class(), task, play, ())[0]}
+    actions = {
+        action.text: action for task in tasks[:POOL] for action in _play_episode(environment_class(), task, play, ())[0]
+    }
     return [
-        _build_row(environment_class, task, tuple(actions.values()), replace(play, seed=play.seed + i)) for i, task in enumerate(tasks)
+        _build_row(environment_class, task, tuple(actions.values()), replace(play, seed=play.seed + i))
+        for i, task in enumerate(tasks)
     ]
 
 

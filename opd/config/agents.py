@@ -11,7 +11,14 @@ from opd.config.verifiers import VerifierConfig
 from opd.settings.strict import PathOrName, Strict
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-RESERVED_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "OPD_TASK", "OPD_RESULT")
+RESERVED_VARIABLES = (
+    "OPENAI_BASE_URL",
+    "OPENAI_API_KEY",
+    "ANTHROPIC_BASE_URL",
+    "ANTHROPIC_API_KEY",
+    "OPD_TASK",
+    "OPD_RESULT",
+)
 """Variables that every program gets from us."""
 
 

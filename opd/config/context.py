@@ -34,5 +34,7 @@ class ContextConfig(Strict):
     @classmethod
     def _check_placeholder(cls, value: str) -> str:
         if value.count(PLACEHOLDER) != 1:
-            raise PydanticCustomError("resume", "a text with {place} in it, once", {"place": PLACEHOLDER, "found": value})
+            raise PydanticCustomError(
+                "resume", "a text with {place} in it, once", {"place": PLACEHOLDER, "found": value}
+            )
         return value

@@ -65,11 +65,16 @@ def _find_map_problem(gpus: float, teachers: TransformersTeachers) -> PydanticCu
     with_gpus = f"with cluster.teacher_gpus {gpus:g}"
     if gpus > 1 and gpus % 1:
         expected = "a whole number: layers are divided among whole GPUs"
-        return _devices_error("cluster.teacher_gpus", f"{gpus:g} with teachers.device_map {teachers.device_map}", expected)
+        return _devices_error(
+            "cluster.teacher_gpus", f"{gpus:g} with teachers.device_map {teachers.device_map}", expected
+        )
     if gpus % 1 and not teachers.max_memory:
         expected = "the most bytes on GPU 0, and on cpu and disk: others on this GPU need memory too, a fraction does not say how much"
         return _devices_error("teachers.max_memory", f"nothing, {with_gpus}", expected)
-    named_gpus, worker_gpus = {device for device in teachers.max_memory if isinstance(device, int)}, set(range(ceil(gpus)))
+    named_gpus, worker_gpus = (
+        {device for device in teachers.max_memory if isinstance(device, int)},
+        set(range(ceil(gpus))),
+    )
     if named_gpus - worker_gpus:
         worker_devices = (
             f"the GPUs of a scoring worker, {_format_numbers(worker_gpus)}"
@@ -77,12 +82,14 @@ def _find_map_problem(gpus: float, teachers: TransformersTeachers) -> PydanticCu
             else "cpu and disk: a scoring worker has no GPU"
         )
         expected = f"{worker_devices}; cluster.teacher_gpus gives it more"
-        return _devices_error("teachers.max_memory", f"GPU {_format_numbers(named_gpus - worker_gpus)}, {with_gpus}", expected)
-    if teachers.max_memory and worker_gpus - named_gpus:
-        expected = (
-            f"all GPUs of a scoring worker, {_format_numbers(worker_gpus)}: one that is not named would be reserved for nobody"
+        return _devices_error(
+            "teachers.max_memory", f"GPU {_format_numbers(named_gpus - worker_gpus)}, {with_gpus}", expected
         )
-        return _devices_error("teachers.max_memory", f"no GPU {_format_numbers(worker_gpus - named_gpus)}, {with_gpus}", expected)
+    if teachers.max_memory and worker_gpus - named_gpus:
+        expected = f"all GPUs of a scoring worker, {_format_numbers(worker_gpus)}: one that is not named would be reserved for nobody"
+        return _devices_error(
+            "teachers.max_memory", f"no GPU {_format_numbers(worker_gpus - named_gpus)}, {with_gpus}", expected
+        )
     return None
 
 

@@ -121,7 +121,9 @@ def merge_guard(section: GuardConfig | None, overrides: bool | Mapping[str, Any]
     """
     if section is None or overrides is False:
         return None
-    return GuardConfig.model_validate({**section.model_dump(), **overrides}) if isinstance(overrides, Mapping) else section
+    return (
+        GuardConfig.model_validate({**section.model_dump(), **overrides}) if isinstance(overrides, Mapping) else section
+    )
 
 
 def refuse_useless_guard(

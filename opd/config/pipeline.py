@@ -183,7 +183,9 @@ class PipelineConfig(Strict):
         for name, domain in self.domains.items():
             for tool, agent in (domain.environment.sub_agents if domain.environment else {}).items():
                 agent_domain = agent.domain or name
-                eligible = [d for d, candidate in self.domains.items() if candidate.environment or agent.environment != "domain"]
+                eligible = [
+                    d for d, candidate in self.domains.items() if candidate.environment or agent.environment != "domain"
+                ]
                 if agent_domain not in eligible:
                     requirement = "a domain with an environment" if agent.environment == "domain" else "a domain"
                     raise PydanticCustomError(
@@ -269,7 +271,9 @@ class PipelineConfig(Strict):
                         "1, or experts of each round's own: with the same experts a round takes back what the one before "
                         "it gained beyond them, because it starts from the model of that round"
                     )
-                    raise _extrapolation_error(config, name, f"round {index + 1}, which has no `experts` of its own", expected)
+                    raise _extrapolation_error(
+                        config, name, f"round {index + 1}, which has no `experts` of its own", expected
+                    )
         return self
 
 
@@ -310,7 +314,9 @@ def _find_reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
     if reward is None:
         return None
     if not any(domain.is_rewarded for domain in config.domains.values()):
-        return _reward_error("objective.reward", "no domain that gives a reward", f"at least one domain with {reward_source}")
+        return _reward_error(
+            "objective.reward", "no domain that gives a reward", f"at least one domain with {reward_source}"
+        )
     if reward.baseline.kind == "group" and config.rollout.n < 2:
         actual = "group with rollout.n 1: every advantage would be 0"
         return _reward_error("objective.reward.baseline", actual, "leave_one_out or ema, or rollout.n of 2 or more")
@@ -398,7 +404,9 @@ def _drop_chat_columns(pipeline: dict[str, Any]) -> dict[str, Any]:
     if isinstance(domains := pipeline.get("domains"), Mapping):
         changed["domains"] = {name: _drop_domain_chat_columns(domain) for name, domain in domains.items()}
     if isinstance(rounds := pipeline.get("rounds"), list):
-        changed["rounds"] = [_drop_chat_columns(round_data) if isinstance(round_data, dict) else round_data for round_data in rounds]
+        changed["rounds"] = [
+            _drop_chat_columns(round_data) if isinstance(round_data, dict) else round_data for round_data in rounds
+        ]
     return changed
 
 
@@ -408,7 +416,9 @@ def _drop_domain_chat_columns(domain: Any) -> Any:
     changed = {**domain, "prompts": _drop_prompts_chat_columns(domain.get("prompts"))}
     exam = domain.get("eval")
     return changed | (
-        {"eval": {**exam, "prompts": _drop_prompts_chat_columns(exam.get("prompts"))}} if isinstance(exam, Mapping) else {}
+        {"eval": {**exam, "prompts": _drop_prompts_chat_columns(exam.get("prompts"))}}
+        if isinstance(exam, Mapping)
+        else {}
     )
 
 

@@ -117,7 +117,11 @@ class TrainerConfig(Strict):
     def _check_extensions(self) -> TrainerConfig:
         steps = [*(shorter.at for shorter in self.extended), self.steps]
         totals = [*(shorter.steps for shorter in self.extended), self.steps]
-        if steps != sorted(steps) or totals != sorted(set(totals)) or any(shorter.at > shorter.steps for shorter in self.extended):
+        if (
+            steps != sorted(steps)
+            or totals != sorted(set(totals))
+            or any(shorter.at > shorter.steps for shorter in self.extended)
+        ):
             shown = ", ".join(f"{shorter.steps} steps until step {shorter.at}" for shorter in self.extended)
             raise PydanticCustomError(
                 "extended",

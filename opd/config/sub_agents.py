@@ -38,5 +38,7 @@ class SubAgentConfig(Strict):
     def _check_placeholder(cls, value: str, info: ValidationInfo) -> str:
         placeholder = TASK if info.field_name == "prompt" else ANSWER
         if value.count(placeholder) != 1:
-            raise PydanticCustomError("place", "a text with {place} in it, once", {"place": placeholder, "found": value})
+            raise PydanticCustomError(
+                "place", "a text with {place} in it, once", {"place": placeholder, "found": value}
+            )
         return value

@@ -99,7 +99,9 @@ class CriticCredit:
         warm_up = self._spec.warm_up
         if self._warm:
             return
-        self._explaining_steps = self._explaining_steps + 1 if explained is not None and explained > warm_up.explained else 0
+        self._explaining_steps = (
+            self._explaining_steps + 1 if explained is not None and explained > warm_up.explained else 0
+        )
         self._cold_steps += not self._warm
         if warm_up.at_most is not None and self._cold_steps >= warm_up.at_most:
             reason = "all returns are equal, so no reward tells states apart"
@@ -113,7 +115,9 @@ class CriticCredit:
         self._engine.wait_ready()
 
     def begin_save(self, path: Path) -> None:
-        self._written = (write_state(path, json.dumps({"above": self._explaining_steps, "cold_steps": self._cold_steps})),)
+        self._written = (
+            write_state(path, json.dumps({"above": self._explaining_steps, "cold_steps": self._cold_steps})),
+        )
         self._engine.begin_save(path)
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:

@@ -43,7 +43,9 @@ class EmaCredit:
         ]
         # After the advantages: no episode of a step is in the step's own baseline.
         self._update_means(tries)
-        return StepCredit(advantages=spread_over_tokens(tries, advantages), readings=summarise_advantages(tries, advantages))
+        return StepCredit(
+            advantages=spread_over_tokens(tries, advantages), readings=summarise_advantages(tries, advantages)
+        )
 
     def _domain_baseline(self, domain: str, other_mean: float | None) -> float:
         """Return the mean of the steps before; without any, `other_mean`, and 0 if that is None."""

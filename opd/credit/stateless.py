@@ -20,7 +20,9 @@ class Stateless:
     def assign(self, step: int, rollouts: Sequence[Rollout]) -> StepCredit:
         tries = group_into_episodes(rollouts)
         advantages = self.advantages(tries)
-        return StepCredit(advantages=spread_over_tokens(tries, advantages), readings=summarise_advantages(tries, advantages))
+        return StepCredit(
+            advantages=spread_over_tokens(tries, advantages), readings=summarise_advantages(tries, advantages)
+        )
 
     def wait_ready(self) -> None:
         """Return at once."""

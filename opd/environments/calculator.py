@@ -147,7 +147,9 @@ def _draw_expressions(rng: random.Random, options: CalculatorOptions, limit: int
         result = evaluate_expression(expression)
         question = f"Work out {expression}. Answer with the result only."
         yield {
-            "prompt": f"calc {expression}=" if options.form == "characters" else [{"role": "user", "content": question}],
+            "prompt": f"calc {expression}="
+            if options.form == "characters"
+            else [{"role": "user", "content": question}],
             "answer": result,
             "metadata": {"expression": expression, "result": result, "form": options.form},
         }

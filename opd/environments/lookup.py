@@ -81,7 +81,9 @@ class Lookup(Asking):
 
     def solve(self) -> Action:
         """Look up the first step that was not seen yet; answer once the last one was."""
-        missing = next(((name, field) for name, field, _ in self._steps if (name, field) not in self._past_lookups), None)
+        missing = next(
+            ((name, field) for name, field, _ in self._steps if (name, field) not in self._past_lookups), None
+        )
         if missing is None:
             return Action(text=self._steps[-1][2])
         return format_turn_with_call(LOOK_UP.name, dict(zip(("name", "field"), missing, strict=True)))

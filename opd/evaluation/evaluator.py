@@ -169,5 +169,7 @@ def measure_experts(
                 evaluation = evaluator.evaluate([domain], model=f"expert {teacher.name}")
             scores |= evaluation.scores
             answers += evaluation.answers
-            tell(f"expert {teacher.name}: {scores[domain].accuracy:.3f} on {domain}, the student {student_accuracy[domain]:.3f}")
+            tell(
+                f"expert {teacher.name}: {scores[domain].accuracy:.3f} on {domain}, the student {student_accuracy[domain]:.3f}"
+            )
     return Evaluation(model=EXPERT, scores=scores, answers=answers)

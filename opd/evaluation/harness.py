@@ -154,7 +154,9 @@ def read_results(data: Mapping[str, Any]) -> TaskScores:
 def task_rows(models: Mapping[str, TaskScores]) -> list[tuple[str, ...]]:
     """Return rows of task, metric, then for each model its value with the harness's standard error; `-` where there is none."""
     # Of every model, because what the harness could not compute for one is not among its numbers.
-    metrics = {(task, key): None for task_scores in models.values() for task, entry in task_scores.items() for key in entry}
+    metrics = {
+        (task, key): None for task_scores in models.values() for task, entry in task_scores.items() for key in entry
+    }
     return [
         (task, key, *(_format_entry(task_scores.get(task, {}), key) for task_scores in models.values()))
         for task, key in metrics

@@ -46,12 +46,16 @@ def by_length(scored: Sequence[tuple[int | None, Sequence[float]]]) -> tuple[Len
     is in no group) and the scores of its answers, 0..1."""
     groups = []
     for fewest, most in BUCKETS:
-        group_scores = [s for moves, s in scored if moves is not None and fewest <= moves and (most is None or moves <= most)]
+        group_scores = [
+            s for moves, s in scored if moves is not None and fewest <= moves and (most is None or moves <= most)
+        ]
         if group_scores:
             low, high = confidence_interval(group_scores)
             accuracy = fmean(map(fmean, group_scores))
             groups.append(
-                LengthScore(fewest=fewest, most=most, questions=len(group_scores), accuracy=accuracy, low=low, high=high)
+                LengthScore(
+                    fewest=fewest, most=most, questions=len(group_scores), accuracy=accuracy, low=low, high=high
+                )
             )
     return tuple(groups)
 
@@ -63,7 +67,9 @@ def align_lengths(models: Mapping[str, Evaluation]) -> list[LengthRow]:
     for name, evaluation in models.items():
         for domain, score in evaluation.scores.items():
             for length_score in score.by_length:
-                parts.setdefault(domain, {}).setdefault((length_score.fewest, length_score.most), {})[name] = length_score
+                parts.setdefault(domain, {}).setdefault((length_score.fewest, length_score.most), {})[name] = (
+                    length_score
+                )
     return [
         LengthRow(
             domain=domain,

@@ -63,7 +63,9 @@ def _build_rules(config: GuardConfig, rules: Sequence[RuleFile], judged: Path | 
     if config.judge is not None:
         inner_judge = _build_judge(config.judge, config.deadline_s)
         judge = (
-            StoredJudge(inner_judge, judged, _judge_identity(config.judge)) if judged else CachedJudge(inner_judge, config.cache)
+            StoredJudge(inner_judge, judged, _judge_identity(config.judge))
+            if judged
+            else CachedJudge(inner_judge, config.cache)
         )
     options = GuardOptions(
         on_failure=config.on_failure,

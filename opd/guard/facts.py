@@ -267,7 +267,9 @@ def _resolve_operands(program: str, argv: list[str], operands: list[str]) -> lis
             directory = posixpath.join(directory, value)
             directories.append(directory)
     names = operands[1:] if program == "git" else operands
-    return [posixpath.join(base, name) for base in directories for name in names if name not in ("", "-") and name[0] != "/"]
+    return [
+        posixpath.join(base, name) for base in directories for name in names if name not in ("", "-") and name[0] != "/"
+    ]
 
 
 def _split_short_options(arg: str) -> list[str]:

@@ -30,7 +30,7 @@ from opd.guard.shell.walk import MAX_NESTED, ProgramRun, Walker
 from opd.guard.shell.ways import act_in_every_state, act_in_subprocess, list_states, settle_states
 from opd.records.environments import ToolCall
 from opd.records.guard import Stage, Suspicion, Verdict
-from opd.text import to_one_line, strip_control_characters
+from opd.text import strip_control_characters, to_one_line
 
 Kind = Literal["shell", "scripts", "python", "read", "write", "patch", "url", "given", "text"]
 """A list is a program with its arguments if it is `shell`, and several scripts if it is `scripts`. `given` is what the tool may do
@@ -134,7 +134,11 @@ class Guard:
             if language.lower() in LANGUAGES:
                 verdict = self.check(ToolCall(name="", arguments={LANGUAGES[language.lower()]: code}), session)
                 if not verdict.allowed:
-                    return verdict if verdict.rule and verdict.observation else replace(verdict, observation=BLOCKED_ANSWER_ERROR)
+                    return (
+                        verdict
+                        if verdict.rule and verdict.observation
+                        else replace(verdict, observation=BLOCKED_ANSWER_ERROR)
+                    )
         if self._judge is None:
             return Verdict(allowed=True, stage="rules", suspicion="none")
         finding = GuardFinding(suspicion="answer", reason=ANSWER_REASON)
@@ -158,7 +162,9 @@ class Guard:
         """Apply the rules, without a judge. The session changes as the call would change it."""
         walker = Walker(session, PROGRAMS)
         kinds = self._options.tools.get(call.name)
-        directory = next((argument for name in WORKDIR_ARGUMENTS if isinstance(argument := call.arguments.get(name), str)), "")
+        directory = next(
+            (argument for name in WORKDIR_ARGUMENTS if isinstance(argument := call.arguments.get(name), str)), ""
+        )
         problem, replacement = "", TOO_COMPLEX_ERROR
         try:
             for name, value in call.arguments.items():
@@ -253,10 +259,16 @@ class Guard:
 
     def _make_verdict(self, call: ToolCall, finding: GuardFinding) -> Verdict:
         rule = finding.hit.rule if finding.hit else None
-        fields = {"suspicion": finding.suspicion, "rule": rule.id if rule else "", "command": finding.command[:MAX_SHOWN]}
+        fields = {
+            "suspicion": finding.suspicion,
+            "rule": rule.id if rule else "",
+            "command": finding.command[:MAX_SHOWN],
+        }
         if finding.suspicion == "none":
             return Verdict(allowed=True, stage="rules", **fields)  # type: ignore[arg-type]
-        dummy = strip_control_characters(DUMMIES[rule.dummy](finding.hit.call) if rule and finding.hit else finding.replacement)
+        dummy = strip_control_characters(
+            DUMMIES[rule.dummy](finding.hit.call) if rule and finding.hit else finding.replacement
+        )
         if finding.suspicion == "certain":
             return Verdict(allowed=False, stage="rules", reason=finding.reason, observation=dummy, **fields)  # type: ignore[arg-type]
         opinion, stage = self._ask_judge(call, finding)

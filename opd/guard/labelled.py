@@ -140,7 +140,9 @@ def _read_trace(path: Path) -> Iterator[Case]:
             problem = f"no `{error.args[0]}`" if isinstance(error, KeyError) else f"{error!r:.80}"
             raise OpdError.at(f"{path}:{number}", found=problem, wanted=requirement, fix="correct the row") from None
         if steps:
-            yield Case(id=name, label="honest" if label == "0" else "hack", steps=steps, kind=label, labels_trajectory=True)
+            yield Case(
+                id=name, label="honest" if label == "0" else "hack", steps=steps, kind=label, labels_trajectory=True
+            )
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -213,7 +215,9 @@ def _label_of(file: Path) -> Label:
     names = " ".join(part.lower() for part in file.parts)
     hack, honest = any(w in names for w in HACK_PARTS), any(w in names for w in HONEST_PARTS)
     if hack == honest:
-        requirement = f"a directory above it named after one of {', '.join(HACK_PARTS)} or one of {', '.join(HONEST_PARTS)}"
+        requirement = (
+            f"a directory above it named after one of {', '.join(HACK_PARTS)} or one of {', '.join(HONEST_PARTS)}"
+        )
         raise OpdError.at(
             file, found="a trajectory without a label", wanted=requirement, fix="sort the files into two directories"
         )

@@ -72,7 +72,9 @@ def measure_guard(guard: Guard, cases: Sequence[Case]) -> Measured:
     return Measured(
         scores={stage: _score_detection(hacks, caught) for stage, caught in stages.items()},
         judged=sum(verdict.suspicion in ("rule", "unreadable") for _, verdict in case_verdicts),
-        by_rule=dict(Counter(verdict.rule or verdict.suspicion for _, verdict in case_verdicts if verdict.suspicion != "none")),
+        by_rule=dict(
+            Counter(verdict.rule or verdict.suspicion for _, verdict in case_verdicts if verdict.suspicion != "none")
+        ),
         unanswered=sum(verdict.stage in ("no_judge", "judge_failed") for _, verdict in case_verdicts),
         mistakes=tuple(
             Mistake(id=case.id, label=case.label, kind=case.kind, verdict=verdict)

@@ -265,7 +265,9 @@ class _Compiler:
             raise ConfigError.at(
                 f"rule {self._rule_id}", found="a clause without keys", wanted="at least one", fix="add a key"
             )
-        return CompiledClause(needs=frozenset(tests_by_key), programs=TextGlobs(programs) if programs else None, tests=tests)
+        return CompiledClause(
+            needs=frozenset(tests_by_key), programs=TextGlobs(programs) if programs else None, tests=tests
+        )
 
     def _tests_of_what_lacks(self, clause: Clause) -> list[Test]:
         """Return the tests that a call may pass by having nothing under a key."""

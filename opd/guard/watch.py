@@ -142,7 +142,9 @@ class GuardWatch:
         )
         checked_turn = CheckedTurn(calls=calls, verdicts=verdicts, begun=begun)
         stats = GuardStats(
-            checked=checked + sum(map(self._is_checked, begun_calls)), blocked_turns=int(checked_turn.blocked), events=events
+            checked=checked + sum(map(self._is_checked, begun_calls)),
+            blocked_turns=int(checked_turn.blocked),
+            events=events,
         )
         return replace(checked_turn, stats=stats)
 

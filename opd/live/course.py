@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from opd.records.step import DomainRecord, StepRecord, select_domain, compute_token_mean
+from opd.records.step import DomainRecord, StepRecord, compute_token_mean, select_domain
 
 WINDOW = 20
 """Steps that a mean is taken over: a single step of one domain is noisy."""

@@ -69,7 +69,9 @@ class Lines:
 
     def step(self, record: StepRecord) -> None:
         self._course.add_record(record)
-        self.say(f"step {record.step}/{self._course.steps}  " + "  ".join((*step_facts(record), *self._describe_time_left())))
+        self.say(
+            f"step {record.step}/{self._course.steps}  " + "  ".join((*step_facts(record), *self._describe_time_left()))
+        )
 
     def _describe_time_left(self) -> tuple[str, ...]:
         seconds = self._course.left_s

@@ -47,7 +47,9 @@ def keep_compiled_code_private() -> None:
     if not _make_private(directory):
         own_directory = directory.with_name(f"opd-{directory.name}")
         os.environ[CACHE] = (
-            str(own_directory) if _make_private(own_directory) else tempfile.mkdtemp(prefix=f"{leftovers.directory_prefix()}torch-")
+            str(own_directory)
+            if _make_private(own_directory)
+            else tempfile.mkdtemp(prefix=f"{leftovers.directory_prefix()}torch-")
         )
         os.environ[HEADERS] = "0"  # they are in torch's own place whatever the other variable says
 

@@ -94,7 +94,11 @@ def read_index(index: Path) -> list[str]:
     except ValueError as error:
         raise _make_index_error(str(index), str(error)) from None
     weight_map = data.get("weight_map") if isinstance(data, dict) else data
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
         raise _make_index_error(f"{index}: weight_map", repr(weight_map)[:80])
     if "metadata" not in data:
         raise ModelError.at(

@@ -79,7 +79,11 @@ class Packed:
             seen_B_1_T_T = _tree_mask(self.ends_B_T)
             arguments["attention_mask"] = seen_B_1_T_T if dtype is None else _additive_mask(seen_B_1_T_T, dtype)
         if self.cu_seq_lens is not None:
-            arguments |= {"seq_idx": self.seq_idx_B_T, "cu_seq_lens_q": self.cu_seq_lens, "cu_seq_lens_k": self.cu_seq_lens}
+            arguments |= {
+                "seq_idx": self.seq_idx_B_T,
+                "cu_seq_lens_q": self.cu_seq_lens,
+                "cu_seq_lens_k": self.cu_seq_lens,
+            }
             arguments |= {"max_length_q": self.longest, "max_length_k": self.longest}
         return arguments
 
@@ -206,7 +210,9 @@ def predict_positions(laid_out: Packed, spans: Sequence[tuple[int, int]]) -> Ten
 def predict_trained(laid_out: Packed, rollouts: Sequence[Rollout]) -> Tensor:
     """Return [N] flat positions that predict the trained tokens of these rollouts, the sequences that were laid out."""
     positions = [
-        laid_out.flat_index(i, len(r.prompt_ids) - 1 + index) for i, r in enumerate(rollouts) for index in r.trained_positions
+        laid_out.flat_index(i, len(r.prompt_ids) - 1 + index)
+        for i, r in enumerate(rollouts)
+        for index in r.trained_positions
     ]
     return torch.tensor(positions, dtype=torch.long)
 
@@ -239,12 +245,16 @@ def layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float,
         # Each sequence in turn keeps its tokens while all of its neighbours get others.
         changed = [
             _hidden_states(body, LAYOUTS[layout](mixed), mixed)[i]
-            for i, mixed in enumerate([*other_probes[:i], probes[i], *other_probes[i + 1 :]] for i in range(len(probes)))
+            for i, mixed in enumerate(
+                [*other_probes[:i], probes[i], *other_probes[i + 1 :]] for i in range(len(probes))
+            )
         ]
     size = torch.stack([states.abs().max() for states in alone]).max()
 
     def measure_difference(hidden_states: Sequence[Tensor]) -> float:
-        return float(torch.stack([(a - b).abs().max() for a, b in zip(together, hidden_states, strict=True)]).max() / size)
+        return float(
+            torch.stack([(a - b).abs().max() for a, b in zip(together, hidden_states, strict=True)]).max() / size
+        )
 
     return measure_difference(alone), measure_difference(changed)
 

@@ -65,7 +65,9 @@ def pack_into_rows(lengths: Sequence[int]) -> Packing:
     narrow_packing = _first_fit(lengths, narrowest)
     if sum(lengths) >= GOOD_FILL * narrow_packing.num_rows * narrow_packing.width:
         return narrow_packing
-    wider_packings = (_first_fit(lengths, narrowest + width) for width in range(2 * WIDTH_MULTIPLE, ROW + 1, 2 * WIDTH_MULTIPLE))
+    wider_packings = (
+        _first_fit(lengths, narrowest + width) for width in range(2 * WIDTH_MULTIPLE, ROW + 1, 2 * WIDTH_MULTIPLE)
+    )
     return min([narrow_packing, *wider_packings], key=lambda packing: packing.num_rows * packing.width)
 
 

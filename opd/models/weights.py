@@ -221,7 +221,9 @@ class Naming:
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         with self._lock:
             model_tensors = self._model.state_dict()
-        targets_by_name = {n: rename_source_key(n, renamings, converters, self._model.base_model_prefix, model_tensors) for n in names}
+        targets_by_name = {
+            n: rename_source_key(n, renamings, converters, self._model.base_model_prefix, model_tensors) for n in names
+        }
         unchanged_names = {n: {n, target} for n, (target, pattern) in targets_by_name.items() if pattern is None}
         return tuple(n for group in (tied, heads - tied) for n, aliases in unchanged_names.items() if aliases & group)
 
@@ -317,7 +319,9 @@ def file_groups(model: Any, names: Iterable[str]) -> list[FileGroup]:
         module_names, patterns = tuple(name for name, _ in members), tuple(p for _, p in members if p is not None)
         assert len(patterns) in (0, len(module_names)), target
         # A copy for each group, because a conversion collects the tensors that are added to it.
-        groups.append(FileGroup(module_names, target, deepcopy(converter_of_pattern[patterns[0]]) if patterns else None, patterns))
+        groups.append(
+            FileGroup(module_names, target, deepcopy(converter_of_pattern[patterns[0]]) if patterns else None, patterns)
+        )
     return groups
 
 

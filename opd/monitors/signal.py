@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import exp
 from statistics import fmean
 
-from opd.records.step import StepRecord, compute_mean_length, select_domain, compute_token_mean
+from opd.records.step import StepRecord, compute_mean_length, compute_token_mean, select_domain
 from opd.records.types import Rollout
 
 WHOLE_STEP = ""

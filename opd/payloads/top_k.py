@@ -91,7 +91,11 @@ class TopTokens(Answer):
     def gap(self, reference: Answer, num: int, dtype: torch.dtype) -> float:
         assert isinstance(reference, TopTokens)
         pairs = zip(self._top_logprobs(num), reference._top_logprobs(num), strict=True)
-        gaps = [_logprob_difference(own_top, token, value) for own_top, reference_top in pairs for token, value in reference_top.items()]
+        gaps = [
+            _logprob_difference(own_top, token, value)
+            for own_top, reference_top in pairs
+            for token, value in reference_top.items()
+        ]
         return sum(gaps) / len(gaps)
 
     def differences(
@@ -112,7 +116,9 @@ def _logprob_difference(top_logprobs: Position, token: int, logprob: float) -> f
 
     For a token that is not in there, it is the least difference: the token is at most as likely as the last of the likeliest.
     """
-    return abs(logprob - top_logprobs[token]) if token in top_logprobs else max(0.0, logprob - min(top_logprobs.values()))
+    return (
+        abs(logprob - top_logprobs[token]) if token in top_logprobs else max(0.0, logprob - min(top_logprobs.values()))
+    )
 
 
 @dataclass(frozen=True, slots=True)

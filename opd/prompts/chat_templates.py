@@ -77,5 +77,7 @@ def _find_fault(template: str, variables: str) -> str:
     except subprocess.TimeoutExpired:
         return too_long
     if process.returncode:  # ended by a limit: of time, or of memory where Python cannot say so
-        return too_long if process.returncode < 0 else f"it ends Python: {(process.stderr.splitlines() or ['?'])[-1]:.200}"
+        return (
+            too_long if process.returncode < 0 else f"it ends Python: {(process.stderr.splitlines() or ['?'])[-1]:.200}"
+        )
     return process.stdout.strip()

@@ -127,7 +127,9 @@ def encode_prompts(
     """
     row_variables = variables or [{}] * len(prompts)
     asking = {
-        index: _render_question(tokenizer, p, day, row_variables[index]) for index, p in enumerate(prompts) if not _is_blank(p)
+        index: _render_question(tokenizer, p, day, row_variables[index])
+        for index, p in enumerate(prompts)
+        if not _is_blank(p)
     }
     special, front = set(tokenizer.all_special_ids), ids_in_front(tokenizer)
     token_ids: list[Sequence[int]] = [()] * len(prompts)

@@ -145,13 +145,19 @@ def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
     `content`, and the assistant's last turn becomes the completion and the answer, unless the row has its own."""
     if not isinstance(data, dict):
         return data  # `read_row` refuses it
-    prompt_column, completion_column, answer_column = (columns.get(column, column) for column in ("prompt", "completion", "answer"))
+    prompt_column, completion_column, answer_column = (
+        columns.get(column, column) for column in ("prompt", "completion", "answer")
+    )
     prompt, completion = data.get(prompt_column), data.get(completion_column)
     if isinstance(completion, str) and answer_column != completion_column:
         data = {**data, completion_column: [{"role": "assistant", "content": completion}]}
     elif completion_column and isinstance(completion, list):
         completion_turns = [rename_turn_keys(message) for message in completion]
-        data = {**data, completion_column: completion_turns, **(_read_answers(data, completion_turns[0], answer_column) if len(completion_turns) == 1 else {})}
+        data = {
+            **data,
+            completion_column: completion_turns,
+            **(_read_answers(data, completion_turns[0], answer_column) if len(completion_turns) == 1 else {}),
+        }
     if isinstance(prompt, str):
         return {**data, prompt_column: [{"role": "user", "content": prompt}]}
     if not isinstance(prompt, list):
@@ -161,13 +167,22 @@ def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
     if last.get("role") != "assistant":
         return {**data, prompt_column: turns}
     learned = {completion_column: [last]} if completion_column and is_learned(last) else {}
-    return {**learned, **data, prompt_column: turns[:-1], **(_read_answers(data, last, answer_column) if learned else {})}
+    return {
+        **learned,
+        **data,
+        prompt_column: turns[:-1],
+        **(_read_answers(data, last, answer_column) if learned else {}),
+    }
 
 
 def _read_answers(data: Mapping[str, Any], turn: Any, answer_column: str | None) -> dict[str, str]:
     """Return the column `answer_column` with the text of the assistant's turn, if it is to be read and the row has no answer."""
     is_answer = isinstance(turn, dict) and turn.get("role") == "assistant" and is_learned(turn)
-    return {answer_column: _turn_text(turn)} if answer_column and is_answer and data.get(answer_column) in (None, "") else {}
+    return (
+        {answer_column: _turn_text(turn)}
+        if answer_column and is_answer and data.get(answer_column) in (None, "")
+        else {}
+    )
 
 
 def _turn_text(message: Mapping[str, Any]) -> str:

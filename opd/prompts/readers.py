@@ -65,7 +65,10 @@ def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
     for file, shown in zip(source.files, source.shown, strict=True):
         if source.kind == "jsonl":
             for location, row in _json_rows(file, shown):
-                yield location, _from_json(row, config.prompt_column) if passes_filter(row, config, text=False) else None
+                yield (
+                    location,
+                    _from_json(row, config.prompt_column) if passes_filter(row, config, text=False) else None,
+                )
         elif source.kind == "csv":
             yield from _read_tables(shown, _read_csv(file, shown, config), _from_text, config)
         else:
@@ -213,7 +216,13 @@ def _next_batch(shown: str, batches: Iterator[Any]) -> Any:
             return next(batches, None)
     except PromptError:
         raise
-    except (OSError, ValueError, csv.Error, pa.ArrowException, *GZIP_ERRORS) as error:  # errors of pandas are ValueErrors
+    except (
+        OSError,
+        ValueError,
+        csv.Error,
+        pa.ArrowException,
+        *GZIP_ERRORS,
+    ) as error:  # errors of pandas are ValueErrors
         raise _make_unreadable_error(shown, error) from None
 
 
@@ -393,7 +402,9 @@ def _from_table(row: dict[str, Any], prompt: str) -> dict[str, Any]:
 def _drop_empty_keys(value: Any, keep_keys: Sequence[str] = ()) -> Any:
     """Drop the empty keys of chat messages, but keep `keep_keys`."""
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
-        return [{key: part for key, part in message.items() if part is not None or key in keep_keys} for message in value]
+        return [
+            {key: part for key, part in message.items() if part is not None or key in keep_keys} for message in value
+        ]
     return value
 
 

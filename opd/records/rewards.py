@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from math import sqrt
 from typing import TYPE_CHECKING, Any, Self
 
-from opd.records.json_fields import keep_known_keys, get_mapping
+from opd.records.json_fields import get_mapping, keep_known_keys
 from opd.records.sums import Sums
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ class RewardRecord:
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         optional = ("failed", "error")
         data["domains"] = {
-            name: {f.name: value for f in fields(reward) if (value := getattr(reward, f.name)) or f.name not in optional}
+            name: {
+                f.name: value for f in fields(reward) if (value := getattr(reward, f.name)) or f.name not in optional
+            }
             for name, reward in self.domains.items()
         }
         return {key: value for key, value in data.items() if value is not None}

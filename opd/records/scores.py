@@ -183,6 +183,10 @@ def combine_evaluations(evaluations: Sequence[Evaluation], model: str) -> Evalua
         answers=tuple(a for domain, evaluation in latest.items() for a in evaluation.answers if a.domain == domain),
         step=step,
         tokens=tokens,
-        weights={domain: evaluation.weights[domain] for domain, evaluation in latest.items() if domain in evaluation.weights},
-        cached={domain: evaluation.cached[domain] for domain, evaluation in latest.items() if domain in evaluation.cached},
+        weights={
+            domain: evaluation.weights[domain] for domain, evaluation in latest.items() if domain in evaluation.weights
+        },
+        cached={
+            domain: evaluation.cached[domain] for domain, evaluation in latest.items() if domain in evaluation.cached
+        },
     )

@@ -9,7 +9,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
 from opd.records.episodes import EpisodesRecord
-from opd.records.json_fields import check_types, keep_known_keys, get_mapping
+from opd.records.json_fields import check_types, get_mapping, keep_known_keys
 from opd.records.rewards import RewardRecord
 from opd.records.staleness import count_ages
 from opd.records.tails import is_looping
@@ -252,7 +252,9 @@ def compute_mean_length(records: Sequence[StepRecord], domain: str) -> float | N
     return tokens / responses if responses else None
 
 
-def build_step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport, pushed: PushReport) -> StepRecord:
+def build_step_record(
+    batch: RolloutBatch, targets: TargetStream, trained: StepReport, pushed: PushReport
+) -> StepRecord:
     """Make a step's record from its phases; the loop adds the seconds and what happened after the push."""
     domain_of = {r.sample_id: r.domain for r in batch.rollouts}
     left_out = Counter(q.domain for q in batch.quarantined) + Counter(domain_of[i] for i in targets.quarantined)

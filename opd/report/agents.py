@@ -47,7 +47,8 @@ def _make_row(records: Sequence[EpisodesRecord]) -> dict[str, Any]:
         "sub_agents": _sum_counts(record.sub_agents for record in records),
         "error": next((record.error for record in records if record.error), ""),
         "by_turn": [
-            _make_turn_row([record.by_turn[n] for record in records if n < len(record.by_turn)]) for n in range(_most_turns(records))
+            _make_turn_row([record.by_turn[n] for record in records if n < len(record.by_turn)])
+            for n in range(_most_turns(records))
         ],
     }
 
@@ -77,7 +78,10 @@ def _no_reward(records: Iterable[EpisodesRecord]) -> float | None:
 
 def _weighted_mean(records: Sequence[Any], key: str, weight: str, missing: float | None = None) -> float | None:
     """Return the mean of a field, weighted by another one; `missing` stands for None, and is left out if it is None too."""
-    values = [(missing if getattr(record, key) is None else getattr(record, key), getattr(record, weight)) for record in records]
+    values = [
+        (missing if getattr(record, key) is None else getattr(record, key), getattr(record, weight))
+        for record in records
+    ]
     total = sum(n for value, n in values if value is not None)
     return sum(value * n for value, n in values if value is not None) / total if total else None
 

@@ -71,7 +71,9 @@ def headroom_interval(before: Estimate, after: Estimate, expert: Estimate) -> Es
         return combine_terms([(1.0, after), (h - 1.0, before), (-h, expert)])
 
     return Estimate(
-        value, _find_crossing(lambda h: residual(h).low, value, -1.0), _find_crossing(lambda h: residual(h).high, value, 1.0)
+        value,
+        _find_crossing(lambda h: residual(h).low, value, -1.0),
+        _find_crossing(lambda h: residual(h).high, value, 1.0),
     )
 
 

@@ -203,7 +203,11 @@ def _guard_plot(report: Mapping[str, Any]) -> list[Plot]:
     reached = dict(zip(report["curves"]["step"], report["curves"]["tokens"], strict=True))
     curves = {name: blocked_turns.get(name, [None] * len(step)) for name in _curve_domains(report)}
     title = "Turns of an episode in which the guard blocked something"
-    return [figures.draw_by_domain("guard-course", title, step, [reached[step_number] for step_number in step], curves, label="turns")]
+    return [
+        figures.draw_by_domain(
+            "guard-course", title, step, [reached[step_number] for step_number in step], curves, label="turns"
+        )
+    ]
 
 
 def _rounds_plot(report: Mapping[str, Any]) -> list[Plot]:
@@ -252,7 +256,9 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
     cut = {"truncated": ("bad", curves["truncated"])}
     plots = [
         figures.draw_by_domain("loss", "Loss", step, tokens, of("loss"), log=True, label="nats a token"),
-        figures.draw_by_domain("length", "Length of the student's responses", step, tokens, of("length"), label="tokens"),
+        figures.draw_by_domain(
+            "length", "Length of the student's responses", step, tokens, of("length"), label="tokens"
+        ),
         figures.draw_lines("truncated", "Responses cut at the token limit", step, tokens, cut, percent=True),
         *reward_plots(curves, names),
         *_share_plots(curves, names),

@@ -154,7 +154,8 @@ def read_run(root: Path) -> RunFiles:
         expert=_read_evaluation(paths.evaluation_file("expert")),
         after=_read_evaluation(paths.evaluation_file("after")),
         during={
-            step: _parse_data(Evaluation.from_json, _load_json(path), path) for step, path in paths.evaluations_by_step().items()
+            step: _parse_data(Evaluation.from_json, _load_json(path), path)
+            for step, path in paths.evaluations_by_step().items()
         },
         alarms={
             step: _parse_data(Alarms.from_json, _load_json(path), path) for step, path in paths.alarms_by_step().items()

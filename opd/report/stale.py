@@ -57,7 +57,9 @@ def stale_matrix(run: RunFiles) -> str | None:
     if not merged.weights:
         return "an older release measured it and did not record of which weights"
     matrix_digests = {digest for evaluation in run.matrix.values() for digest in evaluation.weights.values()}
-    run_digests = {digest for evaluation in (run.before, run.expert) if evaluation for digest in evaluation.weights.values()}
+    run_digests = {
+        digest for evaluation in (run.before, run.expert) if evaluation for digest in evaluation.weights.values()
+    }
     if not run_digests <= matrix_digests:
         return "student or experts were other models than the merge's"
     if run.finished and run.after and _same_model(merged, run.after):
@@ -81,7 +83,11 @@ def _baseline_command(baseline: BaselineResult, run: RunFiles) -> str:
 
 def stale_notices(run: RunFiles) -> list[str]:
     """Return a sentence for each result that is out of date, with the command that measures it again."""
-    outdated = {_baseline_command(baseline, run): (baseline.label, reason) for baseline in run.baselines if (reason := stale_baseline(baseline, run))}
+    outdated = {
+        _baseline_command(baseline, run): (baseline.label, reason)
+        for baseline in run.baselines
+        if (reason := stale_baseline(baseline, run))
+    }
     lines = [f"{label}: {reason}; `{command}` measures it again" for command, (label, reason) in outdated.items()]
     if reason := stale_matrix(run):
         lines.append(

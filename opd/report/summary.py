@@ -8,7 +8,7 @@ from typing import Any
 
 from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import DomainScore, Evaluation
-from opd.records.step import StepRecord, compute_mean_length, select_domain, compute_token_mean
+from opd.records.step import StepRecord, compute_mean_length, compute_token_mean, select_domain
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
 from opd.report.exams import answer_stats, latest_exam, success_by_length
@@ -114,7 +114,9 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     files have them, `alarms` of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
     """
     before, expert, after = _read_accuracies(run)
-    report = _finished_report(run, before, expert, after) if run.finished else _partial_report(run, before, expert, after)
+    report = (
+        _finished_report(run, before, expert, after) if run.finished else _partial_report(run, before, expert, after)
+    )
     _add_regressions(report)
     merged = latest_exam(run)
     if run.before and merged and (run.expert or run.without_teachers):
@@ -169,7 +171,13 @@ def _summarise_round(run: RunFiles, index: int) -> dict[str, Any]:
         "wall_s": round_files.stored["wall_s"] if round_files.stored else None,
     }
     start, before, expert, after = (
-        e.accuracy if e else {} for e in (run.before, round_files.before, round_files.expert, round_files.after if round_files.finished else None)
+        e.accuracy if e else {}
+        for e in (
+            run.before,
+            round_files.before,
+            round_files.expert,
+            round_files.after if round_files.finished else None,
+        )
     )
     own = _summarise_gains(before, expert, after, _clear_domains_of(round_files.before, round_files.expert))
     among = {d: value for d, value in after.items() if d in start}
@@ -297,7 +305,9 @@ def draw_curves(records: Sequence[StepRecord]) -> dict[str, Any]:
         tokens.append(total)
     curves: dict[str, Any] = {"step": [part[-1].step for part in points], "tokens": tokens}
     for key in PER_TOKEN:
-        curves[key] = {name: [compute_token_mean(select_domain(part, name), key) for part in points] for name in domains}
+        curves[key] = {
+            name: [compute_token_mean(select_domain(part, name), key) for part in points] for name in domains
+        }
     curves["length"] = {name: [compute_mean_length(part, name) for part in points] for name in domains}
     curves |= {f"{of}_share": domain_shares(points, domains, of) for of in ("sample", "token")}
     curves["positions"] = _position_curves(points)
@@ -316,7 +326,9 @@ def _position_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, list[f
     stats = [[record.positions for record in part] for part in points]
     positions = {position for part in stats for record in part for position in record}
     return {
-        position: [compute_token_mean([record[position] for record in part if position in record], "loss") for part in stats]
+        position: [
+            compute_token_mean([record[position] for record in part if position in record], "loss") for part in stats
+        ]
         for position in sorted(positions, key=lambda position: int(position.split("-")[0]))
     }
 
@@ -394,7 +406,10 @@ def _baseline_row(group: Sequence[BaselineResult], run: RunFiles) -> dict[str, A
     before, expert, _ = _read_accuracies(run)
     gains = [
         _summarise_gains(
-            before, expert, {d: s.accuracy for d, s in result.scores.items() if d in before}, _domains_with_headroom(run)
+            before,
+            expert,
+            {d: s.accuracy for d, s in result.scores.items() if d in before},
+            _domains_with_headroom(run),
         )
         for result in group
     ]

@@ -18,7 +18,9 @@ def domain_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str
         for n, d in domains.items()
     ]
     if domains:
-        means = [format_or_dash(_mean([d[key] for d in domains.values()]), ".2f") for key in ("before", "expert", "after")]
+        means = [
+            format_or_dash(_mean([d[key] for d in domains.values()]), ".2f") for key in ("before", "expert", "after")
+        ]
         rows.append(("mean", *means, share_text(report["mean_headroom"])))  # type: ignore[arg-type]
     return rows
 

@@ -50,7 +50,7 @@ def rotate_every_head(model: Any) -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
     def repaired(module: Any, kernel: Any) -> Any:
-        def forward(positions: Any, query: Any, key: Any = None, **more: Any) -> Any:
+        def forward(positions: Any, query: Any, key: Any = None, **options: Any) -> Any:
             return (module.forward_native if query.ndim == 3 else kernel)(positions, query, key, **options)
 
         return forward

@@ -143,7 +143,9 @@ class VLLMRolloutEngine(Engines):
         """Play one episode for each prompt. Raises: RunError if too many of a domain break."""
         room = self._spec.engine.max_model_len
         requests = [
-            self._make_step_request(p, EpisodeKey(sample_id=sample_id, group=group_id(step, p), step=step, domain=p.domain))
+            self._make_step_request(
+                p, EpisodeKey(sample_id=sample_id, group=group_id(step, p), step=step, domain=p.domain)
+            )
             for p, sample_id in zip(prompts, sample_ids(prompts, step), strict=True)
             if _fits_context(p, room)
         ]

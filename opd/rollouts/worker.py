@@ -320,7 +320,7 @@ def cut_vocabulary(llm: Any, vocab_size: int) -> None:
             )
 
 
-def start_engine(options: EngineOptions, **more: Any) -> Any:
+def start_engine(options: EngineOptions, **overrides: Any) -> Any:
     """Start a `vllm.LLM` that is scheduled in this process; `overrides` goes to it as it is and comes before what is set here.
 
     Of all that could bend the distribution only the temperature is left: top-k, top-p, min-p, penalties, biases, forbidden

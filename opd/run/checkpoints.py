@@ -137,7 +137,9 @@ class CheckpointStore:
             _delete_partial(temporary)
             raise
         facts = {name: {"blake3": blake3(raw).hexdigest(), "bytes": len(raw)} for name, raw in carried.items()}
-        self._open_checkpoint = _OpenCheckpoint(step, policy_version, temporary, time.monotonic() + self._timeout_s, facts)
+        self._open_checkpoint = _OpenCheckpoint(
+            step, policy_version, temporary, time.monotonic() + self._timeout_s, facts
+        )
 
     def committed(self, wait: bool) -> SavedCheckpoint | None:
         """Implements `opd.interfaces.Checkpoints.committed`."""
@@ -176,7 +178,9 @@ class CheckpointStore:
             self._open_checkpoint = None
             _delete_partial(checkpoint.path)
             raise
-        self._saved_checkpoint = SavedCheckpoint(step=checkpoint.step, background_s=max(f.seconds for f in files), size=size)
+        self._saved_checkpoint = SavedCheckpoint(
+            step=checkpoint.step, background_s=max(f.seconds for f in files), size=size
+        )
         self._delete_old(checkpoint.step)
 
     def _delete_old(self, newest: int) -> None:
@@ -263,7 +267,9 @@ def verify_checkpoint(path: Path) -> Checkpoint:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
-        raise DamagedCheckpoint.at(manifest, found=problem, wanted="a checkpoint's manifest", fix=FALL_BACK_FIX) from None
+        raise DamagedCheckpoint.at(
+            manifest, found=problem, wanted="a checkpoint's manifest", fix=FALL_BACK_FIX
+        ) from None
     for name, (digest, size) in files.items():
         _verify_file(path / name, digest, size)
     return checkpoint
@@ -281,7 +287,9 @@ def _verify_file(path: Path, digest: str, size: int) -> None:
         unread = error.strerror or str(error)
         raise DamagedCheckpoint.at(path, found=unread, wanted="a file that can be read", fix=FALL_BACK_FIX) from None
     if actual_digest != digest:
-        raise DamagedCheckpoint.at(path, found=f"BLAKE3 {actual_digest[:16]}", wanted=f"BLAKE3 {digest[:16]}", fix=FALL_BACK_FIX)
+        raise DamagedCheckpoint.at(
+            path, found=f"BLAKE3 {actual_digest[:16]}", wanted=f"BLAKE3 {digest[:16]}", fix=FALL_BACK_FIX
+        )
 
 
 def set_newer_aside(root: Path, step: int) -> list[str]:

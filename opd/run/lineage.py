@@ -39,9 +39,7 @@ def list_commands(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def _format_branch(event: Mapping[str, Any]) -> str:
-    changed = [
-        f"{key} {_format_value(old)} → {_format_value(now)}" for key, (before, now) in event["changed"].items()
-    ]
+    changed = [f"{key} {_format_value(old)} → {_format_value(new)}" for key, (old, new) in event["changed"].items()]
     remainder = f" and {len(changed) - _MOST_KEYS} more keys" if len(changed) > _MOST_KEYS else ""
     summary = f"changed: {', '.join(changed[:_MOST_KEYS])}{remainder}" if changed else "nothing changed"
     return f"branched from step {event['step']} of {Path(event['run']).name}, with weights and optimiser; {summary}"

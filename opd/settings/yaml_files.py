@@ -291,7 +291,9 @@ def _explain_error(errors: Sequence[ErrorDetails], model: type[BaseModel], data:
             fix=hint or suggest_key_elsewhere(context["key"], iterate_keys(model)) or "remove the key",
         )
     key = ".".join(keys) or "the file as a whole"
-    same_key_errors = [candidate for candidate in errors if candidate["type"] != "missing" and keys_of(candidate, data) == keys]
+    same_key_errors = [
+        candidate for candidate in errors if candidate["type"] != "missing" and keys_of(candidate, data) == keys
+    ]
     in_union = len(same_key_errors) > 1 and error["input"] is same_key_errors[1]["input"]
     return ConfigError.at(
         f"{source}: {key}",

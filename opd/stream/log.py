@@ -31,14 +31,14 @@ from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.run.paths import parse_step_name, step_name
 from opd.stream.rollouts import read_file
 from opd.stream.schema import PartRecord, StreamError
-from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
+from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
 from opd.stream.written import (
     UNREADABLE,
     WrittenRollouts,
-    read_batch,
-    manifest_entries,
     describe_file,
     files_of,
+    manifest_entries,
+    read_batch,
     read_verified,
     refuse_other_request,
     request_digest,

@@ -141,7 +141,9 @@ class TargetStream:
     @property
     def rows(self) -> int:
         """Rows of the samples that are not quarantined: one for each teacher of a sample."""
-        return sum(len(self.request.teachers[r.domain]) for i, r in self._sent_rollouts.items() if i not in self.quarantined)
+        return sum(
+            len(self.request.teachers[r.domain]) for i, r in self._sent_rollouts.items() if i not in self.quarantined
+        )
 
     def _next_part(self) -> StreamPart | None:
         if self.arrived:

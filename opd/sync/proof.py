@@ -99,9 +99,7 @@ class ProvenSync(ABC):
             return
         allowed = f"sync.tolerance is {self._spec.tolerance:.4g}"
         if self._tolerance > self._spec.tolerance:
-            allowed = (
-                f"allowed are {self._tolerance:.4g}, {ROUNDING_FACTOR:g} times what they differed by before the first step"
-            )
+            allowed = f"allowed are {self._tolerance:.4g}, {ROUNDING_FACTOR:g} times what they differed by before the first step"
         raise RunError(
             f"{when}: engine and trainer differ by {gap:.4f} nats a token over {len(self._probe)} probe sequences, {allowed}: "
             f"{therefore}"
@@ -124,11 +122,15 @@ class ProvenSync(ABC):
             self.begin_trainer_logprobs()
         assert self._pending_logprobs is not None
         answer, self._pending_logprobs = self._pending_logprobs, None
-        trainer_logprobs = [x for sequence in answer() for x in sequence]  # before the engines are asked: both may use all cores
+        trainer_logprobs = [
+            x for sequence in answer() for x in sequence
+        ]  # before the engines are asked: both may use all cores
         gaps = []
         for worker in self._spec.engine.logprobs(self._probe):
             engine_logprobs = [x for sequence in worker for x in sequence]
-            gaps.append(sum(abs(a - b) for a, b in zip(trainer_logprobs, engine_logprobs, strict=True)) / len(trainer_logprobs))
+            gaps.append(
+                sum(abs(a - b) for a, b in zip(trainer_logprobs, engine_logprobs, strict=True)) / len(trainer_logprobs)
+            )
         # Python's `max` ignores a NaN that does not come first.
         return math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)
 

@@ -17,8 +17,8 @@ from opd.tool_formats.records import (
     OPEN,
     WrittenCalls,
     between_tags,
-    parse_call,
     in_tags,
+    parse_call,
     parse_json,
 )
 

@@ -63,7 +63,13 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
     if isinstance(choices, list | tuple):
         return {kind for kind in _TYPES for choice in choices if fits_type(choice, kind)}
     alternatives = (schema.get(word) for word in ("anyOf", "oneOf", "allOf"))
-    inner = (alternative for schemas in alternatives if isinstance(schemas, list | tuple) for alternative in schemas if isinstance(alternative, Mapping))
+    inner = (
+        alternative
+        for schemas in alternatives
+        if isinstance(schemas, list | tuple)
+        for alternative in schemas
+        if isinstance(alternative, Mapping)
+    )
     return {kind for alternative in inner for kind in types_of(alternative)}
 
 

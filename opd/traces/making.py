@@ -25,7 +25,12 @@ Losses = Mapping[str, Sequence[float]]
 
 def guard_events(stats: Iterable[EpisodeStats]) -> list[GuardEvent]:
     """Return the events that the guard saw in a step, of all domains."""
-    return [event for stats_of_domain in stats if stats_of_domain.guard is not None for event in stats_of_domain.guard.events]
+    return [
+        event
+        for stats_of_domain in stats
+        if stats_of_domain.guard is not None
+        for event in stats_of_domain.guard.events
+    ]
 
 
 def make_trace(

@@ -84,7 +84,9 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         plan = self.plan_micro_batches(rollouts)
         start = self._spec.rank.start
         rounds = start.scored_micro_batches(plan, rollouts) if start else frozenset()
-        self._begin_step(replace(step_work, baselines=self._compute_baselines(targets), start_rounds=rounds), plan, targets)
+        self._begin_step(
+            replace(step_work, baselines=self._compute_baselines(targets), start_rounds=rounds), plan, targets
+        )
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         scored_share = partial(_scored_share, rollouts, step_work.weights)
         trains = self._accumulate_all(feed, len(plan[0]), targets, scored_share)

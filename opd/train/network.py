@@ -65,7 +65,9 @@ def find_network_device(address: str) -> str:
             return ""
         own = probe.getsockname()[0]
     devices = psutil.net_if_addrs()
-    return next((name for name, has in devices.items() if any(entry.address.partition("%")[0] == own for entry in has)), "")
+    return next(
+        (name for name, has in devices.items() if any(entry.address.partition("%")[0] == own for entry in has)), ""
+    )
 
 
 def _address_family(address: str) -> socket.AddressFamily:

@@ -52,7 +52,9 @@ def plan_micro_batches(
     # Padding fills a micro-batch to its longest row, so equal tokens may still be too large: cut finer until all fit.
     while padded and max(_padded_size(part) for share in shares for part in _split_runs(share, num)) > most:
         num += max(1, num // 4)
-    return [[[i for row in part for i in (row.sample_id, *row.siblings)] for part in _split_runs(s, num)] for s in shares]
+    return [
+        [[i for row in part for i in (row.sample_id, *row.siblings)] for part in _split_runs(s, num)] for s in shares
+    ]
 
 
 def _padded_size(part: Sequence[RowSize]) -> int:

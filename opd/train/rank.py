@@ -201,7 +201,9 @@ class TrainerRank(ZeroEngine):
         weight = self._step.work.policy.weight * self._options.world_size
         return advantage_N.to(self._device), (weight_N * weight).to(self._device)
 
-    def _add_divergence_gradients(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Any, ...]:
+    def _add_divergence_gradients(
+        self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor
+    ) -> tuple[Any, ...]:
         """Add the gradients of the divergence alone. Returns the inputs of a second pass, in which its weights are 0."""
         loss, _ = self.model(batch, heads, weight_N)
         self.add_gradients(loss, last=False)

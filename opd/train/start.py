@@ -62,7 +62,9 @@ class StartTeacher:
 
 def _state_answers(student: Student, packed: Packed, rollouts: Sequence[Rollout], dtype: torch.dtype) -> list[Answer]:
     hidden_N_D = student.hidden_states(packed)[predict_trained(packed, rollouts)].to("cpu", dtype)
-    return [HiddenStates.from_states(part_n_D, OWN_HEAD) for part_n_D in hidden_N_D.split([r.num_trained for r in rollouts])]
+    return [
+        HiddenStates.from_states(part_n_D, OWN_HEAD) for part_n_D in hidden_N_D.split([r.num_trained for r in rollouts])
+    ]
 
 
 def _logprob_answers(student: Student, packed: Packed, rollouts: Sequence[Rollout], dtype: torch.dtype) -> list[Answer]:

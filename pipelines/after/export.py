@@ -121,7 +121,9 @@ def _write_weights(source: Path, target: Path, options: ExportOptions) -> None:
     with ExitStack() as stack:
         headers = {shard: read_header(shard) for shard in weight_shards(source)}
         opened = {shard: stack.enter_context(safe_open(shard, framework="pt")) for shard in headers}
-        tensors = {name: (opened[shard], tensor) for shard, header in headers.items() for name, tensor in header.items()}
+        tensors = {
+            name: (opened[shard], tensor) for shard, header in headers.items() for name, tensor in header.items()
+        }
         # Meta tensors have a shape and a dtype but no data: the files of the copy are divided up before any weight is cast.
         planned = {
             name: cast(name, tensor, file.get_tensor(name).to("meta")) for name, (file, tensor) in tensors.items()

@@ -293,7 +293,10 @@ def draw_comparison(rows: Sequence[ComparisonRow], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for index, row in enumerate(row for row in rows if row.share is None):
         axes.axhline(row.accuracy.mean, linestyle=":", linewidth=1, color="#888888")
-        label_position = (0.01 + 0.14 * index, row.accuracy.mean)  # labels side by side, because some levels are nearly equal
+        label_position = (
+            0.01 + 0.14 * index,
+            row.accuracy.mean,
+        )  # labels side by side, because some levels are nearly equal
         axes.annotate(row.label, label_position, xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     for method in dict.fromkeys(row.method for row in rows if row.share is not None):
         points = [(row.share, row.accuracy) for row in rows if row.method == method and row.share is not None]

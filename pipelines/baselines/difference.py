@@ -96,7 +96,9 @@ def compare_methods(candidate: Sequence[Scores], reference: Sequence[Scores]) ->
     return Difference(mean=mean, low=mean - half, high=mean + half)
 
 
-def _estimate_domain_variance(candidate: Sequence[DomainScore], reference: Sequence[DomainScore]) -> tuple[_VarianceShare, float]:
+def _estimate_domain_variance(
+    candidate: Sequence[DomainScore], reference: Sequence[DomainScore]
+) -> tuple[_VarianceShare, float]:
     """Return the questions' part of the variance of one domain, and the noise in it.
 
     Results of a release that did not keep the score of each question are taken for answers to other questions, and their seeds for
@@ -106,7 +108,9 @@ def _estimate_domain_variance(candidate: Sequence[DomainScore], reference: Seque
     least = min(score.questions for score in (*candidate, *reference))
     if len(lengths) > 1 or lengths.pop() < 2:
         # The 95 % interval of an exam is 2 Z standard errors wide.
-        side_variances = (fmean(((score.high - score.low) / (2 * Z)) ** 2 for score in side) for side in (candidate, reference))
+        side_variances = (
+            fmean(((score.high - score.low) / (2 * Z)) ** 2 for score in side) for side in (candidate, reference)
+        )
         return _VarianceShare(variance=sum(side_variances), degrees=max(1, least - 1)), 0.0
     first_S_Q, second_S_Q = (np.array([score.by_question for score in side]) for side in (candidate, reference))
     difference_Q = first_S_Q.mean(0) - second_S_Q.mean(0)

@@ -109,4 +109,6 @@ def _run_python(command: list[str], task: str, timeout_s: float, env: Mapping[st
     except subprocess.TimeoutExpired:
         raise RunError(f"{task} took longer than {timeout_s:.0f} s") from None
     if process.returncode:
-        raise RunError(f"{task} failed (exit code {process.returncode}): {' | '.join(process.stdout.splitlines()[-3:])}")
+        raise RunError(
+            f"{task} failed (exit code {process.returncode}): {' | '.join(process.stdout.splitlines()[-3:])}"
+        )

@@ -227,7 +227,9 @@ class _Trials:
         return _make_result(self._job, method_result, self._wall_s + time.monotonic() - began)
 
 
-def _run_imitation(job: BaselineJob, inputs: Inputs, completions: Completions, tell: Callable[[str], None]) -> _MethodResult:
+def _run_imitation(
+    job: BaselineJob, inputs: Inputs, completions: Completions, tell: Callable[[str], None]
+) -> _MethodResult:
     author = (
         file_author(job.config, completions)
         if job.method == "mixed_sft"

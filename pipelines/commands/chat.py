@@ -47,7 +47,9 @@ def chat(
     from pipelines.after.chat import Chat, ChatOptions, run_dialogue
 
     options = ChatOptions(temperature=temperature, seed=seed, system=system, plain=plain)
-    longest = max_new_tokens or (local_model.config.rollout.max_new_tokens if local_model.config else options.max_new_tokens)
+    longest = max_new_tokens or (
+        local_model.config.rollout.max_new_tokens if local_model.config else options.max_new_tokens
+    )
     terminal = is_terminal(sys.stdin)
     dialogue = Chat(local_model, replace(options, max_new_tokens=longest))
     if terminal:

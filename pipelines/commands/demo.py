@@ -39,7 +39,9 @@ def demo(
     run = RunPaths(directory / RUN)
     output_paths = ", ".join(str(directory / path) for path in OUTPUTS)
     if _is_finished(run):
-        print_line(f"finished before: `opd report {quote_for_shell(run.root)}` shows it; to begin anew, delete {output_paths}")
+        print_line(
+            f"finished before: `opd report {quote_for_shell(run.root)}` shows it; to begin anew, delete {output_paths}"
+        )
         return
     print_line(f"makes {output_paths}; after an interruption the same command goes on")
     if run.root.exists():

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import SetOption, help_examples, check_output_file, print_line, print_table, split_names
+from pipelines.commands.shell import SetOption, check_output_file, help_examples, print_line, print_table, split_names
 
 app = typer.Typer()
 
@@ -68,7 +68,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with everything.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write that JSON object to a file too.", callback=in_a_directory),
+        typer.Option(metavar="FILE", help="Write that JSON object to a file too.", callback=check_output_file),
     ] = None,
     overrides: SetOption = None,
 ) -> None:

@@ -101,7 +101,9 @@ def _print_measurement(measurement: Measured, num_cases: int) -> None:
         for stage, s in measurement.scores.items()
     ]
     columns = ("stage", "recall", "precision", "caught", "missed", "false alarms", "let pass")
-    print_table(f"{num_cases} cases, {measurement.judged} for the judge, {measurement.unanswered} unanswered", columns, rows)
+    print_table(
+        f"{num_cases} cases, {measurement.judged} for the judge, {measurement.unanswered} unanswered", columns, rows
+    )
     hits = sorted(measurement.by_rule.items(), key=lambda pair: -pair[1])
     print_table("which rule hit first", ("rule", "cases"), [(rule, str(count)) for rule, count in hits])
     for mistake in measurement.mistakes:

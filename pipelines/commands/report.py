@@ -11,7 +11,7 @@ from opd.errors import ConfigError
 from opd.run.paths import RunPaths
 from opd.text import quote_for_shell
 from pipelines.commands import completion
-from pipelines.commands.shell import help_examples, check_output_file, print_line, print_table
+from pipelines.commands.shell import check_output_file, help_examples, print_line, print_table
 
 app = typer.Typer()
 
@@ -39,7 +39,7 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Where the page goes. Default: report.html in RUN_DIR.", callback=in_a_directory
+            metavar="FILE", help="Where the page goes. Default: report.html in RUN_DIR.", callback=check_output_file
         ),
     ] = None,
     min_headroom: Annotated[

@@ -24,7 +24,7 @@ from opd.errors import OpdError, Paused, RunError, StorageError
 from opd.machine.signals import postpone_interrupts
 from opd.text import escape_control_characters
 from pipelines.commands import completion
-from pipelines.commands.usage import DEBUG, UsageError, move_debug_first, explain_usage_error, shows_help
+from pipelines.commands.usage import DEBUG, UsageError, explain_usage_error, move_debug_first, shows_help
 from pipelines.doctor.engines import ENGINES
 from pipelines.interrupts import Interrupted
 

@@ -42,7 +42,12 @@ def explain_usage_error(error: Any) -> OpdError:
     if unknown and context:
         return _make_unknown_name_error(command, "command", unknown[1], list(context.command.commands))
     if option and context:
-        names = [name for parameter in context.command.get_params(context) for name in parameter.opts if name.startswith("--")]
+        names = [
+            name
+            for parameter in context.command.get_params(context)
+            for name in parameter.opts
+            if name.startswith("--")
+        ]
         if option not in names:
             return _make_unknown_name_error(command, "option", option, names)
     if getattr(error, "param", None) is not None:

@@ -48,7 +48,9 @@ def _check_python() -> DoctorFinding:
     except metadata.PackageNotFoundError:
         python_requirement = ""
     if python_requirement and not Requirement(f"python{python_requirement}").specifier.contains(version):
-        return failed_finding("python", f"{version}, wanted {python_requirement}", "make a virtual environment with another Python")
+        return failed_finding(
+            "python", f"{version}, wanted {python_requirement}", "make a virtual environment with another Python"
+        )
     return ok_finding("python", version)
 
 
@@ -75,7 +77,9 @@ def _check_versions(required: list[Requirement]) -> Iterator[DoctorFinding]:
             yield failed_finding(requirement.name, "not installed", "install opd-merge again")
         elif not requirement.specifier.contains(version, prereleases=True):
             yield warning_finding(
-                requirement.name, f"{version}, wanted {requirement.specifier}", f"pip install '{requirement.name}{requirement.specifier}'"
+                requirement.name,
+                f"{version}, wanted {requirement.specifier}",
+                f"pip install '{requirement.name}{requirement.specifier}'",
             )
 
 

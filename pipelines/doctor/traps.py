@@ -44,7 +44,9 @@ def _check_file_limit() -> DoctorFinding | None:
 
 
 def _check_proxy(environ: Mapping[str, str]) -> DoctorFinding | None:
-    variable = next((name for name in ("http_proxy", "HTTP_PROXY", "grpc_proxy", "all_proxy") if environ.get(name)), None)
+    variable = next(
+        (name for name in ("http_proxy", "HTTP_PROXY", "grpc_proxy", "all_proxy") if environ.get(name)), None
+    )
     exceptions = environ.get("no_proxy", environ.get("NO_PROXY", ""))
     if variable is None or exceptions == "*" or "127.0.0.1" in exceptions:
         return None

@@ -100,7 +100,10 @@ def _evaluate_models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
     if config is not None and options.prompts:
         files = name_exam_files(options.prompts, domains or list(config.domains))
         evaluate_overrides = apply_overrides({}, options.overrides or []).get("evaluate") or {}
-        config, domains = use_exam_files(config, files, all_rows="samples" not in evaluate_overrides), domains or list(files)
+        config, domains = (
+            use_exam_files(config, files, all_rows="samples" not in evaluate_overrides),
+            domains or list(files),
+        )
     settings = _add_tasks(config, options.tasks)
     harness.check_tasks(settings)
     evaluations = {} if config is None else evaluate_models(config, dirs, domains, tell)
@@ -234,12 +237,18 @@ def _as_json(
     if len(evaluations) == 1:
         ((name, evaluation),) = evaluations.items()
         data |= {"model": name, "accuracy": evaluation.accuracy}
-    return data | {"models": {name: asdict(evaluation) for name, evaluation in evaluations.items()}, "lm_eval": dict(public)}
+    return data | {
+        "models": {name: asdict(evaluation) for name, evaluation in evaluations.items()},
+        "lm_eval": dict(public),
+    }
 
 
 def _make_tables(evaluations: Mapping[str, Evaluation], side_by_side: bool) -> list[Table]:
     if side_by_side and evaluations:
-        return [("accuracy (95 % interval)", ("domain", *evaluations), side_by_side_rows(evaluations)), *_length_tables(evaluations)]
+        return [
+            ("accuracy (95 % interval)", ("domain", *evaluations), side_by_side_rows(evaluations)),
+            *_length_tables(evaluations),
+        ]
     return [
         table
         for name, evaluation in evaluations.items()

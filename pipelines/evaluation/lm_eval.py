@@ -40,9 +40,13 @@ def lm_eval_merge(config: PipelineConfig, merged: Path, file: Path) -> None:
     if settings.tasks:
         models = {BEFORE: config.student.model, MERGED: merged}
         weights = {name: model_digest(path, weight_hashes(path)) for name, path in models.items()}
-        stored_scores = read_lm_eval(file) if lm_eval_weights(file).get(BEFORE, weights[BEFORE]) == weights[BEFORE] else {}
+        stored_scores = (
+            read_lm_eval(file) if lm_eval_weights(file).get(BEFORE, weights[BEFORE]) == weights[BEFORE] else {}
+        )
         scores_by_model = {name: scores for name, scores in stored_scores.items() if name == BEFORE}
-        scores_by_model |= {n: run_tasks(settings, path, config.rollout.dtype) for n, path in models.items() if n not in scores_by_model}
+        scores_by_model |= {
+            n: run_tasks(settings, path, config.rollout.dtype) for n, path in models.items() if n not in scores_by_model
+        }
         atomic_write_text(file, lm_eval_text(scores_by_model, weights))
 
 

@@ -52,7 +52,9 @@ def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequen
     subjects = _matrix_subjects(config, rounds, list(domains_by_teacher), merged, names)
     models = evaluate_subjects(config, subjects, tell)
     every = tuple(dict.fromkeys(domain for round_inputs in rounds for domain in round_inputs.routes))
-    own = {BEFORE: (), MERGED: every} | {teacher.name: taught_domains for teacher, taught_domains in domains_by_teacher.items()}
+    own = {BEFORE: (), MERGED: every} | {
+        teacher.name: taught_domains for teacher, taught_domains in domains_by_teacher.items()
+    }
     return Matrix(models=models, own={name: own[name] for name in models})
 
 
@@ -65,7 +67,10 @@ def _domains_by_expert(rounds: Sequence[Inputs]) -> dict[Teacher, tuple[str, ...
                 key = teacher.name, teacher.digest
                 if key not in experts:
                     is_taken = any(name == teacher.name for name, _ in experts)
-                    experts[key] = replace(teacher, name=f"{teacher.name} (round {number})") if is_taken else teacher, []
+                    experts[key] = (
+                        replace(teacher, name=f"{teacher.name} (round {number})") if is_taken else teacher,
+                        [],
+                    )
                 if domain not in experts[key][1]:
                     experts[key][1].append(domain)
     return {teacher: tuple(domains) for teacher, domains in experts.values()}

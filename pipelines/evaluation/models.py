@@ -136,7 +136,9 @@ def refuse_other_vocabulary(path: Path, model: ModelInfo, student: ModelInfo) ->
     if model.vocab_hash == student.vocab_hash:
         return
     student_tokens, model_tokens = token_map(Path(student.path)), token_map(Path(model.path))
-    token_id = min(i for i in student_tokens.keys() | model_tokens.keys() if student_tokens.get(i) != model_tokens.get(i))
+    token_id = min(
+        i for i in student_tokens.keys() | model_tokens.keys() if student_tokens.get(i) != model_tokens.get(i)
+    )
     raise ModelError.at(
         path,
         found=f"another vocabulary: {len(model_tokens)} tokens to the student's {len(student_tokens)}, and id {token_id} is "

@@ -89,7 +89,8 @@ def _read_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
     segments = [segment for episode in stored_traces.episodes for segment in episode.segments]
     losses = {s.sample_id: [loss for piece in s.pieces for loss in piece.losses] for s in segments}
     return [
-        make_trace(episode_rollouts, reasons.get(name, ()), losses, tokenizer, events) for name, episode_rollouts in episodes_of(rollouts).items()
+        make_trace(episode_rollouts, reasons.get(name, ()), losses, tokenizer, events)
+        for name, episode_rollouts in episodes_of(rollouts).items()
     ]
 
 

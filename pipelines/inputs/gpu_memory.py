@@ -83,7 +83,9 @@ class GpuPhase:
             if size:
                 summands.append(f"{_format_gib(nbytes + round(share * size))} {name}")
             else:
-                summands.append(f"{_format_gib(nbytes)} GiB{f' and {share:g} of the GPU' if share else ''} for the {name}")
+                summands.append(
+                    f"{_format_gib(nbytes)} GiB{f' and {share:g} of the GPU' if share else ''} for the {name}"
+                )
         return " + ".join(summands)
 
 

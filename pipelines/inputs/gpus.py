@@ -43,7 +43,9 @@ def _visible_gpus(gpus: Sequence[GPU], device_names: Sequence[str]) -> list[GPU]
     has."""
     visible: list[GPU] = []
     for name in map(str.strip, device_names):
-        matches = [gpu for number, gpu in enumerate(gpus) if name == str(number) or (name and gpu.uuid.startswith(name))]
+        matches = [
+            gpu for number, gpu in enumerate(gpus) if name == str(number) or (name and gpu.uuid.startswith(name))
+        ]
         if not matches:
             break
         visible.append(matches[0])

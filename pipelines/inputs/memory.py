@@ -59,7 +59,14 @@ def estimate_memory(config: PipelineConfig, inputs: Inputs) -> list[HostMemoryNe
     rollout = [] if config.cluster.rollout_gpus else _rollout_needs(config, inputs)
     teachers = (_off_gpus if config.cluster.teacher_gpus else _teacher_needs)(config, inputs)
     gpu_copies = gpu_copy_needs(config, inputs)
-    return [*trainer, *rollout, *teachers, *gpu_copies, *_transfer_needs(config, inputs), _process_needs(config, inputs)]
+    return [
+        *trainer,
+        *rollout,
+        *teachers,
+        *gpu_copies,
+        *_transfer_needs(config, inputs),
+        _process_needs(config, inputs),
+    ]
 
 
 def describe_shortage(config: PipelineConfig, needs: Sequence[HostMemoryNeed], limit: int) -> str | None:

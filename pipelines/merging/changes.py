@@ -175,7 +175,9 @@ def run_identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_foreign(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
     """Raises: RunDirError naming what the checkpoint was trained from and the run was not."""
     checkpoint_identity = checkpoint.identity
-    experts = {name: identity["experts"].get(name) == digest for name, digest in checkpoint_identity.get("experts", {}).items()}
+    experts = {
+        name: identity["experts"].get(name) == digest for name, digest in checkpoint_identity.get("experts", {}).items()
+    }
     differences = [key for key in ("config", "student") if checkpoint_identity.get(key) != identity[key]]
     differences += [f"expert {name}" for name, is_same in experts.items() if not is_same]
     differences += [f"expert {name}" for name in identity["experts"] if name not in experts]
@@ -382,7 +384,9 @@ def _prompts_mapping(prompts: Any) -> Any:
     if not isinstance(prompts_config, Mapping):
         return prompts_config
     # A column that is not read is another thing than one that keeps its name, which is no key at all.
-    columns = {column: UNREAD if name is None else name for column, name in (prompts_config.get("columns") or {}).items()}
+    columns = {
+        column: UNREAD if name is None else name for column, name in (prompts_config.get("columns") or {}).items()
+    }
     return {**prompts_config, "columns": columns}
 
 
@@ -391,7 +395,10 @@ def _format_value(value: Any) -> str:
 
 
 def _change_table(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    rows = [("key", "the run", "now"), *((key, _format_value(old), _format_value(new)) for key, (old, new) in changes.items())]
+    rows = [
+        ("key", "the run", "now"),
+        *((key, _format_value(old), _format_value(new)) for key, (old, new) in changes.items()),
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join(
         "    " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -9,7 +9,7 @@ from pathlib import Path
 from experts.adapter import open_full_model
 from opd import loop
 from opd.config import PipelineConfig
-from opd.evaluation.evaluator import BEFORE, EXPERT, measure_student, measure_experts
+from opd.evaluation.evaluator import BEFORE, EXPERT, measure_experts, measure_student
 from opd.live.interfaces import Display
 from opd.records.scores import Evaluation, combine_evaluations
 from opd.records.types import Teacher
@@ -39,12 +39,14 @@ class StartingExams:
         exam_store = KnownExams(self.config, inputs, self.paths.root, self.display.say)
         student = as_teacher(BEFORE, inputs.student, None)
 
-        def measure_student(domains: Sequence[str]) -> Evaluation:
+        def run_student_exam(domains: Sequence[str]) -> Evaluation:
             self.display.doing("the exam of the student before the merge")
             return measure_student(self.parts.evaluator, domains, self.display.say)
 
         def reuse_student(domains: Sequence[str]) -> Evaluation:
-            evaluation = self._announce_reuse(exam_store.measure_or_reuse(student.digest, domains, measure_student), student)
+            evaluation = self._announce_reuse(
+                exam_store.measure_or_reuse(student.digest, domains, run_student_exam), student
+            )
             return replace(evaluation, model=BEFORE, step=0, tokens=0)
 
         student_evaluation = self._measure_once("before", dict.fromkeys(inputs.exams, student.digest), reuse_student)
@@ -107,5 +109,7 @@ class StartingExams:
     def _announce_reuse(self, evaluation: Evaluation, teacher: Teacher) -> Evaluation:
         """Tell the user which results come from another run's exam. Returns the same evaluation."""
         for domain, source in evaluation.cached.items():
-            self.display.say(f"{teacher.name}: {evaluation.scores[domain].accuracy:.3f} on {domain}, cached from {source}")
+            self.display.say(
+                f"{teacher.name}: {evaluation.scores[domain].accuracy:.3f} on {domain}, cached from {source}"
+            )
         return evaluation

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 
 from opd.errors import Paused
-from opd.live.displays import RunStart, Displays
+from opd.live.displays import Displays, RunStart
 from opd.live.interfaces import Display
 from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, LiveState
 from opd.records.step import StepRecord

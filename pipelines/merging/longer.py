@@ -80,7 +80,9 @@ class Extension:
     def extension_notices(self, config: PipelineConfig) -> list[str]:
         """Return sentences on the length of the extended pipeline `config`, and on its differences from one run of that length."""
         trainer, steps_taken = config.trainer, f"the {self.at} steps already taken"
-        notices = [f"{trainer.steps} steps in all, {self.further_steps} more than before; the run goes on after step {self.at}"]
+        notices = [
+            f"{trainer.steps} steps in all, {self.further_steps} more than before; the run goes on after step {self.at}"
+        ]
         if trainer.lr_scheduler_type != "constant":
             notices.append(
                 f"{steps_taken} had the rates of a {trainer.lr_scheduler_type} decay over fewer steps; from here the rates are those "
@@ -99,7 +101,9 @@ def plan_extension(paths: RunPaths, further_steps: int) -> Extension:
     Raises: RunDirError if it is no run, a merge in several rounds or one of them, or has no checkpoint.
     """
     if further_steps < 1:
-        raise RunDirError.at("--steps", found=str(further_steps), wanted="at least 1", fix="give the number of further steps")
+        raise RunDirError.at(
+            "--steps", found=str(further_steps), wanted="at least 1", fix="give the number of further steps"
+        )
     refuse_no_run(paths)
     if paths.rounds.exists() or paths.merge_root != paths.root:
         raise RunDirError.at(

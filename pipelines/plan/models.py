@@ -68,7 +68,9 @@ def read_models(config: PipelineConfig) -> Models:
     for name, expert, own in _expert_shapes(config, shape, notes):
         experts[name], shapes[name] = expert, own
     routes = {} if isinstance(config.teachers, NoTeachers) else route_domains(config, experts)[0]
-    start = RoutedExpert(teacher=Teacher(name=START, model_dir=config.student.model), domain="", info=student, prompts=None)
+    start = RoutedExpert(
+        teacher=Teacher(name=START, model_dir=config.student.model), domain="", info=student, prompts=None
+    )
     scoring = scoring_routes(config, routes, start.teacher)
     everyone = experts | {START: start}
     names = [weighted_teacher.teacher.name for assigned in scoring.values() for weighted_teacher in assigned]
@@ -90,7 +92,9 @@ def read_models(config: PipelineConfig) -> Models:
         bodies={expert.info.path: shapes[name].body for name, expert in everyone.items()},
     )
     scorer_shapes = {name: shapes[name] for name in scorers}
-    return Models(inputs=inputs, student=shape, scorers=scorer_shapes, samples=_samples_by_domain(config), notes=tuple(notes))
+    return Models(
+        inputs=inputs, student=shape, scorers=scorer_shapes, samples=_samples_by_domain(config), notes=tuple(notes)
+    )
 
 
 def _samples_by_domain(config: PipelineConfig) -> dict[str, int]:
@@ -100,7 +104,9 @@ def _samples_by_domain(config: PipelineConfig) -> dict[str, int]:
     return {name: config.rollout.n * count for name, count in prompts.items()}
 
 
-def _expert_shapes(config: PipelineConfig, student: Shape, notes: list[str]) -> Iterator[tuple[str, RoutedExpert, Shape]]:
+def _expert_shapes(
+    config: PipelineConfig, student: Shape, notes: list[str]
+) -> Iterator[tuple[str, RoutedExpert, Shape]]:
     """Name, expert and shape. Raises: OpdError."""
     if not isinstance(config.experts, RegisteredExperts):
         for name, expert_config in config.experts.items():
@@ -135,7 +141,9 @@ def _inline_model(name: str, expert_config: ExpertConfig) -> tuple[RoutedExpert,
     if not locate_file(expert_config.model, ADAPTER_CONFIG).is_file():
         shape = read_shape(expert_config.model)
         teacher = _make_teacher(name, expert_config.model)
-        return RoutedExpert(teacher=teacher, domain=expert_config.domain, info=_memory_facts(expert_config.model, shape), prompts=None), shape
+        return RoutedExpert(
+            teacher=teacher, domain=expert_config.domain, info=_memory_facts(expert_config.model, shape), prompts=None
+        ), shape
     file = locate_file(expert_config.model, ADAPTER_CONFIG)
     lora = read_model(_Adapter, file)
     named = expert_config.base or named_base(file.parent)

@@ -12,7 +12,15 @@ from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.max_memory import refuse_no_room
 from pipelines.plan.cost import Hardware, Seconds, apply_placement
 from pipelines.plan.lengths import draw_responses, stated_lengths
-from pipelines.plan.memory import MemoryPart, MemoryRoom, cache_bytes, cache_tokens, fullest_workers, memory_parts, memory_rooms
+from pipelines.plan.memory import (
+    MemoryPart,
+    MemoryRoom,
+    cache_bytes,
+    cache_tokens,
+    fullest_workers,
+    memory_parts,
+    memory_rooms,
+)
 from pipelines.plan.models import Models, read_models
 from pipelines.plan.phases import StepCost
 from pipelines.plan.push import refuse_apart
@@ -169,7 +177,9 @@ def _engine_slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cac
         return 0, [
             f"the key-value cache has no room for a sequence of {sequence_tokens:.0f} tokens; planned as if it had room for one"
         ]
-    return room, [f"the key-value cache holds {room} sequences of {sequence_tokens:.0f} tokens, rollout.max_num_seqs is {max_sequences}"]
+    return room, [
+        f"the key-value cache holds {room} sequences of {sequence_tokens:.0f} tokens, rollout.max_num_seqs is {max_sequences}"
+    ]
 
 
 def _phase_row(name: str, steps: Sequence[SimulatedStep], flops: float) -> PhasePlan:

@@ -145,7 +145,9 @@ class OverheadsSpec(Strict):
         """The same on a machine of this rate."""
         if self.calls is None or calls is None:
             return self
-        changed = {name: seconds.times(self.calls / calls) for name, seconds in self if isinstance(seconds, SecondsSpec)}
+        changed = {
+            name: seconds.times(self.calls / calls) for name, seconds in self if isinstance(seconds, SecondsSpec)
+        }
         return self.model_copy(update=changed | {"calls": calls})
 
 

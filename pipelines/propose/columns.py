@@ -120,7 +120,9 @@ def _refuse_two_parts(source: Source, prompt: str) -> None:
     # As another column it is read from a table, too.
     columns: dict[Column, str | None] = {"prompt": prompt, **({"answer": "input"} if table else {})}
     rows = source_rows(source, PromptsConfig(path=source.files[0], columns=columns))
-    first_input = next((location for location, row in rows if isinstance(row, dict) and str(row.get("input") or "").strip()), None)
+    first_input = next(
+        (location for location, row in rows if isinstance(row, dict) and str(row.get("input") or "").strip()), None
+    )
     if first_input is not None:
         raise PromptError.at(
             first_input,
@@ -137,7 +139,10 @@ def first_rows(source: Source) -> tuple[list[str], Sequence[Row]]:
     file = source.files[0]
     try:
         if source.kind == "jsonl":
-            rows = [_parse_row(*located_row) for located_row in islice(source_rows(source, PromptsConfig(path=file)), FIRST_ROWS)]
+            rows = [
+                _parse_row(*located_row)
+                for located_row in islice(source_rows(source, PromptsConfig(path=file)), FIRST_ROWS)
+            ]
             return list(dict.fromkeys(name for row in rows for name in row)), rows
         if source.kind == "csv":
             return _first_of_csv(file)

@@ -128,7 +128,10 @@ def _ask_for_models(flags: Flags, ask: Ask, tell: Tell) -> Flags:
     while not flags.experts:
         hint = "" if not experts else "; empty: no more"
         text = ask_until_valid(
-            ask, tell, f"Expert {len(experts) + 1} (a model or adapter, DIR or NAME=DIR{hint})", _make_expert_check(experts)
+            ask,
+            tell,
+            f"Expert {len(experts) + 1} (a model or adapter, DIR or NAME=DIR{hint})",
+            _make_expert_check(experts),
         )
         if not text:
             break

@@ -69,7 +69,9 @@ def propose_pipeline(name: str, facts: MergeFacts, *, lora: bool = False) -> Pro
         data["rollout"]["kv_cache_gib"] = cache_gib(facts.student_dir, data["rollout"])
     fits = fits_machine(facts.student, facts.experts, facts.domains, facts.machine)
     data, smaller, enough = shrink_to_fit(data, fits, facts.machine)
-    warnings = [_no_exam(domain, part) for domain, part in facts.domains.items() if "eval" not in data["domains"][domain]]
+    warnings = [
+        _no_exam(domain, part) for domain, part in facts.domains.items() if "eval" not in data["domains"][domain]
+    ]
     if not enough:
         warnings.append(
             "the merge may not fit into this machine's memory: `opd check` shows the sum, and what to lower"

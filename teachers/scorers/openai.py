@@ -100,7 +100,9 @@ class OpenAIScorer:
             for rollout, positions in zip(
                 batch, asyncio.run(self._request_all(self._find_server(teacher), teacher, sequences)), strict=True
             ):
-                trained_positions = [positions[len(rollout.prompt_ids) + offset] for offset in rollout.trained_positions]
+                trained_positions = [
+                    positions[len(rollout.prompt_ids) + offset] for offset in rollout.trained_positions
+                ]
                 answer = build_logprob_answer(self._answers, rollout, trained_positions, self._top_k)
                 if answer is None:
                     broken[rollout.sample_id] = f"teacher {teacher.name}: log-probs are not finite"
@@ -169,10 +171,15 @@ class OpenAIScorer:
             raise RunError(f"{speaker} answered without one choice: {to_one_line(json.dumps(response), MAX_SHOWN)}")
         steps = choices[0].get("prompt_logprobs")
         if not isinstance(steps, list):
-            raise RunError(f"{speaker} sends no prompt_logprobs; it has to be one that knows them, such as `vllm serve`")
+            raise RunError(
+                f"{speaker} sends no prompt_logprobs; it has to be one that knows them, such as `vllm serve`"
+            )
         if len(steps) != len(ids):
             raise RunError(f"{speaker} scored {len(steps)} positions of {len(ids)} tokens")
-        return [{}, *(self._parse_position(step, token, speaker) for step, token in zip(steps[1:], ids[1:], strict=True))]
+        return [
+            {},
+            *(self._parse_position(step, token, speaker) for step, token in zip(steps[1:], ids[1:], strict=True)),
+        ]
 
     def _parse_position(self, step: Any, token: int, speaker: str) -> Position:
         if step is None:

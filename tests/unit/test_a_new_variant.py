@@ -31,7 +31,7 @@ from opd.payloads.answer import Answer, Columns, TeacherStates
 from opd.records.types import Rollout, Teacher, WeightedTeacher
 from opd.settings.yaml_files import validate_section
 from opd.stream.schema import StreamError, TargetRow, read_stream
-from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
+from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
 from opd.train import rank
 from opd.train.rank import RankWork
 from opd.train.student import Student

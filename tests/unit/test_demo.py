@@ -145,7 +145,11 @@ def test_what_it_names_is_where_the_shipped_files_write() -> None:
     inputs = {path for expert in spec.experts.values() for path in (expert.data, *spec.base.data)}
     inputs |= {domain.eval.prompts for domain in config.domains.values() if domain.eval and domain.eval.prompts}
     assert {path.parents[1] for path in inputs} == {command.PROMPTS}
-    assert (spec.output_dir, spec.registry, config.registry) == (command.OUTPUTS[1], command.OUTPUTS[2], command.OUTPUTS[2])
+    assert (spec.output_dir, spec.registry, config.registry) == (
+        command.OUTPUTS[1],
+        command.OUTPUTS[2],
+        command.OUTPUTS[2],
+    )
     assert Path("runs") / config.name == command.RUN
 
 

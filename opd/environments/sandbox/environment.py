@@ -173,7 +173,11 @@ class Sandbox:
         if not path or target.is_absolute() or ".." in target.parts:
             return "error: give a relative path inside of the directory of the task"
         result = self._run_command(["/bin/sh", "-c", WRITE, "sh", f"./{path}"], stdin=content)
-        return f"wrote {len(content)} characters to {strip_control_characters(path)}" if result.code == 0 else self._describe_result(result)
+        return (
+            f"wrote {len(content)} characters to {strip_control_characters(path)}"
+            if result.code == 0
+            else self._describe_result(result)
+        )
 
     def _read_file(self) -> str:
         """Return the file of the task as it is now."""
@@ -188,7 +192,9 @@ class Sandbox:
 
     def _describe_result(self, result: CommandResult) -> str:
         code = f"[exit code {result.code}]" if result.code else ""
-        end = ENDED[result.end_reason].format(limits=self._limits, seconds=result.seconds) if result.end_reason else code
+        end = (
+            ENDED[result.end_reason].format(limits=self._limits, seconds=result.seconds) if result.end_reason else code
+        )
         return "\n".join(filter(None, (result.output.rstrip("\n"), end))) or "[no output]"
 
     def _count_hidden_passes(self) -> int:

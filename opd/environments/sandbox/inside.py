@@ -132,7 +132,9 @@ def build_root(python: str, disk_mb: int) -> None:
     """Mount the new root and move into it. `python` is the directory of this interpreter's installation."""
     mount("none", "/", None, REC | PRIVATE)
     shown = ["/usr", *([] if python == "/usr" or python.startswith("/usr/") else [python])]
-    root = next(p for p in ROOT_CANDIDATES if Path(p).is_dir() and not any(s == p or s.startswith(p + "/") for s in shown))
+    root = next(
+        p for p in ROOT_CANDIDATES if Path(p).is_dir() and not any(s == p or s.startswith(p + "/") for s in shown)
+    )
     mount("root", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     _make_directories(root, disk_mb)  # first: the machine's Python may lie below a place that they cover
     old_mounts = {line.split()[0] for line in _list_mounts()}
@@ -240,7 +242,11 @@ def calls_filter(machine: str) -> bytes:
         """Take these steps for one call. The first of them to give an answer ends the program."""
         instructions.extend([(jump, 0, len(steps), number[name]), *steps])
 
-    instructions += [(load, 0, 0, 4), (jump, 1, 0, architecture), (end, 0, 0, kill)]  # no other set of calls, such as that for 32 bits
+    instructions += [
+        (load, 0, 0, 4),
+        (jump, 1, 0, architecture),
+        (end, 0, 0, kill),
+    ]  # no other set of calls, such as that for 32 bits
     instructions += [(load, 0, 0, 0), (jump_from, 0, 1, 0x40000000), (end, 0, 0, fail | errno.ENOSYS)]  # nor x32
     for name in ABSENT:
         look_at(name, (end, 0, 0, fail | errno.ENOSYS))

@@ -11,7 +11,15 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from opd.guard.code.texts import MAX_TEXT, decompress, format_percent, join_parts, join_paths, call_text_method, refuse_slow
+from opd.guard.code.texts import (
+    MAX_TEXT,
+    call_text_method,
+    decompress,
+    format_percent,
+    join_parts,
+    join_paths,
+    refuse_slow,
+)
 from opd.guard.shell.nodes import UnreadableCommand
 
 MAX_STEPS = 20_000

@@ -126,7 +126,9 @@ class _PythonReader(ast.NodeVisitor):
         """Keep the value of a variable until it is set again."""
         self.generic_visit(node)
         self._assign_targets(node.targets, self.fold.fold_value(node.value))
-        self._named |= {target.id: self._opened_path(node.value) for target in node.targets if isinstance(target, ast.Name)}
+        self._named |= {
+            target.id: self._opened_path(node.value) for target in node.targets if isinstance(target, ast.Name)
+        }
 
     def visit_For(self, node: ast.For) -> None:
         """Go through the body of a loop over known values once for each."""
@@ -216,23 +218,33 @@ class _PythonReader(ast.NodeVisitor):
         """Return True if the whole environment stands among these, and not only one variable of it."""
         inner = [child for node in nodes for child in ast.walk(node)]
         single_variable_ids = {id(node.value) for node in inner if isinstance(node, ast.Subscript)}
-        single_variable_ids |= {id(n.value) for n in inner if isinstance(n, ast.Attribute) and f"os.environ.{n.attr}" in _ENVIRONMENT}
+        single_variable_ids |= {
+            id(n.value) for n in inner if isinstance(n, ast.Attribute) and f"os.environ.{n.attr}" in _ENVIRONMENT
+        }
         chosen = (part for node in inner for part in getattr(node, "generators", ()) if part.ifs)
         single_variable_ids |= {id(child) for part in chosen for child in ast.walk(part.iter)}
-        single_variable_ids |= {id(operand) for node in inner if isinstance(node, ast.Compare) for operand in node.comparators}
+        single_variable_ids |= {
+            id(operand) for node in inner if isinstance(node, ast.Compare) for operand in node.comparators
+        }
         return any(
-            isinstance(node, ast.Attribute | ast.Name) and id(node) not in single_variable_ids and self.fold.dotted_name(node) in _WHOLE
+            isinstance(node, ast.Attribute | ast.Name)
+            and id(node) not in single_variable_ids
+            and self.fold.dotted_name(node) in _WHOLE
             for node in inner
         )
 
     def _read_shell_call(self, node: ast.Call, command: Any) -> None:
         directory = next((self.fold.fold_value(word.value) for word in node.keywords if word.arg == "cwd"), "")
-        cwd = posixpath.join(self.code.cwd, directory if isinstance(directory, str) else UNKNOWN if directory is UNKNOWABLE else "")
-        if isinstance(command, str) or (isinstance(command, list) and all(isinstance(one, str) for one in command) and command):
+        cwd = posixpath.join(
+            self.code.cwd, directory if isinstance(directory, str) else UNKNOWN if directory is UNKNOWABLE else ""
+        )
+        if isinstance(command, str) or (
+            isinstance(command, list) and all(isinstance(one, str) for one in command) and command
+        ):
             self.code.shell.append(Started(command, cwd))
         elif node.args and isinstance(node.args[0], ast.List) and node.args[0].elts:
-            known = [self.fold.fold_value(one) for one in node.args[0].elts]
-            self.code.shell.append(Started([one if isinstance(one, str) else "…" for one in known], cwd))
+            values = [self.fold.fold_value(part) for part in node.args[0].elts]
+            self.code.shell.append(Started([value if isinstance(value, str) else "…" for value in values], cwd))
 
     def _read_nested_code(self, source: Any) -> None:
         if isinstance(source, bytes):

@@ -90,7 +90,9 @@ def run_printf(walker: Walker, run: ProgramRun) -> str | None:
     option = show_field(run.argv[1]) if len(run.argv) > 1 else ""
     if not option.startswith("-v"):
         return predict_output(run.argv, run.streams.stdin, walker.session)
-    name, *arguments = [option[2:], *run.argv[2:]] if option[2:] else [*map(show_field, run.argv[2:3]), *run.argv[3:]] or [""]
+    name, *arguments = (
+        [option[2:], *run.argv[2:]] if option[2:] else [*map(show_field, run.argv[2:3]), *run.argv[3:]] or [""]
+    )
     output = predict_output([run.argv[0], *arguments], run.streams.stdin, walker.session)
     assign(walker.session.variables, Assignment(name, ()), UNKNOWN if output is None else output)
     return ""

@@ -213,7 +213,9 @@ def _output_sed(args: list[str], stdin: str | None, session: GuardSession) -> st
     substitution = _SUBSTITUTE.fullmatch(scripts[0]) if len(scripts) == 1 and stdin is not None else None
     if substitution is None or stdin is None:
         return None
-    return "\n".join(line.replace(substitution[2], substitution[3], -1 if substitution[4] else 1) for line in stdin.split("\n"))
+    return "\n".join(
+        line.replace(substitution[2], substitution[3], -1 if substitution[4] else 1) for line in stdin.split("\n")
+    )
 
 
 def _output_rot13(args: list[str], stdin: str | None, session: GuardSession) -> str | None:

@@ -13,7 +13,7 @@ from functools import partial
 from opd.guard.code import Code, Started
 from opd.guard.code.other import read_other
 from opd.guard.code.python import read_python
-from opd.guard.facts import PYTHONS, ProgramCall, Streams, read_code_call, read_call
+from opd.guard.facts import PYTHONS, ProgramCall, Streams, read_call, read_code_call
 from opd.guard.session import STANDARD_INPUT, STDIN, GuardSession
 from opd.guard.shell.arrays import array, assign
 from opd.guard.shell.builtins import BUILTINS, STOPS, SUCCEED
@@ -146,7 +146,9 @@ class Walker:
             if index:
                 # The calls of the command before feed those of this one.
                 feeds = tuple(call.call_line() for call in self.calls[start:])
-                self.calls[previous_start:start] = [replace(call, feeds=feeds) for call in self.calls[previous_start:start]]
+                self.calls[previous_start:start] = [
+                    replace(call, feeds=feeds) for call in self.calls[previous_start:start]
+                ]
         return (None if pipeline.unsure else self._success), text
 
     def _walk_command(self, node: Node, inputs: Streams) -> str | None:
@@ -200,7 +202,10 @@ class Walker:
     def _with_variables(self, values: list[tuple[Assignment, str]], run: ProgramRun) -> str | None:
         """Run a call with variables that are set for it alone: `NAME=value program`."""
         used = self.session.read_variables
-        old_values = {name: self.session.variables.get(name) for name in (assignment.name.partition("[")[0] for assignment, _ in values)}
+        old_values = {
+            name: self.session.variables.get(name)
+            for name in (assignment.name.partition("[")[0] for assignment, _ in values)
+        }
         self._assign_variables(values)
         self.session.read_variables = used
         try:

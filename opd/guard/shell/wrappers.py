@@ -95,7 +95,9 @@ def run_wrapper(walker: Walker, run: ProgramRun) -> str | None:
         walker.session.written.update(dict.fromkeys(run.streams.truncates))
         return None
     directory = (
-        outer[-1] if name == "chroot" else next((command.values[option] for option in wrapper.chdir if option in command.values), "")
+        outer[-1]
+        if name == "chroot"
+        else next((command.values[option] for option in wrapper.chdir if option in command.values), "")
     )
     if directory:  # each of these is a process of its own, so that this ends with it
         walker.session.cwd = walker.session.resolve_path(directory)
@@ -210,7 +212,9 @@ def _find_mounts(argv: list[str]) -> dict[str, tuple[str, str]]:
     mounts = {}
     for previous_arg, arg in pairwise(argv):
         name, _, joined = arg.partition("=")
-        value = joined if name in ("--volume", "--mount") else arg if previous_arg in ("-v", "--volume", "--mount") else ""
+        value = (
+            joined if name in ("--volume", "--mount") else arg if previous_arg in ("-v", "--volume", "--mount") else ""
+        )
         parts = dict(option.partition("=")[::2] for option in value.split(","))
         source, target = (
             parts.get("src", parts.get("source", "")),

@@ -126,7 +126,7 @@ def opening(reply_id: str, model: str, created: int) -> bytes:
     return _format_event("message_start", message=message | {"stop_reason": None, "stop_sequence": None})
 
 
-def later_events(reply: Reply, request: Request) -> Iterator[bytes]:
+def remaining_events(reply: Reply, request: Request) -> Iterator[bytes]:
     """Yield the further events of a stream."""
     blocks: list[dict[str, Any]] = body(reply, request.model)["content"]
     for index, block in enumerate(blocks):

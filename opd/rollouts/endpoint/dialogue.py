@@ -96,7 +96,9 @@ class ChatMessages:
 
     def _make_template_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return a whole conversation as the template takes it: some know no tools, some one call in a turn."""
-        template_messages = [self._appender.make_message_safe(message.for_template()) for message in renumber_calls(messages)]
+        template_messages = [
+            self._appender.make_message_safe(message.for_template()) for message in renumber_calls(messages)
+        ]
         if self._appender.tools_in_template:
             return template_messages if self._appender.parallel else _split_parallel_calls(template_messages)
         runs = groupby(map(self._with_calls_in_text, template_messages), key=lambda message: message["role"] == "tool")
@@ -136,7 +138,9 @@ class PlainMessages:
                 continue
             text = _join_messages(list(run))
             prompt_prefix = self._prompt if not ids and text.startswith(self._prompt) else ""
-            ids += self._encode_text(prompt_prefix + escape_specials(text.removeprefix(prompt_prefix), self._special), at_start=not ids)
+            ids += self._encode_text(
+                prompt_prefix + escape_specials(text.removeprefix(prompt_prefix), self._special), at_start=not ids
+            )
         return ids
 
     def encode_following(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:

@@ -55,11 +55,17 @@ async def play_episodes(
     slots = {agent.domain: asyncio.Semaphore(agent.parallel) for agent in agents}
     try:
         async with EndpointServer() as endpoint, asyncio.TaskGroup() as group:
-            environment_task = group.create_task(run_episodes(environment_requests, engine, dialogues, context, version, expert))
+            environment_task = group.create_task(
+                run_episodes(environment_requests, engine, dialogues, context, version, expert)
+            )
             agent_tasks = [group.create_task(agent.run(endpoint, slots[agent.domain])) for agent in agents]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    pairs = zip([*environment_requests, *agent_requests], [*environment_task.result(), *(task.result() for task in agent_tasks)], strict=True)
+    pairs = zip(
+        [*environment_requests, *agent_requests],
+        [*environment_task.result(), *(task.result() for task in agent_tasks)],
+        strict=True,
+    )
     results = {request.sample.sample_id: result for request, result in pairs}
     return [results[request.sample.sample_id] for request in requests]
 

@@ -129,7 +129,7 @@ def opening(reply_id: str, model: str, created: int) -> bytes:
     return _format_event(_format_chunk(reply_id, model, created, {"role": "assistant", "content": ""}, None))
 
 
-def rest(reply: Reply, request: Request) -> Iterator[bytes]:
+def remaining_events(reply: Reply, request: Request) -> Iterator[bytes]:
     """Yield the further events of a stream."""
     head_fields = (reply.id, request.model, reply.created)
     for piece in split_for_stream(reply.text):
@@ -178,7 +178,11 @@ def _call_body(call: Call) -> dict[str, Any]:
 
 def _count_usage(reply: Reply) -> dict[str, int]:
     prompt_tokens, completion_tokens = reply.prompt_tokens, reply.completion_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
 def _format_event(data: Mapping[str, Any]) -> bytes:

@@ -39,7 +39,7 @@ class Codec(Protocol):
     def parse(self, body: Mapping[str, Any]) -> Request: ...
     def body(self, reply: Reply, model: str) -> dict[str, Any]: ...
     def opening(self, reply_id: str, model: str, created: int) -> bytes: ...
-    def later_events(self, reply: Reply, request: Request) -> Iterator[bytes]: ...
+    def remaining_events(self, reply: Reply, request: Request) -> Iterator[bytes]: ...
     def error(self, problem: ApiError) -> dict[str, Any]: ...
     def error_event(self, problem: ApiError) -> bytes: ...
 
@@ -86,7 +86,9 @@ class EndpointServer:
 
     def close(self, session: EndpointSession) -> None:
         """Stop serving a session; what it is waiting for is cancelled."""
-        self._sessions = {name: other_session for name, other_session in self._sessions.items() if other_session is not session}
+        self._sessions = {
+            name: other_session for name, other_session in self._sessions.items() if other_session is not session
+        }
         session.close()
 
     def _find_session(self, http: web.Request) -> EndpointSession:
@@ -175,7 +177,7 @@ async def _stream_reply(http: web.Request, codec: Codec, request: Request, turn:
     try:
         while not (await asyncio.wait({writing}, timeout=KEEP_ALIVE_S))[0]:
             await response.write(codec.WAITING)
-        for event in codec.later_events(await writing, request):
+        for event in codec.remaining_events(await writing, request):
             await response.write(event)
     except ApiError as problem:  # the status has been sent: what went wrong is an event
         await response.write(codec.error_event(problem))

@@ -267,7 +267,9 @@ class EndpointSession:
             new = [Message(role="user", text=str(looked.instead))]
         self.dialogue_lines += [f"{message.role}: {message.text}" for message in new]
         try:
-            following = await run_in_reader(self._dialogue.encode_following, written.sampled.token_ids, new, request.tools)
+            following = await run_in_reader(
+                self._dialogue.encode_following, written.sampled.token_ids, new, request.tools
+            )
         except UnreadableMessages as error:
             raise make_request_error(f"messages: the model's chat template refuses them: {error!s:.200}") from None
         ids = [*turn.ids, *written.sampled.token_ids, *following]
@@ -300,8 +302,13 @@ class EndpointSession:
         if number and (positions := self._reply_ends.get(digest)):
             # Of several equal conversations rather one that nothing follows yet: its segment can go on.
             position = next((reply_end for reply_end in positions if reply_end.last), positions[-1])
-            history, turn = _turns_before(position.segment, position.end), position.segment.ids[position.begin : position.end]
-            new_messages = _merge_dummies(_order_results(messages[number:], messages[number - 1].calls), position.dummies)
+            history, turn = (
+                _turns_before(position.segment, position.end),
+                position.segment.ids[position.begin : position.end],
+            )
+            new_messages = _merge_dummies(
+                _order_results(messages[number:], messages[number - 1].calls), position.dummies
+            )
             with suppress(UnreadableMessages):  # then all of it is rendered anew, which the trace counts as a fork
                 history_ids = await run_in_reader(self._dialogue.encode_history, history, new_messages)
                 following_ids = await run_in_reader(self._dialogue.encode_following, turn, new_messages, request.tools)
@@ -355,7 +362,10 @@ class EndpointSession:
         self._turns_in_trace += 1
         # What came before such a turn is noted already: the session wrote it itself, in `_answer_unseen_turn`.
         new_messages = [] if turn.request.identity in self._unseen_histories else [turn.request.messages[-1]]
-        self.dialogue_lines += [*(f"{message.role}: {message.text}" for message in new_messages), f"policy: {written.full_text}"]
+        self.dialogue_lines += [
+            *(f"{message.role}: {message.text}" for message in new_messages),
+            f"policy: {written.full_text}",
+        ]
         if self._watch is not None:
             self._watch.record_turn(written.looked)
             self.dialogue_lines += [event.line for event in written.looked.stats.events]

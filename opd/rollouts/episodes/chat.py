@@ -114,7 +114,11 @@ class ChatAppender:
         if tools and not self.tools_in_template:
             listed = "\n".join(map(json.dumps, self._tool_schemas(tools)))
             tools_text = CALLING.format(tools=listed, told=self.format.instructions)
-            opening_messages = _with_system(opening_messages, tools_text) if self._accepts_history(_HISTORIES[1]) else _with_preface(opening_messages, tools_text)
+            opening_messages = (
+                _with_system(opening_messages, tools_text)
+                if self._accepts_history(_HISTORIES[1])
+                else _with_preface(opening_messages, tools_text)
+            )
             tools = ()
         return encode_text(self._tokenizer, self._render(opening_messages, tools=tools))
 
@@ -161,7 +165,10 @@ class ChatAppender:
             return self.format.read(text, tools) if tools else WrittenCalls((), text)
         parts = split_thoughts(text, self.format.begins, self.format.ends)
         parts_read = [WrittenCalls((), part) if thought else self.format.read(part, tools) for part, thought in parts]
-        return WrittenCalls(tuple(call for part_read in parts_read for call in part_read.calls), "".join(part_read.text for part_read in parts_read))
+        return WrittenCalls(
+            tuple(call for part_read in parts_read for call in part_read.calls),
+            "".join(part_read.text for part_read in parts_read),
+        )
 
     def drops_thoughts(self, *, calls: int, noted: bool) -> bool:
         """Return True if the template leaves out the thoughts of earlier turns once a turn with so many calls is answered;
@@ -250,7 +257,9 @@ class ChatAppender:
         """Return the text before a turn, and the text of the turn with what follows it. Raises: as `_render_following`."""
         start, full_text = self._render(history, tools), self._render([*history, turn, *new], tools)
         if not full_text.startswith(start):
-            raise self._make_template_error("changes what stands before a turn when a message follows it", start, full_text)
+            raise self._make_template_error(
+                "changes what stands before a turn when a message follows it", start, full_text
+            )
         return start, full_text[len(start) :]
 
     def _prove_template(self) -> None:
@@ -284,7 +293,9 @@ class ChatAppender:
         if parser != AUTO:
             form = tool_format(parser)
             return form, _format_reads_turns(form, turns) and self._renders_text(self._render_two_results)
-        first_fitting = next((form for form in TOOL_FORMATS.values() if _format_reads_turns(form, turns, alone=True)), None)
+        first_fitting = next(
+            (form for form in TOOL_FORMATS.values() if _format_reads_turns(form, turns, alone=True)), None
+        )
         if first_fitting is not None:
             return first_fitting, self._renders_text(self._render_two_results)
         self._odd_call = next((turn for turn in turns if _PROBE.name in turn), "")
@@ -412,7 +423,7 @@ def _format_reads_turns(form: ToolFormat, turns: Sequence[str], *, alone: bool =
     return False
 
 
-def _turn_with_probe_calls(*asked: Mapping[str, Any]) -> Message:
+def _turn_with_probe_calls(*argument_sets: Mapping[str, Any]) -> Message:
     """Return a turn of the assistant that calls the probe's tool, once for each of the arguments."""
     calls = [
         {"id": make_call_id(i), "type": "function", "function": {"name": _PROBE.name, "arguments": dict(arguments)}}

@@ -145,5 +145,8 @@ def merge_answers(calls: Sequence[bool], answers: Sequence[str], outcome: Outcom
     """Return one text for each call of a turn: `calls` says which started sub-agents, whose answers these are; the others are
     the environment's."""
     observation = outcome.observation
-    sub_agent_answers, observations = iter(answers), iter((observation,) if isinstance(observation, str) else observation)
+    sub_agent_answers, observations = (
+        iter(answers),
+        iter((observation,) if isinstance(observation, str) else observation),
+    )
     return tuple(next(sub_agent_answers) if delegated else next(observations, "") for delegated in calls)

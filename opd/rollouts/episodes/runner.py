@@ -39,7 +39,7 @@ from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.trace import Trace, TraceSegment
 from opd.rollouts.episodes.turns import EncodedAnswer, History, Opening
 from opd.rollouts.episodes.worlds import CallersEnvironment, NoEnvironment, OwnEnvironment, World
-from opd.text import to_one_line, strip_control_characters
+from opd.text import strip_control_characters, to_one_line
 from opd.tool_formats.records import BadCall
 from opd.tool_formats.thoughts import without_thoughts
 
@@ -243,24 +243,28 @@ class _EpisodeRun:
             return "policy", await self._sample_policy(segment, most, "turn", turn)
         assert self._site.expert is not None
         self._tokens_left_in_context(segment)  # an episode whose budget is spent is over, whoever would write next
-        expert_turn = await self._sample_and_yield(self._site.expert, segment, min(self._context_left(segment), most), "turn", turn)
+        expert_turn = await self._sample_and_yield(
+            self._site.expert, segment, min(self._context_left(segment), most), "turn", turn
+        )
         segment.append_teacher_turn(expert_turn, train=guide.train)
         return "expert", expert_turn
 
-    async def _sample_policy(self, segment: TraceSegment, max_tokens: int, *what: object) -> SampledTurn:
+    async def _sample_policy(self, segment: TraceSegment, max_tokens: int, *seed_parts: object) -> SampledTurn:
         """Let the policy write after the segment. Raises: EpisodeEnd."""
         most = min(self._tokens_left_in_context(segment), max_tokens)
         sampled = await self._sample_and_yield(self._site.engine, segment, most, *seed_parts)
         segment.append_policy_turn(sampled)
         return sampled
 
-    async def _sample_and_yield(self, engine: TokenEngine, segment: TraceSegment, max_tokens: int, *what: object) -> SampledTurn:
+    async def _sample_and_yield(
+        self, engine: TokenEngine, segment: TraceSegment, max_tokens: int, *seed_parts: object
+    ) -> SampledTurn:
         """Have an engine write after the segment; `seed_parts` decides the seed."""
         sampled = await engine.generate(segment.ids, max_tokens=max_tokens, seed=self._turn_seed(*seed_parts))
         await hand_over(self._site.handover)
         return sampled
 
-    def _turn_seed(self, *what: object) -> int:
+    def _turn_seed(self, *seed_parts: object) -> int:
         return seed_of(self._request.seed, self._request.sample.sample_id, *seed_parts)
 
     async def _continue_history(
@@ -281,7 +285,9 @@ class _EpisodeRun:
         if dialogue.drops_thoughts(calls=answer.calls, noted=True):
             summary_history = await run_in_reader(summary_history.without_thoughts, dialogue)
         segment = self._trace.continue_segment(segment, summary_history.ids)
-        summary_turn = await self._sample_policy(segment, compaction.max_tokens, "summary", self._compactor.num_summaries)
+        summary_turn = await self._sample_policy(
+            segment, compaction.max_tokens, "summary", self._compactor.num_summaries
+        )
         summary = strip_control_characters(without_thoughts(await run_in_reader(dialogue.text, summary_turn.token_ids)))
         self._dialogue_lines.append(f"summary: {summary}")
         head = await run_in_reader(opening.ids, compaction.resume.replace(PLACEHOLDER, summary))
@@ -347,7 +353,9 @@ class _EpisodeRun:
             raise EpisodeEnd("done")
         if len(environment_calls) == len(calls):
             return EncodedAnswer(outcome.observation, calls=len(calls), ended=ended)
-        answers = await self._run_sub_agents([c for c, is_delegated in zip(calls, delegated, strict=True) if is_delegated], segment)
+        answers = await self._run_sub_agents(
+            [c for c, is_delegated in zip(calls, delegated, strict=True) if is_delegated], segment
+        )
         return EncodedAnswer(merge_answers(delegated, answers, outcome), calls=len(calls), ended=ended)
 
     async def _act_in_environment(self, segment: TraceSegment, sampled: SampledTurn, action: Action) -> Outcome:

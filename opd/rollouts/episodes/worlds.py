@@ -116,7 +116,9 @@ class OwnEnvironment:
         assert self._environment is not None
         observation = self._environment.reset(self._metadata, self._seed)
         tools = self._environment.tools
-        wrong = "" if _is_first_observation(observation) else f"reset returned {observation!r:.60}, wanted text or messages"
+        wrong = (
+            "" if _is_first_observation(observation) else f"reset returned {observation!r:.60}, wanted text or messages"
+        )
         return observation, tools, wrong or problem_with_tools(tools)
 
     def _step(self, action: Action) -> tuple[Outcome, str]:
@@ -181,7 +183,8 @@ def _is_first_observation(observation: Any) -> bool:
     if isinstance(observation, str):
         return True
     return isinstance(observation, list) and all(
-        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in observation
+        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in observation
     )
 
 
@@ -196,4 +199,6 @@ def _explain_bad_outcome(outcome: Any, calls: int) -> str:
         return ""
     if not isinstance(observation, tuple) or not all(isinstance(text, str) for text in observation):
         return f"the observation {observation!r:.60}, wanted a text or a tuple of texts"
-    return f"{len(observation)} observations for {calls} calls" if len(observation) != calls and not outcome.done else ""
+    return (
+        f"{len(observation)} observations for {calls} calls" if len(observation) != calls and not outcome.done else ""
+    )

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from experts import finite
 from experts.model_dir import inspect_model
-from experts.probe import probe_ids, measure_probe
+from experts.probe import measure_probe, probe_ids
 from experts.registry import Registry
 from opd.errors import ModelError
 from opd.records.types import Probe

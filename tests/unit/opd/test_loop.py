@@ -102,7 +102,9 @@ class Events:
         other = replace(rollout, sample_id=f"{step:06d}/a/1")
         rollouts = (rollout, other) if self.quarantined else (rollout,)
         self.written = [r.sample_id for r in rollouts]
-        return RolloutBatch(rollouts=rollouts, quarantined=(QuarantinedPrompt(prompt_id="b/0", domain="b", reason="long"),))
+        return RolloutBatch(
+            rollouts=rollouts, quarantined=(QuarantinedPrompt(prompt_id="b/0", domain="b", reason="long"),)
+        )
 
     def answer(self, prompts: Sequence[Prompt]) -> list[Any]:
         assert not prompts

@@ -9,7 +9,7 @@ import unicodedata
 import pytest
 
 from opd.errors import ConfigError
-from opd.text import find_control_character, escape_control_characters, to_one_line, strip_control_characters
+from opd.text import escape_control_characters, find_control_character, strip_control_characters, to_one_line
 
 
 @pytest.mark.parametrize(

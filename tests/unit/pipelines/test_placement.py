@@ -14,8 +14,8 @@ from pipelines import placement
 from pipelines.placement import (
     ROLLOUT,
     TEACHERS,
-    local_worker_names,
     groups_of,
+    local_worker_names,
     refuse_impossible_placement,
     refuse_unplaceable,
     reserve_places,

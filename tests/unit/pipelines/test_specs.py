@@ -21,7 +21,7 @@ from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
 from opd.train.zero import ZeroOptions
-from pipelines.specs import flight_spec, imitation_spec, teacherless_spec, pool_spec, rollout_spec, trainer_spec
+from pipelines.specs import flight_spec, imitation_spec, pool_spec, rollout_spec, teacherless_spec, trainer_spec
 from teachers.flight.client import FlightSpec
 from teachers.pool import PoolSpec
 

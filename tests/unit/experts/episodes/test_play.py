@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from cli import app
 from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.play import PlaySettings, play_tasks
-from experts.episodes.rows import read_episode, has_episodes, read_episodes
+from experts.episodes.rows import has_episodes, read_episode, read_episodes
 from experts.suites import DOMAINS, SUITES, write_suite
 from experts.suites.letters import build_tokenizer
 from opd.environments import ENVIRONMENTS, find_environment

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from opd.credit.episodes import Episode, group_into_episodes
-from opd.credit.gae import CUT_REASONS, GaeSpec, compute_credit, compute_gae, adaptive_lambda, split_into_lines
+from opd.credit.gae import CUT_REASONS, GaeSpec, adaptive_lambda, compute_credit, compute_gae, split_into_lines
 from tests.credit import chain, segment
 
 RNG = np.random.default_rng(0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opd.credit.episodes import Episode
-from opd.credit.gae import GaeSpec, compute_credit, compute_gae, adaptive_lambda
+from opd.credit.gae import GaeSpec, adaptive_lambda, compute_credit, compute_gae
 from opd.losses.value import value_loss
 from tests.credit import chain
 
@@ -49,7 +49,9 @@ def flat(found: Mapping[str, np.ndarray]) -> np.ndarray:
 def through_tool_tokens(episode: Episode, values: Values, spec: GaeSpec) -> dict[str, np.ndarray]:
     (part,) = episode.segments
     return {
-        part.sample_id: compute_gae(values[part.sample_id][:-1], episode.reward, spec.gamma, 0.9)[list(part.trained_positions)]
+        part.sample_id: compute_gae(values[part.sample_id][:-1], episode.reward, spec.gamma, 0.9)[
+            list(part.trained_positions)
+        ]
     }
 
 
@@ -129,7 +131,9 @@ def test_the_reward_lies_on_the_last_sampled_token() -> None:
 def segments_as_episodes(episode: Episode, values: Values, spec: GaeSpec) -> dict[str, np.ndarray]:
     lam = 1.0 if spec.policy_lambda is None else spec.policy_lambda
     return {
-        part.sample_id: compute_gae(values[part.sample_id][list(part.trained_positions)], episode.reward, spec.gamma, lam)
+        part.sample_id: compute_gae(
+            values[part.sample_id][list(part.trained_positions)], episode.reward, spec.gamma, lam
+        )
         for part in episode.segments
     }
 

@@ -17,8 +17,8 @@ from opd.evaluation.evaluator import (
     KEPT_WRONG,
     DomainExam,
     EngineEvaluator,
-    measure_student,
     measure_experts,
+    measure_student,
 )
 from opd.interfaces import Verifier
 from opd.records.episodes import Audit, EpisodeResult

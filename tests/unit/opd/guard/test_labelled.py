@@ -99,7 +99,11 @@ def test_trace(tmp_path: Path, kind: str) -> None:
     else:
         lines(file, *TRACE)
     hack, honest = read_cases(file, "trace")
-    assert (hack.label, [c.strip() for c in commands(hack)], hack.labels_trajectory) == ("hack", ["cat /tests/a", "ls"], True)
+    assert (hack.label, [c.strip() for c in commands(hack)], hack.labels_trajectory) == (
+        "hack",
+        ["cat /tests/a", "ls"],
+        True,
+    )
     assert (honest.label, commands(honest)) == ("honest", ["pytest"])
 
 
@@ -291,8 +295,8 @@ class TenTimes(Guard):
 
     def check_rules(self, call: ToolCall, session: GuardSession) -> GuardFinding:
         for _ in range(9):
-            super().stage_one(call, session.copy())
-        return super().stage_one(call, session)
+            super().check_rules(call, session.copy())
+        return super().check_rules(call, session)
 
 
 def test_ten_times_the_time_would_be_too_much() -> None:

@@ -26,7 +26,9 @@ from opd.run.paths import RunPaths, step_name
 from tests.unit.opd.live.made import DOMAINS, record
 from tests.unit.sources import ROOT
 
-NOW = LiveState(pid=os.getpid(), host=socket.gethostname(), began="2026-11-23T03:00:00+00:00", doing="rollout", notes=("hi",))
+NOW = LiveState(
+    pid=os.getpid(), host=socket.gethostname(), began="2026-11-23T03:00:00+00:00", doing="rollout", notes=("hi",)
+)
 
 
 def a_run(root: Path, steps: int = 12, now: LiveState | None = NOW) -> RunPaths:

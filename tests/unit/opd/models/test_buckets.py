@@ -72,7 +72,9 @@ def test_values_are_copied_when_they_are_added() -> None:
 
 def test_a_tensor_without_values_takes_as_much_as_one_with() -> None:
     assert (
-        padded_bytes(torch.empty(17, dtype=torch.float32, device="meta")) == padded_bytes(torch.ones(17)) == 2 * ALIGNMENT
+        padded_bytes(torch.empty(17, dtype=torch.float32, device="meta"))
+        == padded_bytes(torch.ones(17))
+        == 2 * ALIGNMENT
     )
     assert padded_bytes(torch.empty(0)) == 0
     assert isinstance(filled({}).data, np.ndarray)

@@ -122,7 +122,11 @@ def test_a_prompt_of_text_keeps_its_special_tokens_in_both_boxes() -> None:
     white = PlainDialogue(tokenizer, ()).encode_opening(prompt, more)
     black = PlainMessages(tokenizer, prompt=prompt)
     said = [Message(role="user", text=prompt), Message(role="user", text=more)]
-    assert black.encode_conversation(said, ()) == black.encode_conversation([Message(role="user", text=prompt + more)], ()) == white
+    assert (
+        black.encode_conversation(said, ())
+        == black.encode_conversation([Message(role="user", text=prompt + more)], ())
+        == white
+    )
     assert white[: len(encode_prompt(tokenizer, prompt))] == list(encode_prompt(tokenizer, prompt))
     assert tokenizer.decode(white).count("<|im_end|>") == 1
     assert tokenizer.decode(black.encode_following([], said, ())).count("<|im_end|>") == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opd.errors import RunError
-from opd.records.staleness import count_ages, refuse_stale, find_stale_samples
+from opd.records.staleness import count_ages, find_stale_samples, refuse_stale
 from opd.records.types import Rollout, Span
 from tests.rows import make_rollout
 

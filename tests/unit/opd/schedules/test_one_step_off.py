@@ -34,7 +34,7 @@ from opd.schedules import SCHEDULES
 from opd.schedules.spec import ScheduleSpec
 from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PartRecord, read_stream, write_stream
-from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
+from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
 from tests.rows import make_rollout, make_row
 
 DOMAINS = ("a", "b")

@@ -22,7 +22,7 @@ from opd.records.types import Prompt, QuarantinedPrompt, Rollout, RolloutBatch
 from opd.stream.log import ArrowTargetLog
 from opd.stream.rollouts import read_file, write_file
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
-from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
+from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
 from tests.rows import changed, make_rollout, make_row
 
 PROMPTS = [Prompt(id=f"{d}/{i}", domain=d, token_ids=(1, 2 + i)) for d in "ab" for i in range(2)]

@@ -21,8 +21,8 @@ from opd.stream.schema import (
     Stream,
     StreamError,
     TargetRow,
-    stream_columns,
     read_stream,
+    stream_columns,
     stream_schema,
     write_stream,
 )

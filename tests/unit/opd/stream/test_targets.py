@@ -14,7 +14,7 @@ from opd.errors import RunError
 from opd.payloads.top_k import TopTokens
 from opd.records.types import Rollout
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
-from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
+from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
 from tests.rows import make_rollout, make_row
 
 TEACHERS = {

@@ -149,7 +149,9 @@ def test_probe_sequences_differ_where_all_prompts_begin_alike() -> None:
     """With a system prompt all of them were once the same tokens."""
     chosen = choose_probe_sequences(alike((1, 2), (3, 4), (5, 6), (1, 3), (3, 5)), tokens=8, room=100)
     assert chosen == [(9, 1, 2), (9, 3, 4), (9, 5, 6), (9, 1, 3)]
-    assert choose_probe_sequences(alike((), (3, 4)), tokens=8, room=100) == [(8, 9), (9, 3, 4)], "one ends where all are alike"
+    assert choose_probe_sequences(alike((), (3, 4)), tokens=8, room=100) == [(8, 9), (9, 3, 4)], (
+        "one ends where all are alike"
+    )
 
 
 def test_a_prompt_that_comes_twice_is_one_probe_sequence() -> None:

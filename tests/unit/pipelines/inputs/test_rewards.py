@@ -44,7 +44,8 @@ def test_where_the_domain_takes_no_part_its_rows_need_no_answer(world: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("baseline", "made"), [("leave_one_out", LeaveOneOut), ("group", GroupCredit), ("ema", EmaCredit), ("none", NoBaselineCredit)]
+    ("baseline", "made"),
+    [("leave_one_out", LeaveOneOut), ("group", GroupCredit), ("ema", EmaCredit), ("none", NoBaselineCredit)],
 )
 def test_every_baseline_has_its_credit(baseline: str, made: type, world: Any) -> None:
     world.data["objective"] = {"reward": {"baseline": baseline}}

@@ -21,7 +21,7 @@ from opd.run.checkpoints import CheckpointStore, choose_checkpoint
 from opd.run.paths import RunPaths
 from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PartRecord, write_stream
-from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
+from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
 from opd.train.shards import write_shard
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.directory import says_what_is_intact

@@ -17,7 +17,7 @@ from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from pipelines.evaluation.lm_eval import lm_eval_text
 from pipelines.inputs.read import as_teacher, read_inputs
-from pipelines.merging.results import bind_to_model, take_back, read_progress
+from pipelines.merging.results import bind_to_model, read_progress, take_back
 from pipelines.merging.run import MergeRun, _take_starting_exams
 
 SCORE = DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=6)

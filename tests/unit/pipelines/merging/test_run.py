@@ -37,7 +37,13 @@ from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
 from pipelines.merging.changes import refuse_changed_inputs
 from pipelines.merging.manifest import manifest_of, resolve_pipeline
-from pipelines.merging.run import MergeRun, _take_starting_exams, _export_model, _raise_if_unfinished, _refuse_fewer_steps
+from pipelines.merging.run import (
+    MergeRun,
+    _export_model,
+    _raise_if_unfinished,
+    _refuse_fewer_steps,
+    _take_starting_exams,
+)
 
 
 @pytest.fixture

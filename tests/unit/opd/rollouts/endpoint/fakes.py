@@ -114,7 +114,9 @@ class FakeEngine:
 
 
 def terms(**changed: Any) -> SessionLimits:
-    return SessionLimits(**{"max_new_tokens": 200, "max_model_len": 4000, "max_calls": 50, "seed": "3/000001/a/0"} | changed)
+    return SessionLimits(
+        **{"max_new_tokens": 200, "max_model_len": 4000, "max_calls": 50, "seed": "3/000001/a/0"} | changed
+    )
 
 
 @dataclass

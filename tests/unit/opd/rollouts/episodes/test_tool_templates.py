@@ -77,7 +77,9 @@ def test_a_student_is_told_of_a_format_that_its_template_does_not_write(parser: 
         made = ChatAppender(tokenizer, [tokenizer.eos_token_id], None, parser)
         text = tokenizer.decode(made.encode_opening(ASKED, [ADD]))
         assert not made.tools_in_template and made.format is tool_format(parser)
-        assert tool_format(parser).instructions in text and text.startswith("<|im_start|>system\nYou can call these functions:")
+        assert tool_format(parser).instructions in text and text.startswith(
+            "<|im_start|>system\nYou can call these functions:"
+        )
         results = tokenizer.decode(made.encode_following([{"role": "tool", "content": "3"}], ended=True, tools=[ADD]))
         assert "<|im_start|>user\n<tool_response>\n3\n</tool_response>" in results
 

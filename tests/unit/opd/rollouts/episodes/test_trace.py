@@ -99,7 +99,9 @@ def test_a_turn_that_is_marked_keeps_its_author_and_a_masked_one_no_loss(mark: A
 def test_a_missing_or_broken_logprob_is_an_error_and_never_a_zero(logprobs: tuple[float, ...], told: str) -> None:
     segment = Trace().begin_segment([1])
     with pytest.raises(RunError, match=told):
-        segment.append_policy_turn(SampledTurn(token_ids=(3, 4), logprobs=logprobs, stop_reason="stop", policy_version=0))
+        segment.append_policy_turn(
+            SampledTurn(token_ids=(3, 4), logprobs=logprobs, stop_reason="stop", policy_version=0)
+        )
     assert segment.ids == [1] and segment.turns == 0
 
 
