@@ -20,8 +20,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Can a merge run on this machine? Says what is missing and what to do; exit code 1 if something has failed."""
-    from pipelines.doctor.examine import as_json
-    from pipelines.doctor.examine import examine_machine, is_failed
+
+    from pipelines.doctor.examine import examine_machine, findings_to_json, is_failed
 
     findings = []
     for finding in examine_machine(imports=not quick):
@@ -31,6 +31,6 @@ def doctor(
             if finding.fix:
                 print_line(f"         fix: {finding.fix}", err=False)
     if as_json:
-        typer.echo(json.dumps(as_json(findings), indent=1))
+        typer.echo(json.dumps(findings_to_json(findings), indent=1))
     if is_failed(findings):
         raise typer.Exit(1)

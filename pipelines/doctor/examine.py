@@ -25,6 +25,6 @@ def is_failed(findings: Sequence[DoctorFinding]) -> bool:
     return any(finding.level == "failed" for finding in findings)
 
 
-def as_json(findings: Sequence[DoctorFinding]) -> dict[str, Any]:
+def findings_to_json(findings: Sequence[DoctorFinding]) -> dict[str, Any]:
     """Return the findings as one JSON object."""
     return {"opd": __version__, "ok": not is_failed(findings), "checks": [asdict(finding) for finding in findings]}
