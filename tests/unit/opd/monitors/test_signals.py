@@ -10,7 +10,7 @@ import pytest
 
 from opd.config.monitors import MonitorsConfig
 from opd.monitors import SIGNALS
-from opd.monitors.signal import WHOLE_STEP, Signal, SignalHistory
+from opd.monitors.signals import WHOLE_STEP, Signal, SignalHistory
 from opd.records.episodes import EpisodesRecord
 from opd.records.step import StepRecord, mean_length
 from opd.records.tails import LOOP, SHORTEST, TAIL, is_looping, measure_repetition
