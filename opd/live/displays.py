@@ -6,8 +6,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -15,14 +15,12 @@ from statistics import fmean
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.text import Text
 
 from opd.live.course import Course, domain_rewards
 from opd.live.interfaces import Display
 from opd.live.memory import Memory
-from opd.live.render import Size, render_view
-from opd.live.shapes import format_duration
-from opd.live.view import View, view_of
+from opd.live.render import RunScreen, format_duration
+from opd.live.view import view_of
 from opd.records.step import StepRecord
 from opd.text import escape_control_characters
 
@@ -51,7 +49,11 @@ def _print_line(console: Console, line: str) -> None:
     console.print(escape(escape_control_characters(line)), highlight=False, soft_wrap=True)
 
 
-class Lines:
+class Silence(Display):
+    """Nothing: errors and the result are not the display's."""
+
+
+class Lines(Display):
     """A line for every sentence and every step."""
 
     def __init__(self, console: Console, begun: Beginning) -> None:
@@ -61,40 +63,17 @@ class Lines:
     def say(self, line: str) -> None:
         _print_line(self._console, line)
 
-    def doing(self, what: str) -> None: ...
-
-    def exams(
-        self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
-    ) -> None: ...
-
     def step(self, record: StepRecord) -> None:
         self._course.add(record)
-        self.say(f"step {record.step}/{self._course.steps}  " + "  ".join((*step_facts(record), *self._left())))
-
-    def _left(self) -> tuple[str, ...]:
         left = self._course.left_s
-        return (f"about {format_duration(left)} left",) if left else ()
+        self.say(_format_step(record, self._course.steps) + (f"  about {format_duration(left)} left" if left else ""))
 
 
-class Silence:
-    """Nothing: errors and the result are not the display's."""
-
-    def say(self, line: str) -> None: ...
-
-    def doing(self, what: str) -> None: ...
-
-    def exams(
-        self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
-    ) -> None: ...
-
-    def step(self, record: StepRecord) -> None: ...
-
-
-class JsonLines:
+class JsonLines(Display):
     """Every step as a line of JSON on standard output; sentences go to the display beside it."""
 
     def __init__(self, beside: Display, steps: int) -> None:
-        self.say, self.doing, self.exams = beside.say, beside.doing, beside.exams
+        self.say = beside.say  # type: ignore[method-assign]
         self._steps = steps
 
     def step(self, record: StepRecord) -> None:
@@ -106,7 +85,7 @@ def print_json(data: Mapping[str, object]) -> None:
     print(json.dumps(data), flush=True)
 
 
-class Screen:
+class Screen(Display):
     """One screen, drawn again every second. Sentences that leave it stay above it, whole, where a terminal scrolls back to.
 
     A thread draws. It reads attributes that are replaced and never changed, so it sees each of them whole.
@@ -121,11 +100,10 @@ class Screen:
         self._doing = ("", time.monotonic())
         self._began = self._stepped = time.monotonic()
         self._view = view_of(self._course)
-        self._kept = max(kept for lines, kept in ON_SCREEN.items() if console.height >= lines)
+        self._most_notes = max(most for lines, most in ON_SCREEN.items() if console.height >= lines)
+        self._live = Live(console=console, get_renderable=self._render_screen, refresh_per_second=1, transient=True)
 
     def __enter__(self) -> Screen:
-        drawing = {"get_renderable": self._render_screen, "refresh_per_second": 1, "transient": True}
-        self._live = Live(console=self._console, **drawing)  # type: ignore[arg-type]
         self._live.start()
         return self
 
@@ -133,8 +111,7 @@ class Screen:
         self._live.stop()
         self._scroll_notes(0)
         if self._course.recent:
-            last = self._course.recent[-1]
-            _print_line(self._console, f"step {last.step}/{self._course.steps}  " + "  ".join(step_facts(last)))
+            _print_line(self._console, _format_step(self._course.recent[-1], self._course.steps))
 
     def say(self, line: str) -> None:
         """Nothing is written here: a signal's handler says things too, in the middle of whatever the program writes."""
@@ -142,7 +119,7 @@ class Screen:
 
     def doing(self, what: str) -> None:
         self._doing = (what, time.monotonic())
-        self._scroll_notes(self._kept)
+        self._scroll_notes(self._most_notes)
 
     def exams(
         self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
@@ -154,36 +131,34 @@ class Screen:
         self._course.add(record)
         self._stepped = time.monotonic()
         self._view = view_of(self._course)
-        self._scroll_notes(self._kept)
+        self._scroll_notes(self._most_notes)
 
-    def _scroll_notes(self, kept: int) -> None:
+    def _scroll_notes(self, most: int) -> None:
         """Move all sentences but the last few above the screen."""
-        gone = self._notes[: len(self._notes) - kept] if len(self._notes) > kept else ()
-        self._notes = self._notes[len(gone) :]
-        for line in gone:
+        above = self._notes[: max(0, len(self._notes) - most)]
+        self._notes = self._notes[len(above) :]
+        for line in above:
             _print_line(self._console, line)
 
-    def _render_screen(self) -> Text:
-        """The screen at this moment."""
-        (what, since), now, left = self._doing, time.monotonic(), self._view.left_s
+    def _render_screen(self) -> RunScreen:
+        """Return the screen at this moment."""
+        (phase, since), now, left = self._doing, time.monotonic(), self._view.left_s
         view = replace(
             self._view,
             name=self._begun.name,
             root=str(self._begun.root),
-            doing=what,
+            doing=phase,
             doing_s=now - since,
             elapsed_s=now - self._began,
             left_s=None if left is None else max(0.0, left - (now - self._stepped)),
             memory=self._memory.now(),
-            notes=self._notes[-self._kept :],
+            notes=self._notes[-self._most_notes :],
         )
-        return render_for_console(view, self._console)
+        return RunScreen(view)
 
 
-def render_for_console(view: View, console: Console, height: int | None = None) -> Text:
-    """The view for this console: a line less than it is high, which leaves the last one to the cursor."""
-    room = Size(width=console.width, height=height or console.height - 1, unicode=not console.options.ascii_only)
-    return Text("\n", no_wrap=True, overflow="crop", end="").join(render_view(view, room))
+def _format_step(record: StepRecord, steps: int) -> str:
+    return f"step {record.step}/{steps}  " + "  ".join(step_facts(record))
 
 
 def step_facts(record: StepRecord) -> list[str]:
@@ -200,39 +175,23 @@ def step_facts(record: StepRecord) -> list[str]:
     return parts
 
 
-@contextmanager
-def open_display(begun: Beginning) -> Iterator[Display]:
-    """A screen if standard error is a terminal, else lines on it: standard output holds only results."""
+def open_display(begun: Beginning) -> AbstractContextManager[Display]:
+    """Return a screen if standard error is a terminal, else lines on it: standard output holds only results."""
     console = Console(stderr=True)
     if not sys.stderr.isatty() or console.is_dumb_terminal:
-        yield Lines(console, begun)
-        return
-    with Screen(console, begun) as screen:
-        yield screen
+        return nullcontext(Lines(console, begun))
+    return Screen(console, begun)
 
 
-@contextmanager
-def open_silent_display(begun: Beginning) -> Iterator[Display]:
-    """Nothing."""
-    yield Silence()
-
-
-@contextmanager
-def json_lines(begun: Beginning) -> Iterator[Display]:
-    """JSON for the steps, and lines on standard error for the rest."""
-    yield JsonLines(Lines(Console(stderr=True), begun), begun.steps)
-
-
-@contextmanager
-def only_json(begun: Beginning) -> Iterator[Display]:
-    """JSON for the steps, and nothing else."""
-    yield JsonLines(Silence(), begun.steps)
+def open_silent_display(begun: Beginning) -> AbstractContextManager[Display]:
+    """Return nothing to look at."""
+    return nullcontext(Silence())
 
 
 CHOICES: Mapping[tuple[bool, bool], Displays] = {
     (False, False): open_display,
     (True, False): open_silent_display,
-    (False, True): json_lines,
-    (True, True): only_json,
+    (False, True): lambda begun: nullcontext(JsonLines(Lines(Console(stderr=True), begun), begun.steps)),
+    (True, True): lambda begun: nullcontext(JsonLines(Silence(), begun.steps)),
 }
-"""(`--quiet`, `--json`) -> how a merge is shown."""
+"""(`--quiet`, `--json`) -> the display of a merge."""

@@ -129,12 +129,8 @@ class RunRow:
     """One run among others."""
 
     root: Path
-    state: str
-    """The state that `View` has, or what is damaged."""
-    done: int = 0
-    steps: int = 0
-    headroom: float | None = None
-    """Mean over domains, of the newest exam."""
+    view: View
+    """Of a run whose files are damaged, the state alone, which says what is."""
     written: datetime
     """Time at which its last file was written."""
     size: int
@@ -142,23 +138,14 @@ class RunRow:
 
 
 def runs_in(directory: Path) -> Iterator[RunRow]:
-    """All runs in a directory, by their paths; a damaged one is there too. Runs inside of a run are not listed."""
+    """Yield all runs in a directory, by their paths; a damaged one is there too. Runs inside of a run are not listed."""
     for root in _find_run_directories(directory, DEEPEST):
         written, size = _on_disk(root)
         try:
-            seen = status_of(root)
+            view = status_of(root)
         except RunDirError as error:
-            yield RunRow(root=root, state=f"damaged: {str(error).splitlines()[0]}", written=written, size=size)
-            continue
-        yield RunRow(
-            root=root,
-            state=seen.state,
-            done=seen.done,
-            steps=seen.steps,
-            headroom=seen.mean_headroom,
-            written=written,
-            size=size,
-        )
+            view = View(steps=0, state=f"damaged: {str(error).splitlines()[0]}")
+        yield RunRow(root=root, view=view, written=written, size=size)
 
 
 def _find_run_directories(directory: Path, depth: int) -> Iterator[Path]:
