@@ -14,7 +14,6 @@ from statistics import fmean
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 
 from opd.live.course import Course, domain_rewards
 from opd.live.interfaces import Display
@@ -46,7 +45,7 @@ Displays = Callable[[Beginning], AbstractContextManager[Display]]
 
 def _print_line(console: Console, line: str) -> None:
     """Write a sentence on one line, however long it is."""
-    console.print(escape(escape_control_characters(line)), highlight=False, soft_wrap=True)
+    console.out(escape_control_characters(line), highlight=False)
 
 
 class Silence(Display):

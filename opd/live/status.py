@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from opd.errors import RunDirError
-from opd.live.course import Course, Exam
+from opd.live.course import Course
 from opd.live.memory import memory_of
 from opd.live.now import FINISHED, PAUSED, STOPPED, Now, read_now
 from opd.live.progress import notes_of
@@ -81,10 +81,10 @@ def _read_course(run: RunFiles) -> Course:
     course.expert = run.expert.accuracy if run.expert else {}
     course.clear = clear_domains(run.before.scores, run.expert.scores) if run.before and run.expert else None
     if run.during:
-        step = max(run.during)
-        course.exam = Exam(step=step, accuracy=run.during[step].accuracy)
+        course.exam_step = max(run.during)
+        course.accuracy = run.during[course.exam_step].accuracy
     if run.after:
-        course.exam = Exam(step=course.done, accuracy=run.after.accuracy)
+        course.exam_step, course.accuracy = course.done, run.after.accuracy
     return course
 
 

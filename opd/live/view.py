@@ -83,13 +83,12 @@ class View:
 def _list_domains(course: Course) -> tuple[DomainView, ...]:
     """The domains of a merge in their order."""
     last = course.recent[-1].domains if course.recent else {}
-    accuracy = course.exam.accuracy if course.exam else {}
-    found = []
+    views = []
     for name in dict.fromkeys((*course.domains, *course.before)):
-        before, now, expert = course.before.get(name), accuracy.get(name), course.expert.get(name)
+        before, now, expert = course.before.get(name), course.accuracy.get(name), course.expert.get(name)
         share = None if before is None or now is None else recovered_share(before, now, expert)
         clear = course.clear is None or name in course.clear
-        found.append(
+        views.append(
             DomainView(
                 name=name,
                 loss=course.mean(name, "loss"),
@@ -103,7 +102,7 @@ def _list_domains(course: Course) -> tuple[DomainView, ...]:
                 headroom=share if clear else None,
             )
         )
-    return tuple(found)
+    return tuple(views)
 
 
 def view_of(course: Course) -> View:
@@ -119,7 +118,7 @@ def view_of(course: Course) -> View:
         loss=last.loss if last else None,
         losses=tuple(course.losses),
         mean_headroom=fmean(headrooms) if headrooms else None,
-        exam_step=course.exam.step if course.exam else None,
+        exam_step=course.exam_step,
         phases=tuple(phases),
         tokens_per_s=course.tokens_per_s,
         gap=last.probe_gap if last else None,
