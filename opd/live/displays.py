@@ -48,11 +48,21 @@ def _print_line(console: Console, line: str) -> None:
     console.out(escape_control_characters(line), highlight=False)
 
 
-class Silence(Display):
+class Silence:
     """Nothing: errors and the result are not the display's."""
 
+    def say(self, line: str) -> None: ...
 
-class Lines(Display):
+    def doing(self, what: str) -> None: ...
+
+    def exams(
+        self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
+    ) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+
+class Lines(Silence):
     """A line for every sentence and every step."""
 
     def __init__(self, console: Console, begun: Beginning) -> None:
@@ -68,7 +78,7 @@ class Lines(Display):
         self.say(_format_step(record, self._course.steps) + (f"  about {format_duration(left)} left" if left else ""))
 
 
-class JsonLines(Display):
+class JsonLines(Silence):
     """Every step as a line of JSON on standard output; sentences go to the display beside it."""
 
     def __init__(self, beside: Display, steps: int) -> None:
@@ -84,7 +94,7 @@ def print_json(data: Mapping[str, object]) -> None:
     print(json.dumps(data), flush=True)
 
 
-class Screen(Display):
+class Screen:
     """One screen, drawn again every second. Sentences that leave it stay above it, whole, where a terminal scrolls back to.
 
     A thread draws. It reads attributes that are replaced and never changed, so it sees each of them whole.
