@@ -257,7 +257,7 @@ def _summarize(view: View) -> DomainView:
         first_loss=fmean(view.losses[:WINDOW]) if view.losses else None,
         tokens=sum(domain.tokens or 0 for domain in view.domains),
         headroom=view.mean_headroom,
-        **{key: mean(key) for key in ("reward", "before", "now", "expert")},  # type: ignore[arg-type]
+        **{key: mean(key) for key in ("reward", "before", "now", "expert")},
     )
 
 
