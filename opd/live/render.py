@@ -48,6 +48,8 @@ NAMES = {
 """Phase of a step -> what happens in it."""
 BARS_FROM = 64
 """Cells from which on the headroom is drawn too."""
+GAP = 2
+"""Cells between two columns."""
 
 
 class RunScreen:
@@ -71,7 +73,7 @@ class RunScreen:
         facts = draw(_list_facts(view, width)) + draw(_list_reasons(view))[:MOST_WHY]
         facts += draw(make_sentence(hint, STRONG) for hint in view.hints)
         left = height - len(head) - len(facts)
-        table = draw(_draw_domains(view, console, options, left - min(2, len(notes))))
+        table = draw(_draw_domains(view, width, left - min(2, len(notes))))
         left -= len(table)
         # Two of the notes come before the empty lines between the blocks, the others after them.
         notes = notes[len(notes) - min(len(notes), max(min(2, left), left - 3, 0)) :]
@@ -90,10 +92,10 @@ class RunScreen:
 
 def _draw_head(view: View, width: int) -> Iterator[RenderableType]:
     """Yield the name and the state, the progress, and what goes on."""
-    title = Table.grid(Column(), Column(no_wrap=True), Column(ratio=1, justify="right"), padding=(0, 2), expand=True)
+    title = Table.grid(Column(), Column(no_wrap=True), Column(ratio=1, justify="right"), padding=(0, GAP), expand=True)
     state = Text(view.state, STATE_STYLES.get(view.state, f"{STRONG} {LOOK}"))
     title.add_row(ShortenedName(view.name, STRONG), state, ShortenedName(view.root))
-    progress = Table.grid(Column(ratio=1), Column(no_wrap=True), padding=(0, 2), expand=True)
+    progress = Table.grid(Column(ratio=1), Column(no_wrap=True), padding=(0, GAP), expand=True)
     bar = make_bar(view.done / view.steps if view.steps else 0.0)
     progress.add_row(bar, Text(f"step {view.done} of {view.steps}", STRONG))
     yield from (title, progress, make_sentence(join_fitting(_describe_now(view), width)))
@@ -176,6 +178,10 @@ class NumberColumn:
     """Columns with a small number are the last to be left out."""
     format: Callable[[float], str]
 
+    @property
+    def width(self) -> int:
+        return max(7, len(self.title))
+
     def make_cell(self, domain: DomainView) -> Text:
         """Return the number of a domain."""
         value: float | None = getattr(domain, self.key)
@@ -205,43 +211,35 @@ COLUMNS = (
 )
 
 
-def _draw_domains(view: View, console: Console, options: ConsoleOptions, height: int) -> list[RenderableType]:
-    """Return the table in at most so many lines; nothing where not even one domain fits, or no number is known."""
+def _draw_domains(view: View, width: int, height: int) -> Iterator[RenderableType]:
+    """Yield the table in at most so many lines; nothing where not even one domain fits, or no number is known."""
     domains = view.domains
     room = height - 1 - (len(domains) > 1)  # below the header, and above the row of all
     room -= len(domains) > room  # and above the line about those that are left out
     columns = [column for column in COLUMNS if any(getattr(domain, column.key) is not None for domain in domains)]
+    bar_width = width // 8 if width >= BARS_FROM and any(domain.headroom is not None for domain in domains) else 0
+    name_width = min(max(12, width // 4), max((len(domain.name) for domain in domains), default=0))
+    while columns and sum(GAP + column.width for column in columns) > width - name_width - (
+        bar_width and GAP + bar_width
+    ):
+        columns.remove(max(columns, key=lambda column: column.rank))
     if room < 1 or not columns:
-        return []
+        return
+    table = Table("domain", box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style=STRONG)
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True, min_width=column.width)
+    if bar_width:
+        table.add_column(width=bar_width)
     largest = {domain.name for domain in sorted(domains, key=lambda domain: -(domain.loss or 0.0))[:room]}
     rows = [domain for domain in domains if domain.name in largest]
-    summary = _summarize(view) if len(domains) > 1 else None
-    unbounded = options.update(max_width=1000)  # else the least width that a table asks for is cut to the room
-    table = _build_table(rows, summary, columns, options.max_width)
-    while console.measure(table, options=unbounded).minimum > options.max_width:
-        columns.remove(max(columns, key=lambda column: column.rank))
-        if not columns:
-            return []
-        table = _build_table(rows, summary, columns, options.max_width)
-    left_out = len(domains) - len(rows)
-    return [table, make_sentence(f"and {left_out} domains with a smaller loss")] if left_out else [table]
-
-
-def _build_table(
-    rows: Sequence[DomainView], summary: DomainView | None, columns: Sequence[NumberColumn], width: int
-) -> Table:
-    table = Table("domain", box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=STRONG)
-    for column in columns:
-        table.add_column(column.title, justify="right", no_wrap=True, min_width=max(6, len(column.title)))
-    has_bars = width >= BARS_FROM and any(column.key == "headroom" for column in columns)
-    if has_bars:
-        table.add_column(width=width // 8)
-    for domain in (*rows, summary) if summary else rows:
-        name = ShortenedName(domain.name, widths=(max(12, width // 4), 40))
-        bars = [make_bar(domain.headroom)] if has_bars and domain.headroom is not None else []
-        cells = (column.make_cell(domain) for column in columns)
-        table.add_row(name, *cells, *bars, style=STRONG if domain is summary else "")
-    return table
+    for domain in (*rows, _summarize(view)) if len(domains) > 1 else rows:
+        cells: list[RenderableType] = [ShortenedName(domain.name), *(column.make_cell(domain) for column in columns)]
+        if bar_width and domain.headroom is not None:
+            cells.append(make_bar(domain.headroom))
+        table.add_row(*cells, style="" if domain in rows else STRONG)
+    yield table
+    if len(rows) < len(domains):
+        yield make_sentence(f"and {len(domains) - len(rows)} domains with a smaller loss")
 
 
 def _summarize(view: View) -> DomainView:
@@ -264,14 +262,12 @@ def _summarize(view: View) -> DomainView:
 class ShortenedName:
     """A name on one line, safe to show, and without its middle where it is too wide: names differ at both ends."""
 
-    def __init__(self, name: str, style: str = "", widths: tuple[int, int] = (8, 40)) -> None:
-        """`widths` are the least and the most cells that a long name asks for."""
+    def __init__(self, name: str, style: str = "") -> None:
         self._name = one_line(name, LONGEST)
         self._style = style
-        self._widths = widths
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(*(min(cell_len(self._name), width) for width in self._widths))
+        return Measurement(min(8, cell_len(self._name)), min(40, cell_len(self._name)))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(shorten_middle(self._name, options.max_width), self._style, no_wrap=True)
