@@ -82,8 +82,11 @@ class JsonLines(Silence):
     """Every step as a line of JSON on standard output; sentences go to the display beside it."""
 
     def __init__(self, beside: Display, steps: int) -> None:
-        self.say = beside.say  # type: ignore[method-assign]
+        self._beside = beside
         self._steps = steps
+
+    def say(self, line: str) -> None:
+        self._beside.say(line)
 
     def step(self, record: StepRecord) -> None:
         print_json({"event": "step", "steps": self._steps} | record.to_json())
