@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from statistics import fmean
 
-from opd.records.step import StepRecord, select_domain, token_mean
+from opd.records.step import StepRecord, select_domain, compute_token_mean
 
 WINDOW = 20
 """Steps that a mean is taken over: a single step of one domain is noisy."""
@@ -38,16 +38,16 @@ class Course:
         """Loss of every step."""
         self.seconds = 0.0
         """Seconds of all steps."""
-        self._first: list[StepRecord] = []
+        self._first_records: list[StepRecord] = []
         self._exam_s = 0.0
         for record in records:
-            self.add(record)
+            self.add_record(record)
 
-    def add(self, record: StepRecord) -> None:
+    def add_record(self, record: StepRecord) -> None:
         """Take the record of the next step."""
         self.recent.append(record)
-        if len(self._first) < WINDOW:
-            self._first.append(record)
+        if len(self._first_records) < WINDOW:
+            self._first_records.append(record)
         self.losses.append(record.loss)
         self.seconds += record.seconds
         self._exam_s += record.phase_s.get(EVALUATE, 0.0)
@@ -58,7 +58,7 @@ class Course:
             self.checkpoint = record.checkpoint.step
 
     @property
-    def done(self) -> int:
+    def steps_done(self) -> int:
         """Steps that are done."""
         return self.recent[-1].step if self.recent else 0
 
@@ -68,23 +68,23 @@ class Course:
         if not self.recent:
             return None
         exams = self._exam_s / len(self.losses)
-        return (self.steps - self.done) * (exams + fmean(_without_exam(record) for record in self.recent))
+        return (self.steps - self.steps_done) * (exams + fmean(_training_seconds(record) for record in self.recent))
 
     @property
     def tokens_per_s(self) -> float | None:
         """Response tokens a second over the last steps, exams left out."""
-        seconds = sum(_without_exam(record) for record in self.recent)
+        seconds = sum(_training_seconds(record) for record in self.recent)
         return sum(record.response_tokens for record in self.recent) / seconds if seconds else None
 
-    def mean(self, domain: str, key: str) -> float | None:
+    def recent_mean(self, domain: str, key: str) -> float | None:
         """Mean of a domain's number over the last steps, a token."""
-        return token_mean(select_domain(list(self.recent), domain), key)
+        return compute_token_mean(select_domain(list(self.recent), domain), key)
 
     def first_mean(self, domain: str, key: str) -> float | None:
         """The same over the first steps."""
-        return token_mean(select_domain(self._first, domain), key)
+        return compute_token_mean(select_domain(self._first_records, domain), key)
 
-    def reward(self, domain: str) -> float | None:
+    def latest_reward(self, domain: str) -> float | None:
         """Mean reward of a domain in the last step that has one."""
         for record in reversed(self.recent):
             rewards = domain_rewards(record)
@@ -93,12 +93,12 @@ class Course:
         return None
 
 
-def _without_exam(record: StepRecord) -> float:
+def _training_seconds(record: StepRecord) -> float:
     return record.seconds - record.phase_s.get(EVALUATE, 0.0)
 
 
 def domain_rewards(record: StepRecord) -> dict[str, float]:
     """The mean reward of each domain that has one."""
     if record.reward is not None:
-        return {name: found.reward for name, found in record.reward.domains.items() if found.episodes}
-    return {name: found.reward for name, found in record.episodes.items() if found.reward is not None}
+        return {name: stats.reward for name, stats in record.reward.domains.items() if stats.episodes}
+    return {name: stats.reward for name, stats in record.episodes.items() if stats.reward is not None}

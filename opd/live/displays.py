@@ -28,7 +28,7 @@ ON_SCREEN = {0: 2, 40: 8}
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class RunStart:
     """The facts that a display needs of a merge that begins or goes on."""
 
     name: str
@@ -39,7 +39,7 @@ class Beginning:
     """Those of the steps that are done."""
 
 
-Displays = Callable[[Beginning], AbstractContextManager[Display]]
+Displays = Callable[[RunStart], AbstractContextManager[Display]]
 """Makes the display of a merge."""
 
 
@@ -53,7 +53,7 @@ class Silence:
 
     def say(self, line: str) -> None: ...
 
-    def doing(self, what: str) -> None: ...
+    def doing(self, activity: str) -> None: ...
 
     def exams(
         self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
@@ -65,7 +65,7 @@ class Silence:
 class Lines(Silence):
     """A line for every sentence and every step."""
 
-    def __init__(self, console: Console, begun: Beginning) -> None:
+    def __init__(self, console: Console, begun: RunStart) -> None:
         self._console = console
         self._course = Course(begun.steps, begun.domains, begun.records)
 
@@ -73,7 +73,7 @@ class Lines(Silence):
         _print_line(self._console, line)
 
     def step(self, record: StepRecord) -> None:
-        self._course.add(record)
+        self._course.add_record(record)
         left = self._course.left_s
         self.say(_format_step(record, self._course.steps) + (f"  about {format_duration(left)} left" if left else ""))
 
@@ -81,8 +81,8 @@ class Lines(Silence):
 class JsonLines(Silence):
     """Every step as a line of JSON on standard output; sentences go to the display beside it."""
 
-    def __init__(self, beside: Display, steps: int) -> None:
-        self._beside = beside
+    def __init__(self, display: Display, steps: int) -> None:
+        self._beside = display
         self._steps = steps
 
     def say(self, line: str) -> None:
@@ -103,7 +103,7 @@ class Screen:
     A thread draws. It reads attributes that are replaced and never changed, so it sees each of them whole.
     """
 
-    def __init__(self, console: Console, begun: Beginning) -> None:
+    def __init__(self, console: Console, begun: RunStart) -> None:
         self._console = console
         self._course = Course(begun.steps, begun.domains, begun.records)
         self._begun = begun
@@ -129,8 +129,8 @@ class Screen:
         """Nothing is written here: a signal's handler says things too, in the middle of whatever the program writes."""
         self._notes = (*self._notes, line)
 
-    def doing(self, what: str) -> None:
-        self._doing = (what, time.monotonic())
+    def doing(self, activity: str) -> None:
+        self._doing = (activity, time.monotonic())
         self._scroll_notes(self._most_notes)
 
     def exams(
@@ -140,7 +140,7 @@ class Screen:
         self._view = view_of(self._course)
 
     def step(self, record: StepRecord) -> None:
-        self._course.add(record)
+        self._course.add_record(record)
         self._stepped = time.monotonic()
         self._view = view_of(self._course)
         self._scroll_notes(self._most_notes)
@@ -154,7 +154,7 @@ class Screen:
 
     def _render_screen(self) -> RunScreen:
         """Return the screen at this moment."""
-        (phase, since), now, left = self._doing, time.monotonic(), self._view.left_s
+        (phase, since), now, remaining = self._doing, time.monotonic(), self._view.left_s
         view = replace(
             self._view,
             name=self._begun.name,
@@ -162,8 +162,8 @@ class Screen:
             doing=phase,
             doing_s=now - since,
             elapsed_s=now - self._began,
-            left_s=None if left is None else max(0.0, left - (now - self._stepped)),
-            memory=self._memory.now(),
+            left_s=None if remaining is None else max(0.0, remaining - (now - self._stepped)),
+            memory=self._memory.read_usage(),
             notes=self._notes[-self._most_notes :],
         )
         return RunScreen(view)
@@ -179,15 +179,15 @@ def step_facts(record: StepRecord) -> list[str]:
     parts = [f"loss {record.loss:.4f}", f"{speed:.0f} tok/s", f"gap {record.probe_gap:.1e}"]
     if record.accuracy:
         parts.append(f"accuracy {fmean(record.accuracy.values()):.3f}")
-    found = domain_rewards(record)
-    if found:
-        parts.append(f"reward {fmean(found.values()):.3f}")
+    rewards = domain_rewards(record)
+    if rewards:
+        parts.append(f"reward {fmean(rewards.values()):.3f}")
     if record.quarantined:
         parts.append(f"quarantined {sum(record.quarantined.values())}")
     return parts
 
 
-def open_display(begun: Beginning) -> AbstractContextManager[Display]:
+def open_display(begun: RunStart) -> AbstractContextManager[Display]:
     """Return a screen if standard error is a terminal, else lines on it: standard output holds only results."""
     console = Console(stderr=True)
     if not sys.stderr.isatty() or console.is_dumb_terminal:
@@ -195,7 +195,7 @@ def open_display(begun: Beginning) -> AbstractContextManager[Display]:
     return Screen(console, begun)
 
 
-def open_silent_display(begun: Beginning) -> AbstractContextManager[Display]:
+def open_silent_display(begun: RunStart) -> AbstractContextManager[Display]:
     """Return nothing to look at."""
     return nullcontext(Silence())
 

@@ -33,8 +33,8 @@ def memory_of(pid: int) -> tuple[tuple[str, int], ...]:
 
 
 def _private_bytes(process: psutil.Process) -> int:
-    taken = process.memory_info()
-    return int(taken.rss - getattr(taken, "shared", 0))
+    usage = process.memory_info()
+    return int(usage.rss - getattr(usage, "shared", 0))
 
 
 class Memory:
@@ -42,12 +42,12 @@ class Memory:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._known: tuple[tuple[str, int], ...] = ()
+        self._usage: tuple[tuple[str, int], ...] = ()
         self._next = 0.0
 
-    def now(self) -> tuple[tuple[str, int], ...]:
+    def read_usage(self) -> tuple[tuple[str, int], ...]:
         """Return the result of `memory_of`, at most `AGAIN_S` ago."""
         if time.monotonic() >= self._next:
-            self._known = memory_of(self._pid)
+            self._usage = memory_of(self._pid)
             self._next = time.monotonic() + AGAIN_S
-        return self._known
+        return self._usage

@@ -23,7 +23,7 @@ from rich.text import Text
 from opd.live.course import WINDOW
 from opd.live.now import FAILED, FINISHED
 from opd.live.view import KILLED, RUNNING, DomainView, View
-from opd.text import one_line
+from opd.text import to_one_line
 
 GOOD, BAD, LOOK, STRONG, FAINT = "green", "red", "magenta", "bold", "dim"
 CUT, DOT, STEPS = "…", " · ", "▁▂▃▄▅▆▇█"
@@ -139,7 +139,7 @@ def _list_facts(view: View, width: int) -> Iterator[Text]:
 def _list_reasons(view: View) -> Iterator[Text]:
     """Yield the reason of an early end over as many lines as it needs: it is what a user has to read."""
     for line in view.why.splitlines():
-        yield Text(one_line(line, LONGEST), overflow="fold")
+        yield Text(to_one_line(line, LONGEST), overflow="fold")
 
 
 def _list_notes(view: View) -> Iterator[Text]:
@@ -263,7 +263,7 @@ class ShortenedName:
     """A name on one line, safe to show, and without its middle where it is too wide: names differ at both ends."""
 
     def __init__(self, name: str, style: str = "") -> None:
-        self._name = one_line(name, LONGEST)
+        self._name = to_one_line(name, LONGEST)
         self._style = style
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
@@ -288,7 +288,7 @@ def shorten_middle(text: str, width: int) -> str:
 
 def make_sentence(text: str, style: str = "") -> Text:
     """Return a text on one line, safe to show, which is cut at its end where it is too wide."""
-    return Text(one_line(text, LONGEST), style, no_wrap=True, overflow="ellipsis")
+    return Text(to_one_line(text, LONGEST), style, no_wrap=True, overflow="ellipsis")
 
 
 def make_bar(share: float) -> ProgressBar:

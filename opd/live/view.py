@@ -91,10 +91,10 @@ def _list_domains(course: Course) -> tuple[DomainView, ...]:
         views.append(
             DomainView(
                 name=name,
-                loss=course.mean(name, "loss"),
+                loss=course.recent_mean(name, "loss"),
                 first_loss=course.first_mean(name, "loss"),
-                agreement=course.mean(name, "argmax_agreement"),
-                reward=course.reward(name),
+                agreement=course.recent_mean(name, "argmax_agreement"),
+                reward=course.latest_reward(name),
                 tokens=last[name].tokens if name in last else None,
                 before=before,
                 now=now,
@@ -112,7 +112,7 @@ def view_of(course: Course) -> View:
     phases = sorted(last.phase_s.items(), key=lambda phase: -phase[1]) if last else ()
     return View(
         steps=course.steps,
-        done=course.done,
+        done=course.steps_done,
         left_s=course.left_s,
         domains=domains,
         loss=last.loss if last else None,

@@ -14,11 +14,11 @@ from opd.text import escape_control_characters
 
 
 @contextmanager
-def show_waiting(what: str) -> Iterator[None]:
+def show_waiting(activity: str) -> Iterator[None]:
     """Within, a terminal says what it waits for and for how long. The line goes away; elsewhere nothing is said."""
     console = Console(stderr=True)
     hidden = not sys.stderr.isatty() or console.is_dumb_terminal
     columns = SpinnerColumn("line"), TextColumn("{task.description}, {task.elapsed:.0f} s", markup=False)
     with Progress(*columns, console=console, refresh_per_second=4, transient=True, disable=hidden) as progress:
-        progress.add_task(escape_control_characters(what))
+        progress.add_task(escape_control_characters(activity))
         yield

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from opd.live.displays import CHOICES, Beginning
+from opd.live.displays import CHOICES, RunStart
 from tests.terminal import Terminal
 from tests.unit.opd.live.made import NOTES, SNAPSHOTS, record
 from tests.unit.opd.live.test_render import COLOURS
 from tests.unit.sources import ROOT
 
-BEGUN = Beginning("two", Path("runs/two"), 4, ("math",))
+BEGUN = RunStart("two", Path("runs/two"), 4, ("math",))
 
 
 def on_terminal(width: int, height: int, how: str = "", **env: str) -> tuple[Terminal, Terminal, int]:
