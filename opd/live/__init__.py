@@ -8,8 +8,9 @@ interfaces  what a merge needs of whoever shows it
 now         what a merge does at this moment, and the file that says so to others
 course      the records of the steps so far, as few numbers
 view        all that a screen shows, as a frozen record
-render      a view as lines of text of a given size, with its table of domains (`table`) and small pieces (`shapes`)
+render      a view as something that rich draws, fitted into a given size
 displays    the screen of a terminal, lines elsewhere, JSON, or silence
 memory      how much memory a process and its workers take
+waiting     the line before a merge begins
 status      the state of a run directory, and all run directories of a place
 """

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from statistics import fmean
 
-from opd.records.step import DomainRecord, StepRecord, compute_token_mean, select_domain
+from opd.records.step import StepRecord, compute_token_mean, select_domain
 
 WINDOW = 20
 """Steps that a mean is taken over: a single step of one domain is noisy."""
 EVALUATE = "evaluate"
 """The phase of an exam during the merge, which few steps have."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveExam:
-    """Accuracies by domain, 0..1, after a step."""
-
-    step: int
-    accuracy: Mapping[str, float]
 
 
 class Course:
@@ -29,14 +20,17 @@ class Course:
     def __init__(self, steps: int, domains: Iterable[str] = (), records: Iterable[StepRecord] = ()) -> None:
         """`steps` is how many the merge has in all; `domains` come in this order, and any others behind them."""
         self.steps = steps
+        self.domains = dict.fromkeys(domains)
         self.before: Mapping[str, float] = {}
         """Accuracy of the student as it started, by domain."""
         self.expert: Mapping[str, float] = {}
         """Accuracy of each domain's expert."""
         self.clear: Collection[str] | None = None
         """The domains whose expert is better beyond chance; None: not known."""
-        self.exam: LiveExam | None = None
-        """The newest exam after a step."""
+        self.accuracy: Mapping[str, float] = {}
+        """Accuracy in the newest exam, by domain."""
+        self.exam_step: int | None = None
+        """The step after which that was."""
         self.checkpoint: int | None = None
         """The newest checkpoint that is known of."""
         self.recent: deque[StepRecord] = deque(maxlen=WINDOW)
@@ -44,7 +38,6 @@ class Course:
         """Loss of every step."""
         self.seconds = 0.0
         """Seconds of all steps."""
-        self._domains = dict.fromkeys(domains)
         self._first_records: list[StepRecord] = []
         self._exam_s = 0.0
         for record in records:
@@ -58,9 +51,9 @@ class Course:
         self.losses.append(record.loss)
         self.seconds += record.seconds
         self._exam_s += record.phase_s.get(EVALUATE, 0.0)
-        self._domains |= dict.fromkeys(record.domains)
+        self.domains |= dict.fromkeys(record.domains)
         if record.accuracy:
-            self.exam = LiveExam(step=record.step, accuracy=record.accuracy)
+            self.exam_step, self.accuracy = record.step, record.accuracy
         if record.checkpoint:
             self.checkpoint = record.checkpoint.step
 
@@ -68,10 +61,6 @@ class Course:
     def steps_done(self) -> int:
         """Steps that are done."""
         return self.recent[-1].step if self.recent else 0
-
-    @property
-    def domains(self) -> list[str]:
-        return list(self._domains)
 
     @property
     def left_s(self) -> float | None:
@@ -89,11 +78,11 @@ class Course:
 
     def recent_mean(self, domain: str, key: str) -> float | None:
         """Mean of a domain's number over the last steps, a token."""
-        return _mean_per_token(list(self.recent), domain, key)
+        return compute_token_mean(select_domain(list(self.recent), domain), key)
 
     def first_mean(self, domain: str, key: str) -> float | None:
         """The same over the first steps."""
-        return _mean_per_token(self._first_records, domain, key)
+        return compute_token_mean(select_domain(self._first_records, domain), key)
 
     def latest_reward(self, domain: str) -> float | None:
         """Mean reward of a domain in the last step that has one."""
@@ -102,11 +91,6 @@ class Course:
             if domain in rewards:
                 return rewards[domain]
         return None
-
-
-def _mean_per_token(records: Sequence[StepRecord], domain: str, key: str) -> float | None:
-    stats: list[DomainRecord] = select_domain(records, domain)
-    return compute_token_mean(stats, key)
 
 
 def _training_seconds(record: StepRecord) -> float:

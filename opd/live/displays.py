@@ -6,23 +6,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
-from rich.text import Text
 
 from opd.live.course import Course, domain_rewards
 from opd.live.interfaces import Display
 from opd.live.memory import Memory
-from opd.live.render import ScreenSize, render_view
-from opd.live.shapes import format_duration
-from opd.live.view import View, view_of
+from opd.live.render import RunScreen, format_duration
+from opd.live.view import view_of
 from opd.records.step import StepRecord
 from opd.text import escape_control_characters
 
@@ -48,34 +45,7 @@ Displays = Callable[[RunStart], AbstractContextManager[Display]]
 
 def _print_line(console: Console, line: str) -> None:
     """Write a sentence on one line, however long it is."""
-    console.print(escape(escape_control_characters(line)), highlight=False, soft_wrap=True)
-
-
-class Lines:
-    """A line for every sentence and every step."""
-
-    def __init__(self, console: Console, begun: RunStart) -> None:
-        self._console = console
-        self._course = Course(begun.steps, begun.domains, begun.records)
-
-    def say(self, line: str) -> None:
-        _print_line(self._console, line)
-
-    def doing(self, activity: str) -> None: ...
-
-    def exams(
-        self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
-    ) -> None: ...
-
-    def step(self, record: StepRecord) -> None:
-        self._course.add_record(record)
-        self.say(
-            f"step {record.step}/{self._course.steps}  " + "  ".join((*step_facts(record), *self._describe_time_left()))
-        )
-
-    def _describe_time_left(self) -> tuple[str, ...]:
-        seconds = self._course.left_s
-        return (f"about {format_duration(seconds)} left",) if seconds else ()
+    console.out(escape_control_characters(line), highlight=False)
 
 
 class Silence:
@@ -92,12 +62,31 @@ class Silence:
     def step(self, record: StepRecord) -> None: ...
 
 
-class JsonLines:
+class Lines(Silence):
+    """A line for every sentence and every step."""
+
+    def __init__(self, console: Console, begun: RunStart) -> None:
+        self._console = console
+        self._course = Course(begun.steps, begun.domains, begun.records)
+
+    def say(self, line: str) -> None:
+        _print_line(self._console, line)
+
+    def step(self, record: StepRecord) -> None:
+        self._course.add_record(record)
+        left = self._course.left_s
+        self.say(_format_step(record, self._course.steps) + (f"  about {format_duration(left)} left" if left else ""))
+
+
+class JsonLines(Silence):
     """Every step as a line of JSON on standard output; sentences go to the display beside it."""
 
     def __init__(self, display: Display, steps: int) -> None:
-        self.say, self.doing, self.exams = display.say, display.doing, display.exams
+        self._beside = display
         self._steps = steps
+
+    def say(self, line: str) -> None:
+        self._beside.say(line)
 
     def step(self, record: StepRecord) -> None:
         print_json({"event": "step", "steps": self._steps} | record.to_json())
@@ -123,11 +112,10 @@ class Screen:
         self._doing = ("", time.monotonic())
         self._began = self._stepped = time.monotonic()
         self._view = view_of(self._course)
-        self._note_lines = max(count for lines, count in ON_SCREEN.items() if console.height >= lines)
+        self._most_notes = max(most for lines, most in ON_SCREEN.items() if console.height >= lines)
+        self._live = Live(console=console, get_renderable=self._render_screen, refresh_per_second=1, transient=True)
 
     def __enter__(self) -> Screen:
-        drawing = {"get_renderable": self._render_screen, "refresh_per_second": 1, "transient": True}
-        self._live = Live(console=self._console, **drawing)  # type: ignore[arg-type]
         self._live.start()
         return self
 
@@ -135,8 +123,7 @@ class Screen:
         self._live.stop()
         self._scroll_notes(0)
         if self._course.recent:
-            last = self._course.recent[-1]
-            _print_line(self._console, f"step {last.step}/{self._course.steps}  " + "  ".join(step_facts(last)))
+            _print_line(self._console, _format_step(self._course.recent[-1], self._course.steps))
 
     def say(self, line: str) -> None:
         """Nothing is written here: a signal's handler says things too, in the middle of whatever the program writes."""
@@ -144,7 +131,7 @@ class Screen:
 
     def doing(self, activity: str) -> None:
         self._doing = (activity, time.monotonic())
-        self._scroll_notes(self._note_lines)
+        self._scroll_notes(self._most_notes)
 
     def exams(
         self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
@@ -156,36 +143,34 @@ class Screen:
         self._course.add_record(record)
         self._stepped = time.monotonic()
         self._view = view_of(self._course)
-        self._scroll_notes(self._note_lines)
+        self._scroll_notes(self._most_notes)
 
-    def _scroll_notes(self, count: int) -> None:
+    def _scroll_notes(self, most: int) -> None:
         """Move all sentences but the last few above the screen."""
-        old_notes = self._notes[: len(self._notes) - count] if len(self._notes) > count else ()
-        self._notes = self._notes[len(old_notes) :]
-        for line in old_notes:
+        above = self._notes[: max(0, len(self._notes) - most)]
+        self._notes = self._notes[len(above) :]
+        for line in above:
             _print_line(self._console, line)
 
-    def _render_screen(self) -> Text:
-        """The screen at this moment."""
-        (activity, since), now, remaining = self._doing, time.monotonic(), self._view.left_s
+    def _render_screen(self) -> RunScreen:
+        """Return the screen at this moment."""
+        (phase, since), now, remaining = self._doing, time.monotonic(), self._view.left_s
         view = replace(
             self._view,
             name=self._begun.name,
             root=str(self._begun.root),
-            doing=activity,
+            doing=phase,
             doing_s=now - since,
             elapsed_s=now - self._began,
             left_s=None if remaining is None else max(0.0, remaining - (now - self._stepped)),
             memory=self._memory.read_usage(),
-            notes=self._notes[-self._note_lines :],
+            notes=self._notes[-self._most_notes :],
         )
-        return render_for_console(view, self._console)
+        return RunScreen(view)
 
 
-def render_for_console(view: View, console: Console, height: int | None = None) -> Text:
-    """The view for this console: a line less than it is high, which leaves the last one to the cursor."""
-    room = ScreenSize(width=console.width, height=height or console.height - 1, unicode=not console.options.ascii_only)
-    return Text("\n", no_wrap=True, overflow="crop", end="").join(render_view(view, room))
+def _format_step(record: StepRecord, steps: int) -> str:
+    return f"step {record.step}/{steps}  " + "  ".join(step_facts(record))
 
 
 def step_facts(record: StepRecord) -> list[str]:
@@ -202,39 +187,23 @@ def step_facts(record: StepRecord) -> list[str]:
     return parts
 
 
-@contextmanager
-def open_display(begun: RunStart) -> Iterator[Display]:
-    """A screen if standard error is a terminal, else lines on it: standard output holds only results."""
+def open_display(begun: RunStart) -> AbstractContextManager[Display]:
+    """Return a screen if standard error is a terminal, else lines on it: standard output holds only results."""
     console = Console(stderr=True)
     if not sys.stderr.isatty() or console.is_dumb_terminal:
-        yield Lines(console, begun)
-        return
-    with Screen(console, begun) as screen:
-        yield screen
+        return nullcontext(Lines(console, begun))
+    return Screen(console, begun)
 
 
-@contextmanager
-def open_silent_display(begun: RunStart) -> Iterator[Display]:
-    """Nothing."""
-    yield Silence()
-
-
-@contextmanager
-def open_json_lines(begun: RunStart) -> Iterator[Display]:
-    """JSON for the steps, and lines on standard error for the rest."""
-    yield JsonLines(Lines(Console(stderr=True), begun), begun.steps)
-
-
-@contextmanager
-def open_json_only(begun: RunStart) -> Iterator[Display]:
-    """JSON for the steps, and nothing else."""
-    yield JsonLines(Silence(), begun.steps)
+def open_silent_display(begun: RunStart) -> AbstractContextManager[Display]:
+    """Return nothing to look at."""
+    return nullcontext(Silence())
 
 
 CHOICES: Mapping[tuple[bool, bool], Displays] = {
     (False, False): open_display,
     (True, False): open_silent_display,
-    (False, True): open_json_lines,
-    (True, True): open_json_only,
+    (False, True): lambda begun: nullcontext(JsonLines(Lines(Console(stderr=True), begun), begun.steps)),
+    (True, True): lambda begun: nullcontext(JsonLines(Silence(), begun.steps)),
 }
-"""(`--quiet`, `--json`) -> how a merge is shown."""
+"""(`--quiet`, `--json`) -> the display of a merge."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
 
@@ -18,25 +18,18 @@ def memory_of(pid: int) -> tuple[tuple[str, int], ...]:
 
     Experts' weights that teachers have mapped are not counted: they are the system's to take back.
     """
-    totals = dict.fromkeys((DRIVER, WORKERS, RAY), 0)
-    for owner, nbytes in _process_parts(pid):
-        totals[owner] += nbytes
-    return tuple((owner, nbytes) for owner, nbytes in totals.items() if nbytes)
-
-
-def _process_parts(pid: int) -> Iterator[tuple[str, int]]:
+    sizes = dict.fromkeys((DRIVER, WORKERS, RAY), 0)
     try:
         driver = psutil.Process(pid)
-        yield DRIVER, _private_bytes(driver)
+        sizes[DRIVER] = _private_bytes(driver)
         children = driver.children(recursive=True)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return
+        return ()
     for child in children:
-        try:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has just ended, or belongs to somebody else
             is_worker = " ".join(child.cmdline()).startswith("ray::")  # the name that Ray gives to who holds an actor
-            yield WORKERS if is_worker else RAY, _private_bytes(child)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue  # it has just ended, or belongs to somebody else
+            sizes[WORKERS if is_worker else RAY] += _private_bytes(child)
+    return tuple((process, nbytes) for process, nbytes in sizes.items() if nbytes)
 
 
 def _private_bytes(process: psutil.Process) -> int:

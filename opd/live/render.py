@@ -1,42 +1,41 @@
-"""A view as lines of text that fill a screen: a pure function of the view and the size."""
+"""A view as something that rich draws, fitted into the lines and cells that there are.
+
+Styles are bold and three of the terminal's own colours. Those read well on a light and on a dark ground, which yellow, cyan,
+white and dim text do not; dim is for the empty part of a bar alone. No meaning hangs on a colour alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import log
-from textwrap import wrap
+from itertools import pairwise
+from math import isfinite, log
+from statistics import fmean
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.table import Column, Table
 from rich.text import Text
 
+from opd.live.course import WINDOW
 from opd.live.now import FAILED, FINISHED
-from opd.live.shapes import (
-    BAD,
-    DOT,
-    LONGEST,
-    LOOK,
-    PLAIN,
-    STRONG,
-    cut_end,
-    format_bytes,
-    format_duration,
-    join_fitting,
-    render_bar,
-    render_curve,
-    shorten_middle,
-)
-from opd.live.table import domain_table
-from opd.live.view import KILLED, RUNNING, View
+from opd.live.view import KILLED, RUNNING, DomainView, View
 from opd.text import to_one_line
 
+GOOD, BAD, LOOK, STRONG, FAINT = "green", "red", "magenta", "bold", "dim"
+CUT, DOT, STEPS = "…", " · ", "▁▂▃▄▅▆▇█"
+ASCII = str.maketrans({CUT: "~", "·": "|"} | dict(zip(STEPS, "__--==^^", strict=True)))
+"""Replacements of these characters on a terminal that has no Unicode."""
+LONGEST = 2000
+"""Characters of a text of others that are looked at."""
 STATE_STYLES = {RUNNING: STRONG, FINISHED: STRONG, FAILED: f"{STRONG} {BAD}", KILLED: f"{STRONG} {BAD}"}
 """Any other state is one to look at. Green is for bars alone: as text it is pale on a light ground."""
 MOST_NOTES = 8
 MOST_WHY = 6
 """Lines of the reason why a merge ended early."""
-GAP = 2
-"""Cells between the title and the run directory."""
 NAMES = {
     "rollout": "the student writes",
     "score": "the teachers score",
@@ -47,153 +46,286 @@ NAMES = {
     "checkpoint": "a checkpoint is written",
 }
 """Phase of a step -> what happens in it."""
+BARS_FROM = 64
+"""Cells from which on the headroom is drawn too."""
+GAP = 2
+"""Cells between two columns."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScreenSize:
-    """The room for a view."""
-
-    width: int
-    height: int
-    unicode: bool = True
-    """True if the terminal shows more than ASCII."""
-
-
-def render_view(view: View, room: ScreenSize) -> list[Text]:
-    """Lines that are at most as wide and at most as many as there is room for; nothing wraps.
+class RunScreen:
+    """A view as lines that are at most as wide and at most as many as there is room for.
 
     What matters least gives way first: empty lines, the curve, old notes, domains with a small loss.
     """
-    head, facts = _render_head(view, room.width), _render_facts(view, room.width)
-    free_lines = room.height - len(head) - len(facts)
-    notes = _render_notes(view.notes, room.width)
-    table = domain_table(view, room.width, free_lines - min(2, len(notes)))
-    free_lines -= len(table)
-    blanks = 3
-    note_count = max(min(2, free_lines), free_lines - blanks, 0)
-    notes = notes[-note_count:] if note_count else []
-    free_lines -= len(notes)
-    blocks = [head, table, facts, notes]
-    if (course := _render_course(view, room.width)) and free_lines > len(course) + len(blocks):
-        blocks.insert(2, course)
-        free_lines -= len(course)
-    lines = list(blocks[0])
-    for block in blocks[1:]:
-        if block and free_lines > 0:
-            lines.append(Text())
-            free_lines -= 1
-        lines += block
-    return [_plain_line(line, room) for line in lines[: max(0, room.height)]]
+
+    def __init__(self, view: View, height: int | None = None) -> None:
+        """`height` is a line less than the terminal has unless it is given, which leaves the last one to the cursor."""
+        self._view = view
+        self._height = height
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        def draw(parts: Iterable[RenderableType]) -> list[list[Segment]]:
+            return console.render_lines(Group(*parts), options, pad=False)
+
+        view, width = self._view, options.max_width
+        height = options.size.height - 1 if self._height is None else self._height
+        head, notes = draw(_draw_head(view, width)), draw(_list_notes(view))
+        facts = draw(_list_facts(view, width)) + draw(_list_reasons(view))[:MOST_WHY]
+        facts += draw(make_sentence(hint, STRONG) for hint in view.hints)
+        left = height - len(head) - len(facts)
+        table = draw(_draw_domains(view, width, left - min(2, len(notes))))
+        left -= len(table)
+        # Two of the notes come before the empty lines between the blocks, the others after them.
+        notes = notes[len(notes) - min(len(notes), max(min(2, left), left - 3, 0)) :]
+        left -= len(notes)
+        course = draw(_draw_course(view, width)) if left > 5 else []
+        blocks = [block for block in (head, table, course, facts, notes) if block]
+        empty = height - sum(map(len, blocks))
+        lines: list[list[Segment]] = []
+        for number, block in enumerate(blocks):
+            lines += [[], *block] if 0 < number <= empty else block
+        for line in lines[: max(0, height)]:
+            for text, style, _ in line:
+                yield Segment(text.translate(ASCII) if options.ascii_only else text, style)
+            yield Segment.line()
 
 
-def _plain_line(line: Text, room: ScreenSize) -> Text:
-    """The line in characters that the terminal has, and never too wide, whatever the width."""
-    if not room.unicode:
-        line.plain = line.plain.translate(PLAIN)
-    line.truncate(room.width)
-    line.no_wrap = True
-    return line
+def _draw_head(view: View, width: int) -> Iterator[RenderableType]:
+    """Yield the name and the state, the progress, and what goes on."""
+    title = Table.grid(Column(), Column(no_wrap=True), Column(ratio=1, justify="right"), padding=(0, GAP), expand=True)
+    state = Text(view.state, STATE_STYLES.get(view.state, f"{STRONG} {LOOK}"))
+    title.add_row(ShortenedName(view.name, STRONG), state, ShortenedName(view.root))
+    progress = Table.grid(Column(ratio=1), Column(no_wrap=True), padding=(0, GAP), expand=True)
+    bar = make_bar(view.done / view.steps if view.steps else 0.0)
+    progress.add_row(bar, Text(f"step {view.done} of {view.steps}", STRONG))
+    yield from (title, progress, make_sentence(join_fitting(_describe_now(view), width)))
 
 
-def _render_head(view: View, width: int) -> list[Text]:
-    """The name and the state, the progress, and what goes on."""
-    title = Text(shorten_middle(view.name, max(8, width // 2)), STRONG)
-    title.append("  " + view.state, STATE_STYLES.get(view.state, f"{STRONG} {LOOK}"))
-    free_cells = width - title.cell_len - GAP
-    if view.root and free_cells >= 8:
-        root = shorten_middle(view.root, free_cells)
-        title.append(" " * (GAP + free_cells - cell_len(root)) + root)
-    steps = f"  step {view.done} of {view.steps}"
-    progress = render_bar(view.done / view.steps if view.steps else 0.0, max(0, width - len(steps)))
-    progress.append(steps, STRONG)
-    return [title, progress, Text(join_fitting(_goes_on(view), width))]
-
-
-def _goes_on(view: View) -> list[str]:
-    """Render the present phase, its duration, and the time that is left."""
+def _describe_now(view: View) -> list[str]:
+    """Return the present phase, its duration, and the time that is left."""
     parts = []
     if view.state == RUNNING:
-        activity = NAMES.get(view.doing, view.doing) or "at work"
-        parts.append(activity if view.doing_s is None else f"{activity}, {format_duration(view.doing_s)}")
+        phase = NAMES.get(view.doing, view.doing) or "at work"
+        parts.append(phase if view.doing_s is None else f"{phase}, {format_duration(view.doing_s)}")
     if view.elapsed_s is not None:
-        parts.append(
-            f"{format_duration(view.elapsed_s)} so far"
-            if view.state == RUNNING
-            else f"{format_duration(view.elapsed_s)} in all"
-        )
+        parts.append(f"{format_duration(view.elapsed_s)} {'so far' if view.state == RUNNING else 'in all'}")
     if view.state == RUNNING and view.left_s is not None:
         parts.append(f"about {format_duration(view.left_s)} left")
     return parts
 
 
-def _render_facts(view: View, width: int) -> list[Text]:
-    """The last step, speed, memory and checkpoint, and what to do next."""
-    lines = []
+def _list_facts(view: View, width: int) -> Iterator[Text]:
+    """Yield the lines about the last step, about speed and memory, and about the checkpoint."""
     if view.phases:
         total = sum(seconds for _, seconds in view.phases)
         digits = 1 if total >= 1 else 3
+        took = f"step {view.done} took {total:.{digits}f} s: "
         parts = [f"{name} {seconds:.{digits}f}" for name, seconds in view.phases if seconds >= 0.5 / 10**digits]
-        prefix = f"step {view.done} took {total:.{digits}f} s: "
-        lines.append(Text(prefix + join_fitting(parts, width - len(prefix), ", ")))
-    speed = []
-    if view.tokens_per_s is not None:
-        speed.append(f"{view.tokens_per_s:,.0f} tokens/s")
-    if view.gap is not None:
-        speed.append(f"gap {view.gap:.1e}")
-    if line := _with_memory(join_fitting(speed, width), view, width):
-        lines.append(Text(line))
-    details = []
-    if view.checkpoint is not None:
-        details.append(f"checkpoint of step {view.checkpoint}")
-    if view.exam_step is not None:
-        details.append(f"now: the exam after step {view.exam_step}")
-    if view.quarantined:
-        details.append(f"quarantined: {view.quarantined}")
-    if details:
-        lines.append(Text(join_fitting(details, width)))
-    lines += [Text(cut_end(line, width)) for line in _wrap_reason(view.why, width)[:MOST_WHY]]
-    return lines + [Text(cut_end(hint, width), STRONG) for hint in view.hints]
+        yield make_sentence(took + join_fitting(parts, width - len(took), ", "))
+    speed = [] if view.tokens_per_s is None else [f"{view.tokens_per_s:,.0f} tokens/s"]
+    speed += [] if view.gap is None else [f"gap {view.gap:.1e}"]
+    memory = [f"{process} {format_bytes(nbytes)}" for process, nbytes in view.memory]
+    if memory:
+        memory[0] = f"memory {memory[0]}"
+    if speed or memory:
+        yield make_sentence(join_fitting([*speed, *memory], width, ", "))
+    stored = [] if view.checkpoint is None else [f"checkpoint of step {view.checkpoint}"]
+    stored += [] if view.exam_step is None else [f"now: the exam after step {view.exam_step}"]
+    stored += [f"quarantined: {view.quarantined}"] if view.quarantined else []
+    if stored:
+        yield make_sentence(join_fitting(stored, width))
 
 
-def _wrap_reason(reason: str, width: int) -> list[str]:
-    """Each line of the reason over as many lines as it needs: it is what a user has to read."""
-    lines = [to_one_line(line, LONGEST) for line in reason.splitlines()]
-    return [part for line in lines for part in wrap(line, max(1, width))]
+def _list_reasons(view: View) -> Iterator[Text]:
+    """Yield the reason of an early end over as many lines as it needs: it is what a user has to read."""
+    for line in view.why.splitlines():
+        yield Text(to_one_line(line, LONGEST), overflow="fold")
 
 
-def _with_memory(line: str, view: View, width: int) -> str:
-    """The line with the memory of as many as fit behind it, the driver's first."""
-    for number, (owner, nbytes) in enumerate(view.memory):
-        separator = ", " if number else f"{DOT if line else ''}memory "
-        longer = f"{line}{separator}{owner} {format_bytes(nbytes)}"
-        if cell_len(longer) > width:
-            break
-        line = longer
-    return line
+def _list_notes(view: View) -> Iterator[Text]:
+    """Yield the last notes, the newest at the end; warnings stand out."""
+    for note in view.notes[-MOST_NOTES:]:
+        yield make_sentence(note, LOOK if note.startswith("warning") else "")
 
 
-def _render_course(view: View, width: int) -> list[Text]:
-    """The loss from the first step to the last, on a logarithmic scale where it has one."""
+def _draw_course(view: View, width: int) -> Iterator[Text]:
+    """Yield the loss from the first step to the last, on a logarithmic scale where it has one."""
     if len(view.losses) < 2:
-        return []
+        return
     values = [log(loss) for loss in view.losses] if min(view.losses) > 0 else view.losses
-    head, tail = f"loss {view.losses[0]:.4f} ", f" {view.losses[-1]:.4f}"
-    return [Text(head + render_curve(values, width - len(head) - len(tail)) + tail)]
-
-
-def _render_notes(notes: Sequence[str], width: int) -> list[Text]:
-    """The last notes, the newest at the end; warnings stand out."""
-    return [
-        Text(cut_end(note, width), LOOK if note.startswith("warning") else "")
-        for note in notes[max(0, len(notes) - MOST_NOTES) :]
-    ]
+    first, last = f"loss {view.losses[0]:.4f} ", f" {view.losses[-1]:.4f}"
+    yield make_sentence(first + draw_curve(values, width - len(first) - len(last)) + last)
 
 
 def one_line_of(view: View) -> str:
-    """The view in one line, for where there is no screen."""
+    """Return the view in one line, for where there is no screen."""
     parts = [f"{view.state}: step {view.done}/{view.steps}"]
     if view.loss is not None:
         parts.append(f"loss {view.loss:.4f}")
     if view.tokens_per_s is not None:
         parts.append(f"{view.tokens_per_s:.0f} tok/s")
-    return "  ".join((*parts, *_goes_on(view)))
+    return "  ".join((*parts, *_describe_now(view)))
+
+
+@dataclass(frozen=True, slots=True)
+class NumberColumn:
+    """A column of numbers."""
+
+    title: str
+    key: str
+    """Field of `DomainView`; a column that no domain has a value for is left out."""
+    rank: int
+    """Columns with a small number are the last to be left out."""
+    format: Callable[[float], str]
+
+    @property
+    def width(self) -> int:
+        return max(7, len(self.title))
+
+    def make_cell(self, domain: DomainView) -> Text:
+        """Return the number of a domain."""
+        value: float | None = getattr(domain, self.key)
+        if value is None:
+            return Text("-")
+        return Text(self.format(value), BAD if self.key == "headroom" and value < 0 else "")
+
+
+def _format_loss(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.3g}"
+
+
+def _format_percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+COLUMNS = (
+    NumberColumn("loss", "loss", 1, _format_loss),
+    NumberColumn("at start", "first_loss", 7, _format_loss),
+    NumberColumn("agreement", "agreement", 8, _format_percent),
+    NumberColumn("tokens", "tokens", 9, "{:.0f}".format),
+    NumberColumn("reward", "reward", 3, "{:.3f}".format),
+    NumberColumn("before", "before", 5, "{:.3f}".format),
+    NumberColumn("now", "now", 4, "{:.3f}".format),
+    NumberColumn("expert", "expert", 6, "{:.3f}".format),
+    NumberColumn("headroom", "headroom", 2, _format_percent),
+)
+
+
+def _draw_domains(view: View, width: int, height: int) -> Iterator[RenderableType]:
+    """Yield the table in at most so many lines; nothing where not even one domain fits, or no number is known."""
+    domains = view.domains
+    room = height - 1 - (len(domains) > 1)  # below the header, and above the row of all
+    room -= len(domains) > room  # and above the line about those that are left out
+    columns = [column for column in COLUMNS if any(getattr(domain, column.key) is not None for domain in domains)]
+    bar_width = width // 8 if width >= BARS_FROM and any(domain.headroom is not None for domain in domains) else 0
+    name_width = min(max(12, width // 4), max((len(domain.name) for domain in domains), default=0))
+    while columns and sum(GAP + column.width for column in columns) > width - name_width - (
+        bar_width and GAP + bar_width
+    ):
+        columns.remove(max(columns, key=lambda column: column.rank))
+    if room < 1 or not columns:
+        return
+    table = Table("domain", box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style=STRONG)
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True, min_width=column.width)
+    if bar_width:
+        table.add_column(width=bar_width)
+    largest = {domain.name for domain in sorted(domains, key=lambda domain: -(domain.loss or 0.0))[:room]}
+    rows = [domain for domain in domains if domain.name in largest]
+    for domain in (*rows, _summarize(view)) if len(domains) > 1 else rows:
+        cells: list[RenderableType] = [ShortenedName(domain.name), *(column.make_cell(domain) for column in columns)]
+        if bar_width and domain.headroom is not None:
+            cells.append(make_bar(domain.headroom))
+        table.add_row(*cells, style="" if domain in rows else STRONG)
+    yield table
+    if len(rows) < len(domains):
+        yield make_sentence(f"and {len(domains) - len(rows)} domains with a smaller loss")
+
+
+def _summarize(view: View) -> DomainView:
+    """Return the last row: the loss of all domains together, and means of what exams and rewards say."""
+
+    def mean(key: str) -> float | None:
+        values = [getattr(domain, key) for domain in view.domains]
+        return None if None in values else fmean(values)
+
+    return DomainView(
+        name="all",
+        loss=fmean(view.losses[-WINDOW:]) if view.losses else None,
+        first_loss=fmean(view.losses[:WINDOW]) if view.losses else None,
+        tokens=sum(domain.tokens or 0 for domain in view.domains),
+        headroom=view.mean_headroom,
+        **{key: mean(key) for key in ("reward", "before", "now", "expert")},
+    )
+
+
+class ShortenedName:
+    """A name on one line, safe to show, and without its middle where it is too wide: names differ at both ends."""
+
+    def __init__(self, name: str, style: str = "") -> None:
+        self._name = to_one_line(name, LONGEST)
+        self._style = style
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(8, cell_len(self._name)), min(40, cell_len(self._name)))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(shorten_middle(self._name, options.max_width), self._style, no_wrap=True)
+
+
+def shorten_middle(text: str, width: int) -> str:
+    """Return a text on one line with `CUT` in place of its middle, at most so many cells wide."""
+    if cell_len(text) <= width:
+        return text
+    if width <= 1:
+        return CUT[:width]
+    tail = (width - 1) // 3
+    end = text[len(text) - tail :]
+    while cell_len(end) > tail:
+        end = end[1:]
+    return set_cell_size(text, width - 1 - cell_len(end)) + CUT + end
+
+
+def make_sentence(text: str, style: str = "") -> Text:
+    """Return a text on one line, safe to show, which is cut at its end where it is too wide."""
+    return Text(to_one_line(text, LONGEST), style, no_wrap=True, overflow="ellipsis")
+
+
+def make_bar(share: float) -> ProgressBar:
+    """Return a bar that is full at 1."""
+    return ProgressBar(1.0, share, style=FAINT, complete_style=GOOD, finished_style=GOOD)
+
+
+def draw_curve(values: Sequence[float], width: int) -> str:
+    """Return the values from the smallest to the largest as one line of steps; neighbours are averaged where they do not fit."""
+    values = [value for value in values if isfinite(value)]
+    if not values or width < 1:
+        return ""
+    count = min(width, len(values))
+    edges = [len(values) * i // count for i in range(count + 1)]
+    points = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(points), max(points)
+    return "".join(STEPS[min(7, int(8 * (point - low) / (high - low or 1)))] for point in points)
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration with its two largest units."""
+    minutes, whole = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24} d {hours % 24:02d} h"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {whole:02d} s" if minutes else f"{whole} s"
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return a number of bytes for people."""
+    return f"{nbytes / (1 << 20):.0f} MiB" if nbytes < 1 << 30 else f"{nbytes / (1 << 30):.1f} GiB"
+
+
+def join_fitting(parts: Sequence[str], width: int, between: str = DOT) -> str:
+    """Return the first of the parts, as many as fit side by side, and the first one whatever its width."""
+    while len(parts) > 1 and cell_len(between.join(parts)) > width:
+        parts = parts[:-1]
+    return between.join(parts)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from opd.errors import RunDirError
-from opd.live.course import Course, LiveExam
+from opd.live.course import Course
 from opd.live.memory import memory_of
 from opd.live.now import FINISHED, PAUSED, STOPPED, LiveState, read_now
 from opd.live.progress import notes_of
@@ -81,10 +81,10 @@ def _read_course(run: RunFiles) -> Course:
     course.expert = run.expert.accuracy if run.expert else {}
     course.clear = clear_domains(run.before.scores, run.expert.scores) if run.before and run.expert else None
     if run.during:
-        step = max(run.during)
-        course.exam = LiveExam(step=step, accuracy=run.during[step].accuracy)
+        course.exam_step = max(run.during)
+        course.accuracy = run.during[course.exam_step].accuracy
     if run.after:
-        course.exam = LiveExam(step=course.steps_done, accuracy=run.after.accuracy)
+        course.exam_step, course.accuracy = course.steps_done, run.after.accuracy
     return course
 
 
@@ -129,12 +129,8 @@ class RunRow:
     """One run among others."""
 
     root: Path
-    state: str
-    """The state that `View` has, or what is damaged."""
-    done: int = 0
-    steps: int = 0
-    headroom: float | None = None
-    """Mean over domains, of the newest exam."""
+    view: View
+    """Of a run whose files are damaged, the state alone, which says what is."""
     written: datetime
     """Time at which its last file was written."""
     size: int
@@ -142,23 +138,14 @@ class RunRow:
 
 
 def runs_in(directory: Path) -> Iterator[RunRow]:
-    """All runs in a directory, by their paths; a damaged one is there too. Runs inside of a run are not listed."""
+    """Yield all runs in a directory, by their paths; a damaged one is there too. Runs inside of a run are not listed."""
     for root in _find_run_directories(directory, DEEPEST):
         written, size = _on_disk(root)
         try:
             view = status_of(root)
         except RunDirError as error:
-            yield RunRow(root=root, state=f"damaged: {str(error).splitlines()[0]}", written=written, size=size)
-            continue
-        yield RunRow(
-            root=root,
-            state=view.state,
-            done=view.done,
-            steps=view.steps,
-            headroom=view.mean_headroom,
-            written=written,
-            size=size,
-        )
+            view = View(steps=0, state=f"damaged: {str(error).splitlines()[0]}")
+        yield RunRow(root=root, view=view, written=written, size=size)
 
 
 def _find_run_directories(directory: Path, depth: int) -> Iterator[Path]:

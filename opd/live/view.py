@@ -60,6 +60,7 @@ class View:
     losses: tuple[float, ...] = ()
     """Loss of every step."""
     mean_headroom: float | None = None
+    """Over the domains that have one."""
     exam_step: int | None = None
     """The step after which the newest exam was."""
     phases: tuple[tuple[str, float], ...] = ()
@@ -79,13 +80,12 @@ class View:
     """Suggestions for the next command."""
 
 
-def domain_views(course: Course) -> tuple[DomainView, ...]:
+def _list_domains(course: Course) -> tuple[DomainView, ...]:
     """The domains of a merge in their order."""
     last = course.recent[-1].domains if course.recent else {}
-    accuracy = course.exam.accuracy if course.exam else {}
     views = []
     for name in dict.fromkeys((*course.domains, *course.before)):
-        before, now, expert = course.before.get(name), accuracy.get(name), course.expert.get(name)
+        before, now, expert = course.before.get(name), course.accuracy.get(name), course.expert.get(name)
         share = None if before is None or now is None else recovered_share(before, now, expert)
         clear = course.clear is None or name in course.clear
         views.append(
@@ -105,15 +105,10 @@ def domain_views(course: Course) -> tuple[DomainView, ...]:
     return tuple(views)
 
 
-def mean_headroom(domains: tuple[DomainView, ...]) -> float | None:
-    """Mean over the domains that have one."""
-    values = [domain.headroom for domain in domains if domain.headroom is not None]
-    return fmean(values) if values else None
-
-
 def view_of(course: Course) -> View:
     """Build the view of a merge's course; the caller adds where it is, its state and what it does."""
-    domains, last = domain_views(course), course.recent[-1] if course.recent else None
+    domains, last = _list_domains(course), course.recent[-1] if course.recent else None
+    headrooms = [domain.headroom for domain in domains if domain.headroom is not None]
     phases = sorted(last.phase_s.items(), key=lambda phase: -phase[1]) if last else ()
     return View(
         steps=course.steps,
@@ -122,8 +117,8 @@ def view_of(course: Course) -> View:
         domains=domains,
         loss=last.loss if last else None,
         losses=tuple(course.losses),
-        mean_headroom=mean_headroom(domains),
-        exam_step=course.exam.step if course.exam else None,
+        mean_headroom=fmean(headrooms) if headrooms else None,
+        exam_step=course.exam_step,
         phases=tuple(phases),
         tokens_per_s=course.tokens_per_s,
         gap=last.probe_gap if last else None,

@@ -4,15 +4,12 @@ input."""
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from opd.live.shapes import format_duration
 from opd.text import escape_control_characters
 
 
@@ -20,17 +17,8 @@ from opd.text import escape_control_characters
 def show_waiting(activity: str) -> Iterator[None]:
     """Within, a terminal says what it waits for and for how long. The line goes away; elsewhere nothing is said."""
     console = Console(stderr=True)
-    if not sys.stderr.isatty() or console.is_dumb_terminal:
-        yield
-        return
-    began = time.monotonic()
-
-    def line() -> Text:
-        return Text(
-            f"{escape_control_characters(activity)}, {format_duration(time.monotonic() - began)}",
-            no_wrap=True,
-            overflow="ellipsis",
-        )
-
-    with Live(console=console, get_renderable=line, refresh_per_second=1, transient=True):
+    hidden = not sys.stderr.isatty() or console.is_dumb_terminal
+    columns = SpinnerColumn("line"), TextColumn("{task.description}, {task.elapsed:.0f} s", markup=False)
+    with Progress(*columns, console=console, refresh_per_second=4, transient=True, disable=hidden) as progress:
+        progress.add_task(escape_control_characters(activity))
         yield

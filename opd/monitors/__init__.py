@@ -7,12 +7,12 @@ A signal is a function of the records alone, so a resume, which reads them again
 """
 
 SIGNALS = {
-    "repetition": "opd.monitors.repetition:SIGNAL",
-    "truncation": "opd.monitors.truncation:SIGNAL",
-    "length": "opd.monitors.length:SIGNAL",
-    "entropy": "opd.monitors.entropy:SIGNAL",
-    "disagreement": "opd.monitors.disagreement:SIGNAL",
-    "gap": "opd.monitors.gap:SIGNAL",
-    "grad_norm": "opd.monitors.grad_norm:SIGNAL",
+    "repetition": "opd.monitors.signals:REPETITION",
+    "truncation": "opd.monitors.signals:TRUNCATION",
+    "length": "opd.monitors.signals:LENGTH",
+    "entropy": "opd.monitors.signals:ENTROPY",
+    "disagreement": "opd.monitors.signals:DISAGREEMENT",
+    "gap": "opd.monitors.signals:GAP",
+    "grad_norm": "opd.monitors.signals:GRAD_NORM",
 }
-"""Key of the section `monitors` -> the `opd.monitors.signal.Signal` that it limits."""
+"""Key of the section `monitors` -> the `opd.monitors.signals.Signal` that it limits."""

@@ -12,7 +12,7 @@ from opd.files import raise_storage_errors
 from opd.interfaces import Decoder
 from opd.monitors import SIGNALS
 from opd.monitors.alarms import Alarms, format_alarm, load_signal, select_samples
-from opd.monitors.signal import Signal, SignalHistory
+from opd.monitors.signals import Signal, SignalHistory
 from opd.records.scores import Evaluation
 from opd.records.step import AlarmRecord, StepRecord
 from opd.records.types import Rollout
@@ -87,8 +87,8 @@ class RunMonitors:
             over = self._limits[name].over
             if len(recent) >= over:
                 history = SignalHistory(
-                    first_records=self._first_records[:over],
-                    earlier_records=recent[-over - 1 : -1],
+                    first=self._first_records[:over],
+                    before=recent[-over - 1 : -1],
                     last=recent[-over:],
                     expert_tokens=self._expert_tokens,
                     tolerance=self._tolerance,

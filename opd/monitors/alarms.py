@@ -11,7 +11,7 @@ from typing import Any
 from opd.files import atomic_write_text
 from opd.interfaces import Decoder
 from opd.monitors import SIGNALS
-from opd.monitors.signal import WHOLE_STEP, Signal
+from opd.monitors.signals import WHOLE_STEP, Signal
 from opd.records.json_fields import check_types
 from opd.records.step import AlarmRecord
 from opd.records.types import Rollout

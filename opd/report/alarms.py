@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from opd.monitors.alarms import format_alarm, load_signal
-from opd.monitors.signal import WHOLE_STEP
+from opd.monitors.signals import WHOLE_STEP
 from opd.records.step import AlarmRecord
 from opd.report.run import RunFiles
 

@@ -61,7 +61,7 @@ def runs(
 ) -> None:
     """List all runs in a directory: state, steps, headroom, when, and size on disk."""
     from opd.errors import RunDirError
-    from opd.live.shapes import format_bytes
+    from opd.live.render import format_bytes
     from opd.live.status import runs_in
     from opd.report.tables import share_text
 
@@ -75,9 +75,9 @@ def runs(
     rows = [
         (
             str(row.root),
-            row.state,
-            f"{row.done}/{row.steps}",
-            share_text(row.headroom),
+            row.view.state,
+            f"{row.view.done}/{row.view.steps}",
+            share_text(row.view.mean_headroom),
             f"{row.written:%Y-%m-%d %H:%M}",
             format_bytes(row.size),
         )
@@ -95,12 +95,12 @@ def _print_view(view: View) -> None:
 
     from rich.console import Console
 
-    from opd.live.displays import render_for_console
+    from opd.live.render import RunScreen
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 100
-    console.print(render_for_console(replace(view, hints=()), console, WHOLE))
+    console.print(RunScreen(replace(view, hints=()), WHOLE))
     for hint in view.hints:
         print_line(hint, err=False)
 
@@ -119,12 +119,11 @@ def _watch_run(run_dir: Path) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from opd.live.displays import render_for_console
+    from opd.live.render import RunScreen
 
-    console = Console()
-    with Live(console=console, auto_refresh=False) as live:
+    with Live(console=Console(), auto_refresh=False) as live:
         for view in _poll_run(run_dir):
-            live.update(render_for_console(view, console), refresh=True)
+            live.update(RunScreen(view), refresh=True)
 
 
 def _follow_run(run_dir: Path, as_json: bool) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from opd.live.course import Course
 from opd.live.now import FAILED, FINISHED
-from opd.live.render import ScreenSize, render_view
+from opd.live.render import RunScreen
 from opd.live.view import KILLED, View, view_of
 from opd.records.step import DomainRecord, StepRecord
 from opd.records.types import SavedCheckpoint
@@ -122,9 +126,18 @@ SIZES = {"80x24": (80, 23), "160x50": (160, 49)}
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
 
+def draw(view: View, width: int, height: int, **console: Any) -> str:
+    """What a terminal gets of a view; without colours unless the console has some."""
+    kind = {"color_system": None, "file": StringIO(), "force_terminal": True, "legacy_windows": False} | console
+    screen = Console(width=width, height=height + 1, **kind)
+    with screen.capture() as capture:
+        screen.print(RunScreen(view))
+    return capture.get()
+
+
 def text_of(view: View, width: int, height: int) -> str:
     """The lines of a view, without styles."""
-    return "".join(f"{line.plain.rstrip()}\n" for line in render_view(view, ScreenSize(width=width, height=height)))
+    return "".join(f"{line.rstrip()}\n" for line in draw(view, width, height).splitlines())
 
 
 if __name__ == "__main__":  # writes the snapshots again: look at what changed before you commit it

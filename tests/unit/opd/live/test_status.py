@@ -169,10 +169,10 @@ def test_all_runs_of_a_directory(tmp_path: Path) -> None:
     damaged = a_run(runs / "c")
     damaged.metrics.write_text("{\n")
     rows = list(runs_in(runs))
-    assert [(row.root.relative_to(runs).as_posix(), row.state.split(":")[0]) for row in rows] == [
+    assert [(row.root.relative_to(runs).as_posix(), row.view.state.split(":")[0]) for row in rows] == [
         ("a", KILLED), ("b/seed-1", STOPPED), ("c", "damaged"),
     ]  # fmt: skip
-    assert (rows[0].done, rows[0].steps) == (12, 20) and rows[0].headroom == pytest.approx(0.078125)
+    assert (rows[0].view.done, rows[0].view.steps) == (12, 20) and rows[0].view.mean_headroom == pytest.approx(0.078125)
     assert 100_000 < rows[0].size < 180_000, "hard links count once"
     with pytest.raises(RunDirError):
         status_of(runs)
@@ -181,13 +181,13 @@ def test_all_runs_of_a_directory(tmp_path: Path) -> None:
 KILLED_MERGE = """
 import sys, time
 from pathlib import Path
-from opd.live.displays import RunStart, open_silent_display
+from opd.live.displays import Beginning, open_silent_display
 from opd.run.paths import RunPaths
 from pipelines.merging.directory import lock_run_directory
 from pipelines.merging.journal import Journal
 
 paths = RunPaths(Path(sys.argv[1]))
-with lock_run_directory(paths), Journal(paths) as journal, journal.write_beside(open_silent_display)(RunStart("two", paths.root, 20)) as shown:
+with lock_run_directory(paths), Journal(paths) as journal, journal.write_beside(open_silent_display)(Beginning("two", paths.root, 20)) as shown:
     shown.say("about to die")
     shown.doing("train")
     print("ready", flush=True)

@@ -10,7 +10,7 @@ import pytest
 
 from opd.config.monitors import MonitorsConfig
 from opd.monitors import SIGNALS
-from opd.monitors.signal import WHOLE_STEP, Signal, SignalHistory
+from opd.monitors.signals import WHOLE_STEP, Signal, SignalHistory
 from opd.records.episodes import EpisodesRecord
 from opd.records.step import StepRecord, compute_mean_length
 from opd.records.tails import LOOP, SHORTEST, TAIL, is_looping, measure_repetition
@@ -32,11 +32,7 @@ def reading(
     expert_tokens: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     history = SignalHistory(
-        first_records=first or last,
-        earlier_records=before,
-        last=last,
-        expert_tokens=expert_tokens or {},
-        tolerance=0.02,
+        first=first or last, before=before, last=last, expert_tokens=expert_tokens or {}, tolerance=0.02
     )
     return dict(signal(name).read(history))
 

@@ -1,0 +1,177 @@
+"""All signals: how each reads the records, what its number means, and which responses show it best.
+
+A new one is a reader and a `Signal` here, a line of `opd.monitors.SIGNALS`, and its limits in `opd/config/monitors.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+from statistics import fmean, median
+
+from opd.records.step import StepRecord, compute_mean_length, compute_token_mean, select_domain
+from opd.records.tails import measure_repetition
+from opd.records.types import Rollout
+
+WHOLE_STEP = ""
+"""In the place of a domain, where a reading is of all domains together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalHistory:
+    """The steps that one reading is taken from. `over` is the signal's key in the pipeline."""
+
+    first: Sequence[StepRecord]
+    """The first `over` steps of the run."""
+    before: Sequence[StepRecord]
+    """The `over` steps before the newest one, fewer while there are not so many."""
+    last: Sequence[StepRecord]
+    """The last `over` steps, the newest one at the end."""
+    expert_tokens: Mapping[str, float]
+    """Domain -> mean tokens of its expert's answers in the exam; without the domains that have none."""
+    tolerance: float
+    """The gap between engine and trainer that ends the run, nats (`sync.tolerance`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """One number to watch. Every number is such that more is worse."""
+
+    says: str
+    """What a reading means, with `{value}` where it stands."""
+    advice: str
+    """What a person may do about it."""
+    read: Callable[[SignalHistory], Mapping[str, float]]
+    """The readings by domain, or one for the `WHOLE_STEP`; none where the records do not tell."""
+    shown_by: Callable[[Rollout], float] | None = None
+    """The responses with most of this become the samples; None: responses do not differ in it."""
+
+
+def share_of_responses(
+    steps: Sequence[StepRecord], counted: Callable[[StepRecord], Mapping[str, int]]
+) -> dict[str, float]:
+    """Return domain -> how many of its responses in these steps are counted ones, 0 to 1."""
+    shares = {}
+    for domain in _list_domains(steps):
+        samples = sum(record.domains[domain].samples for record in steps if domain in record.domains)
+        if samples:
+            shares[domain] = sum(counted(record).get(domain, 0) for record in steps) / samples
+    return shares
+
+
+def tokens_of_responses(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Return domain -> mean trained tokens of a response in these steps."""
+    lengths = {domain: compute_mean_length(steps, domain) for domain in _list_domains(steps)}
+    return {domain: length for domain, length in lengths.items() if length is not None}
+
+
+def means_of_tokens(steps: Sequence[StepRecord], key: str) -> dict[str, float]:
+    """Return domain -> mean over its trained tokens in these steps; without the domains whose teachers do not tell."""
+    means = {domain: compute_token_mean(select_domain(steps, domain), key) for domain in _list_domains(steps)}
+    return {domain: mean for domain, mean in means.items() if mean is not None}
+
+
+def mean_probability(rollout: Rollout) -> float:
+    """Mean probability of the student's own tokens as it sampled them; 0 for an empty response, which shows nothing."""
+    own = zip(rollout.trained_positions, rollout.sampled_mask, strict=True)
+    probabilities = [exp(rollout.behaviour_logprobs[index]) for index, sampled in own if sampled]
+    return fmean(probabilities) if probabilities else 0.0
+
+
+def _list_domains(steps: Sequence[StepRecord]) -> list[str]:
+    return list(dict.fromkeys(domain for record in steps for domain in record.domains))
+
+
+# Responses that run into a loop: the sign of a collapse, which a teacher that loops itself teaches within a few steps.
+REPETITION = Signal(
+    says="{value:.2f} of the responses run to their limit in a loop",
+    advice="ask whether the domain's expert loops too; else lower trainer.lr or leave the domain out",
+    read=lambda history: share_of_responses(history.last, lambda record: record.looping_by_domain),
+    shown_by=lambda rollout: measure_repetition(rollout.response_ids),
+)
+
+TRUNCATION = Signal(
+    says="{value:.2f} of the responses end at their limit, not by an end token",
+    advice="raise rollout.max_new_tokens (or max_model_len), or look at the end tokens",
+    read=lambda history: share_of_responses(history.last, lambda record: record.truncated_by_domain),
+    shown_by=lambda rollout: float(rollout.truncated),
+)
+
+
+def _read_length(history: SignalHistory) -> Mapping[str, float]:
+    """Compare with the longer of two: the expert's mean answer in its exam, and the student's own mean in the first steps.
+
+    A student that has not learned the form yet may begin far above its expert and come down.
+    """
+    start = tokens_of_responses(history.first)
+    norms = {d: max(tokens, start[d]) for d, tokens in history.expert_tokens.items() if d in start}
+    return {d: tokens / norms[d] for d, tokens in tokens_of_responses(history.last).items() if norms.get(d)}
+
+
+LENGTH = Signal(
+    says="responses are {value:.1f} times as long as the expert's answers, and as they were at the start",
+    advice="look whether they still end as the expert's do; lower trainer.lr, or see docs/objectives.md",
+    read=_read_length,
+    shown_by=lambda rollout: float(len(rollout.response_ids)),
+)
+
+
+def _read_entropy(history: SignalHistory) -> Mapping[str, float]:
+    """Compare with the teacher: a low entropy alone says nothing, since experts on short answers are sure too."""
+    student = means_of_tokens(history.last, "student_entropy")
+    teacher = means_of_tokens(history.last, "teacher_entropy")
+    return {domain: teacher[domain] - entropy for domain, entropy in student.items() if domain in teacher}
+
+
+# What reverse KL ends in when it seeks one of several right answers.
+ENTROPY = Signal(
+    says="the student's entropy is {value:.2f} nats a token below its teacher's",
+    advice="choose an objective that keeps the teacher's spread, such as forward_kl or jsd (docs/objectives.md)",
+    read=_read_entropy,
+    shown_by=mean_probability,
+)
+
+
+def _read_disagreement(history: SignalHistory) -> Mapping[str, float]:
+    return {domain: 1 - top for domain, top in means_of_tokens(history.last, "teacher_top1").items()}
+
+
+# Measured by what the student samples: what it never writes, reverse KL hardly teaches.
+DISAGREEMENT = Signal(
+    says="{value:.2f} of the student's tokens are not its teacher's first choice",
+    advice="forward_kl also teaches what the student never writes (docs/objectives.md); `opd check` compares the two",
+    read=_read_disagreement,
+    shown_by=mean_probability,
+)
+
+
+def _read_gap(history: SignalHistory) -> Mapping[str, float]:
+    gaps = [record.logprob_gap for record in history.last if _has_fresh_tokens(record)]
+    return {WHOLE_STEP: fmean(gaps) / history.tolerance} if gaps else {}
+
+
+def _has_fresh_tokens(record: StepRecord) -> bool:
+    """Return True if the step trained on tokens of the weights that it began with: others tell nothing, and their gap stands as 0."""
+    return not record.skipped and (not record.token_ages or "0" in record.token_ages)
+
+
+# Log-probs of the sampled tokens that drift apart, before `sync.tolerance` ends the run.
+GAP = Signal(
+    says="engine and trainer differ by {value:.2f} of sync.tolerance",
+    advice="see docs/troubleshooting.md, `engine and trainer differ`",
+    read=_read_gap,
+)
+
+
+def _read_grad_norm(history: SignalHistory) -> Mapping[str, float]:
+    before = [record.grad_norm for record in history.before if not record.skipped]
+    usual = median(before) if len(history.before) == len(history.last) and before else 0.0
+    return {WHOLE_STEP: history.last[-1].grad_norm / usual} if usual else {}
+
+
+GRAD_NORM = Signal(
+    says="the gradient's norm is {value:.1f} times the median of the steps before",
+    advice="lower trainer.lr or trainer.max_grad_norm if it happens again",
+    read=_read_grad_norm,
+)
