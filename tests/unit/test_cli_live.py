@@ -113,7 +113,7 @@ def merging(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None)
     def session(run: Any, *_: Any) -> dict[str, Any]:
         from opd.live.displays import RunStart
 
-        with run.around.display(RunStart("two", run.paths.root, 2)) as shown:
+        with run.callbacks.display(RunStart("two", run.paths.root, 2)) as shown:
             shown.say("warning: look")
             for step in (1, 2):
                 shown.step(record(step, ("reverse",)))

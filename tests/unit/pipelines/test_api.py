@@ -34,13 +34,13 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def session(run: Any, checkpoint: Any, notices: Any, signals: Any) -> dict[str, Any]:
         seen.append((run, signals, signal.getsignal(signal.SIGINT)))
-        with run.around.display(RunStart("two", run.paths.root, 2)) as shown:
+        with run.callbacks.display(RunStart("two", run.paths.root, 2)) as shown:
             shown.say("going on")
             for step in (1, 2):
                 record = StepRecord(step=step, loss=1 / step)
                 MetricsFile(run.paths.metrics).write(record)
                 shown.step(record)
-                for sink in run.around.sinks:
+                for sink in run.callbacks.sinks:
                     sink.step(record)
         return REPORT
 
