@@ -96,8 +96,8 @@ def number(value: float | None) -> str:
 
 
 def escaped(text: str) -> str:
-    """What others wrote, as a cell of a table."""
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    """Return what others wrote as a cell of a table; of a refusal its place and finding, not what is wanted."""
+    return text.partition(" wanted: ")[0].replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
 def _versions(rows: Sequence[Mapping[str, Any]]) -> str:
