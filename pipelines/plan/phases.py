@@ -1,4 +1,4 @@
-"""Seconds of each phase of a step, from shapes, lengths and rates. docs/plan.md writes the formulas out.
+"""Seconds of each phase of a step, from shapes, lengths and rates. docs/plan.md sums them up.
 
 rollout   engines' steps: the larger of matrix products and bytes read, one event after the other
 score     each teacher's rows on one worker, teachers one after the other

@@ -1,4 +1,4 @@
-"""New weights on their way from trainer to engines, and the probe that proves them. docs/plan.md writes the formulas out.
+"""New weights on their way from trainer to engines, and the probe that proves them. docs/plan.md sums them up.
 
 shared_memory   rank 0 ─write→ its machine's memory ─read→ engines                            one machine
 network         ranks ─gather→ bucket ─copy→ object store ─link→ object store ─copy→ engines   any machines, in line

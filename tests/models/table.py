@@ -11,23 +11,21 @@ HEADER = """\
 Which architectures a merge is right for, tried on tiny random models (two to three layers, width 64, heads of 32) by
 
     python -m tests.models --output docs/results/models.json --table docs/models.md
-    python -m tests.models --families "Llama,GPT-2" --output docs/results/models.json --table docs/models.md
 
 The experts of each student are its own weights disturbed (`whole`) and a LoRA adapter made by PEFT (`adapter`). `opd merge` runs six
 steps on the real engines, then once more from the checkpoint of step 3. The result is compared with plain transformers, one sequence
-at a time. A tiny model says that an architecture's parts fit together, nothing of how well a large one learns.
+at a time. A tiny model says that an architecture's parts fit together, nothing of how well a large one learns. More figures:
+[results/models.json](results/models.json).
 
 | Column | Meaning |
 | --- | --- |
 | layout | how sequences share a forward pass (trainer, and scorer if that differs): `packed` (told apart by position ids), `packed_indexed` (also by indices and lengths), `padded` (one a row) |
 | together | largest relative difference of hidden states between sequences laid out like that and each alone; at most {packing:.0e} |
-| scorer | largest difference of a token's log-prob between scorer and plain transformers, nats; at most {scorer:.0e} |
 | probe | largest gap between engine and trainer after a weight push, nats a token on average |
-| loss | of the first and the last step, nats |
 | export, transformers | largest difference of a token's log-prob between the trainer's last checkpoint and `model/`, nats; at most {export:.0e} |
 | export, vLLM | the same with a new vLLM engine on `model/`; at most {float32:.0e}, {bfloat16:g} where the engine computes in bfloat16 |
 | resume | weights and losses after going back to step 3 are those of the run that was not interrupted, bit for bit |
-| LoRA | the adapter teaches its domain, and is scored as PEFT computes it (nats); or why it is refused, and then `whole` teaches both |
+| LoRA | the adapter teaches its domain, and is scored as PEFT computes it (nats, at most {scorer:.0e}); or why it is refused, and then `whole` teaches both |
 """
 
 
@@ -54,14 +52,14 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 COLUMNS = (
-    *("family", "layout", "together", "scorer", "probe", "loss"),
+    *("family", "layout", "together", "probe"),
     *("export, transformers", "export, vLLM", "resume", "LoRA"),
 )
 
 
 def works_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """One line for each family whose merge ran."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "| --- | --- |" + " ---: |" * 6 + " --- | --- |"]
+    lines = [f"| {' | '.join(COLUMNS)} |", "| --- | --- |" + " ---: |" * 4 + " --- | --- |"]
     return "\n".join([*lines, *(f"| {' | '.join(cells(row))} |" for row in rows)]) + "\n"
 
 
@@ -75,9 +73,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         f"**{row['family']}** ({note})" if note else f"**{row['family']}**",
         f"{row['trainer_layout']} ({', '.join(others)})" if others else str(row["trainer_layout"]),
         number(row["trainer_packing"]),
-        number(gaps.get("whole")),
         number(row["probe_gap"]),
-        "{:.3f} → {:.3f}".format(*row["losses"]),
         number(row["export_transformers"]),
         number(row["export_vllm"]),
         {True: "yes", False: "**no**", None: "not measured"}[row["resumed_alike"]],
@@ -100,8 +96,8 @@ def number(value: float | None) -> str:
 
 
 def escaped(text: str) -> str:
-    """What others wrote, as a cell of a table."""
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    """Return what others wrote as a cell of a table; of a refusal its place and finding, not what is wanted."""
+    return text.partition(" wanted: ")[0].replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
 def _versions(rows: Sequence[Mapping[str, Any]]) -> str:
