@@ -96,15 +96,16 @@ class EpisodeEncoder:
 
     def _turns(self, row: EpisodeRow, dialogue: Dialogue) -> Iterator[tuple[list[int], list[int], bool]]:
         history = History(dialogue.first(row.prompt, _first_messages(row.observations[0])))
-        end = self._end if self._appender is None or isinstance(row.prompt, str) else self._appender.end_id
         forbidden = forbidden_in_turns(special_texts(self._tokenizer))
         for turn, following in zip(row.turns, [*row.observations[1:], None], strict=True):
+            calls = len(following) if following and following[0]["role"] == "tool" else 0
+            chat = None if isinstance(row.prompt, str) else self._appender
+            end = self._end if chat is None else chat.end_id(calls=bool(calls))
             said = [*encode_text(self._tokenizer, escape_specials(turn["content"], forbidden)), end]
             yield history.ids, said, is_learned(turn)
             if following is not None:
                 texts = tuple(message["content"] for message in following)
-                calls = len(texts) if following[0]["role"] == "tool" else 0
-                read = dialogue.after(texts if calls else texts[0], calls=calls, ended=True)
+                read = dialogue.after(texts if calls else texts[0], calls=calls, ended=True, turn=turn["content"])
                 history.turns.append((said, read))
                 if dialogue.drops_thoughts(calls=calls):
                     history = history.without_thoughts(dialogue)

@@ -12,10 +12,9 @@ from pydantic_core import PydanticCustomError
 from opd.config.agents import AgentConfig
 from opd.config.context import ContextConfig
 from opd.config.drift import CurriculumConfig, TeacherTurnsConfig, TurnWeightsConfig
-from opd.config.prompts import ChatTemplateKwargs, Prompts
+from opd.config.prompts import ChatTemplateKwargs, Prompts, ToolCallParser
 from opd.config.sub_agents import SubAgentConfig, ToolName
 from opd.config.verifiers import VerifierConfig
-from opd.records.types import ToolCallParser
 from opd.settings.strict import Name, Strict, UserPath, flag_or_mapping, text_or_more
 
 

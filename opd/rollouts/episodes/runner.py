@@ -337,7 +337,7 @@ class _EpisodeRun:
             delegated = [self._delegation.starts_sub_agent(call) for call in calls]
         except BadCall as error:
             self._invalid += 1
-            return EncodedAnswer(f"{UNREADABLE}{error}", calls=1, ended=ended)
+            return EncodedAnswer(f"{UNREADABLE}{error}", calls=1, ended=ended, turn=text)
         theirs = tuple(call for call, ours in zip(calls, delegated, strict=True) if not ours)
         outcome = (
             await self._act_in_environment(segment, sampled, Action(text=text, calls=theirs))
@@ -347,9 +347,9 @@ class _EpisodeRun:
         if outcome.done:
             raise EpisodeEnd("done")
         if len(theirs) == len(calls):
-            return EncodedAnswer(outcome.observation, calls=len(calls), ended=ended)
+            return EncodedAnswer(outcome.observation, calls=len(calls), ended=ended, turn=text)
         answers = await self._run_sub_agents([c for c, ours in zip(calls, delegated, strict=True) if ours], segment)
-        return EncodedAnswer(in_order(delegated, answers, outcome), calls=len(calls), ended=ended)
+        return EncodedAnswer(in_order(delegated, answers, outcome), calls=len(calls), ended=ended, turn=text)
 
     async def _act_in_environment(self, segment: TraceSegment, sampled: Sampled, action: Action) -> Outcome:
         """Act on the environment, but for calls that the guard blocks, which it answers in the environment's place. Raises:
