@@ -45,8 +45,8 @@ class StudentConfig(Strict):
     add_special_tokens: bool | None = None
     """Begin a prompt of plain text as the tokenizer does, with a begin token for example; default: true."""
     tool_call_parser: ToolCallParser = "auto"
-    """How the student writes tool calls, see docs/agents.md#how-calls-are-written. `auto`: as its chat template does,
-    else `hermes`."""
+    """How the student writes tool calls: a name of docs/agents.md#how-calls-are-written, or of vLLM's `--tool-call-parser`.
+    `auto`: as its chat template does, else `hermes`."""
 
     @property
     def puts_in_front(self) -> bool:

@@ -90,7 +90,8 @@ class VllmFormat:
             raise BadCall(f"vLLM's parser {self.name} fails at this turn: {type(error).__name__}: {error}") from None
         calls = tuple(_read_call(call.function.name, call.function.arguments) for call in written.tool_calls)
         if text.count(self._each) > len(calls) or (self._begin in text and not calls):
-            raise BadCall(f"a call that was begun with {self._begin} cannot be read by vLLM's parser {self.name}")
+            names = ", ".join(tool.name for tool in tools)
+            raise BadCall(f"a call that begins with {self._begin} cannot be read, or names no tool; there are {names}")
         if not calls:
             return WrittenCalls((), text)
         if text.rfind(self._end) < text.rfind(self._each):
@@ -111,6 +112,5 @@ class VllmFormat:
 
 def _read_call(name: str, arguments: str) -> ToolCall:
     """Read a call of vLLM's. Raises: BadCall for arguments that are no JSON, or no object."""
-    return ToolCall(
-        name=name, arguments=arguments_of(name, parse_json(arguments or "{}", f"in the call of {name:.60}"))
-    )
+    data = parse_json(arguments or "{}", f"in the call of {name:.60}")
+    return ToolCall(name=name, arguments=arguments_of(name, data))

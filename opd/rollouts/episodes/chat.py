@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
-from itertools import chain, count, zip_longest
+from itertools import chain, count
 from typing import Any
 
 from opd.errors import ModelError
@@ -109,9 +109,8 @@ class ChatAppender:
 
     def end_id(self, *, calls: bool) -> int:
         """Return the end token that the template writes after a turn of the assistant, with calls or without."""
-        return self._stop_ids[
-            self._stops.index(self._call_closer if calls and self.tools_in_template else self._closer)
-        ]
+        closer = self._call_closer if calls and self.tools_in_template else self._closer
+        return self._stop_ids[self._stops.index(closer)]
 
     def encode_opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Return the token ids of the messages that come before the first turn, which `make_message_safe` has made harmless.
@@ -134,7 +133,7 @@ class ChatAppender:
         `turn` is the turn's text, for a template whose results name the calls as the policy did.
         Special tokens in their texts are broken up: what an environment says is text. Raises: what the template raises.
         """
-        named = self._name_results(number_call_results(messages), turn, tools)
+        named = number_call_results(messages, self._name_calls(turn, tools))
         safe = [self.make_message_safe(dict(message) | {"content": str(message["content"])}) for message in named]
         if not self.tools_in_template:
             safe = without_tool_role(safe)
@@ -145,18 +144,14 @@ class ChatAppender:
         text = self._render_following(_HISTORIES[0], safe, tools)
         return encode_text(self._tokenizer, self._split_at_end(text)[2] if ended else text)
 
-    def _name_results(self, messages: Sequence[Message], turn: str, tools: Sequence[Tool]) -> list[Message]:
-        """Return the messages, with results under the names and ids of the turn's calls where the policy writes ids of its own."""
+    def _name_calls(self, turn: str, tools: Sequence[Tool]) -> list[Mapping[str, str]]:
+        """Return what the results of a turn's calls repeat of them, where the policy writes ids of its own."""
         try:
             written = self.read(turn, tools) if self.call_ids != CALL_ID else WrittenCalls((), "")
         except BadCall:
-            return [*messages]
-        named = [
-            {"name": call.name, "tool_call_id": one} for call, one in zip(written.calls, written.ids, strict=False)
-        ]
-        return [
-            message | more for message, more in zip_longest(map(dict, messages), named[: len(messages)], fillvalue={})
-        ]
+            return []
+        calls = zip(written.calls, written.ids, strict=False)
+        return [{"name": call.name, "tool_call_id": own_id} for call, own_id in calls]
 
     @property
     def format(self) -> ToolFormat:
@@ -310,16 +305,16 @@ class ChatAppender:
     def _find_format(self, parser: str) -> tuple[ToolFormat | None, bool]:
         """Return the format of calls, and whether the template tells of tools and results in it. None: nobody reads its calls."""
         turns = self._render_probe_calls() if self._renders_text(self._prove_tools_listed) else []
-        if parser != AUTO:
+        if parser == AUTO:
+            form = next((form for form in TOOL_FORMATS.values() if _count_turns_read(form, turns, alone=True)), None)
+            parser = "" if form else find_family(turns)
+        else:
             form = tool_format(parser)
-            if form is None:
-                return self._make_vllm_format(parser, turns), True
-            return form, _format_reads_turns(form, turns) and self._renders_text(self._render_two_results)
-        found = next((form for form in TOOL_FORMATS.values() if _format_reads_turns(form, turns, alone=True)), None)
-        if found is not None:
-            return found, self._renders_text(self._render_two_results)
-        if family := find_family(turns):
-            return self._make_vllm_format(family, turns), True
+        if form is not None:
+            return form, bool(_count_turns_read(form, turns)) and self._renders_text(self._render_two_results)
+        if parser:
+            theirs = self._make_vllm_format(parser, turns)
+            return theirs, theirs is not None
         odd = next((turn for turn in turns if _PROBE.name in turn), "")
         self._unread = odd and f"it lists tools, and writes a call as {odd!r:.200}"
         return (None if odd else tool_format(FALLBACK)), False
@@ -329,21 +324,18 @@ class ChatAppender:
         if parser in CALL_IDS:
             self.call_ids = CALL_IDS[parser]
             turns = self._render_probe_calls() if turns else []
-        self._unread = (
-            f"it writes a call as {turns[0]!r:.200}" if turns else "it does not list tools, or takes no calls"
-        )
         if not turns or not self._renders_text(self._render_two_results):
-            self._unread += f", and tells nobody of the form that vLLM's parser {parser} reads"
+            self._unread = (
+                f"it does not list tools and their results, and vLLM's parser {parser} reads what it writes alone"
+            )
             return None
+        self._unread = f"it writes a call as {turns[0]!r:.200}, which vLLM's parser {parser} does not read"
         try:
             form = VllmFormat(parser, self._tokenizer, _PROBE.name, turns)
         except (ImportError, LookupError, RuntimeError, ValueError) as error:
-            self._unread += f"; vLLM's parser {parser} cannot be used: {error}"
+            self._unread += f": {error}"
             return None
-        if not all(_format_reads_turns(form, [turn], [asked]) for turn, asked in zip(turns, _ASKED, strict=True)):
-            self._unread += f", which vLLM's parser {parser} does not read"
-            return None
-        return form
+        return form if _count_turns_read(form, turns) == len(turns) else None
 
     def _prove_tools_listed(self) -> str:
         """Render the tools, to prove that the template lists them. Raises: ValueError if it leaves them out."""
@@ -452,14 +444,12 @@ def _turn_with_thought(tag: tuple[str, str]) -> Message:
     return {"role": "assistant", "content": f"{tag[0]}\n{THOUGHT}\n{tag[1]}\n\n{REPLY}"}
 
 
-def number_call_results(messages: Sequence[Message]) -> list[Message]:
+def number_call_results(messages: Sequence[Message], names: Sequence[Mapping[str, str]] = ()) -> list[Message]:
     """Return the messages, with the results of a turn's calls numbered as `call_id` numbers the calls: templates may ask for
-    ids, and a client's own would give other tokens than an environment's."""
-    places = count()
-    return [
-        {**message, "tool_call_id": call_id(next(places))} if message["role"] == "tool" else message
-        for message in messages
-    ]
+    ids, and a client's own would give other tokens than an environment's. `names` go before these ids."""
+    ids = ({"tool_call_id": call_id(place)} for place in count(len(names)))
+    named = chain(names, ids)
+    return [{**message, **next(named)} if message["role"] == "tool" else message for message in messages]
 
 
 def call_id(place: int, name: str = "", form: str = CALL_ID) -> str:
@@ -474,18 +464,17 @@ def _is_blank(text: str) -> bool:
     return not text.strip()
 
 
-def _format_reads_turns(
-    form: ToolFormat, turns: Sequence[str], asks: Sequence[Mapping[str, Any]] = _ASKED, *, alone: bool = False
-) -> bool:
-    """Return True if a format reads one of the probe's turns; `alone`: with nothing around the call but a block for thoughts."""
-    for turn, asked in zip(turns, asks, strict=False):
+def _count_turns_read(form: ToolFormat, turns: Sequence[str], *, alone: bool = False) -> int:
+    """Return how many of the probe's turns a format reads; `alone`: with nothing around the call but a block for thoughts."""
+    number = 0
+    for turn, asked in zip(turns, _ASKED, strict=False):
         try:
             found = form.read(turn, [_PROBE])
         except BadCall:
             continue
-        if found.calls == (ToolCall(name=_PROBE.name, arguments=asked),) and (not alone or _is_blank(found.text)):
-            return True
-    return False
+        called = found.calls == (ToolCall(name=_PROBE.name, arguments=asked),)
+        number += called and (not alone or _is_blank(found.text))
+    return number
 
 
 def _with_preface(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
