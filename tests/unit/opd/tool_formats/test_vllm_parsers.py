@@ -10,6 +10,8 @@ import pytest
 
 from opd.errors import ConfigError, ModelError
 from opd.records.environments import Tool, ToolCall
+from opd.rollouts.endpoint.dialogue import ChatMessages
+from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import ChatDialogue
 from opd.tool_formats import ALIASES, TOOL_FORMATS, check_parser_name, forbidden_in_turns, vllm_parsers
@@ -336,3 +338,19 @@ def test_every_parser_of_vllm_can_be_made_but_for_those_that_serve_another_way()
             assert (found.tool_calls, found.content) == ([], "Hello.")
     assert [line.partition(":")[0] for line in unfit] == ["cohere_command3", "cohere_command4", "hf", "openai"], unfit
     assert (len(parser_names()), len(theirs)) == (54, 45)
+
+
+def test_a_client_s_conversation_has_the_ids_of_kimi() -> None:
+    made, tokenizer = STUDENTS["kimi_k2"].appender(), STUDENTS["kimi_k2"].tokenizer()
+    call = Call(id="xyz", name="add", arguments={"a": 1})
+    chat = [
+        Message(role="user", text="1+2?"),
+        Message(role="assistant", calls=(call,)),
+        Message(role="tool", text="3", answers="xyz"),
+    ]
+    messages = ChatMessages(made, frozenset([made.end_id(calls=False)]))
+    text = tokenizer.decode(messages.whole(chat, [ADD]))
+    assert _KIMI % 0 % 1 in text and "## Return of functions.add:0\n3" in text
+    sampled = tokenizer(STUDENTS["kimi_k2"].turn, add_special_tokens=False)["input_ids"]
+    follows = tokenizer.decode(messages.after(sampled, [replace(chat[2], answers="other")], [ADD]))
+    assert "add\n## Return of functions.add:3\n3" in follows
