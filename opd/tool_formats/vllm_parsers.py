@@ -84,6 +84,9 @@ class VllmFormat:
         self.marks = tuple({mark for turn in turns for mark in _TAG.findall(turn)} - thoughts)
 
     def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
+        # First: vLLM's parsers would complete this call, and take the square of its length if a student repeats it without end.
+        if text.rfind(self._end) < text.rfind(self._each):
+            raise BadCall(f"the last call lacks its {self._end}")
         try:
             written = self._extract_calls(text, tools)
         except _FAILURES as error:
@@ -94,8 +97,6 @@ class VllmFormat:
             raise BadCall(f"a call that begins with {self._begin} cannot be read, or names no tool; there are {names}")
         if not calls:
             return WrittenCalls((), text)
-        if text.rfind(self._end) < text.rfind(self._each):
-            raise BadCall(f"the last call lacks its {self._end}")
         return WrittenCalls(calls, written.content or "", tuple(str(call.id) for call in written.tool_calls))
 
     def write(self, calls: Sequence[ToolCall]) -> str:

@@ -218,6 +218,15 @@ def test_a_turn_that_was_cut_is_no_call(name: str) -> None:
 
 
 @students
+def test_a_student_that_begins_calls_without_end_is_refused_soon(name: str) -> None:
+    student = STUDENTS[name]
+    appender, began = student.appender(), time.monotonic()
+    with pytest.raises(BadCall):
+        appender.read(student.around[0] + student.call[: -len(student.call) // 3] * 2000, [ADD])
+    assert time.monotonic() - began < 5
+
+
+@students
 def test_marks_of_calls_are_the_students_own(name: str) -> None:
     specials = [*STUDENTS[name].specials, "<｜tool▁output▁begin｜>", "<|im_end|>"]
     forbidden = forbidden_in_turns(specials)
