@@ -135,6 +135,7 @@ class ChatDialogue:
         texts = (observation,) if isinstance(observation, str) else observation
         role = "tool" if calls else "user"
         messages: list[dict[str, Any]] = [{"role": role, "content": check_observation(text)} for text in texts]
+        # Some templates refuse two messages of a user in a row.
         if note and messages and role == "user":
             messages[-1]["content"] += f"\n\n{note}"
             note = ""
