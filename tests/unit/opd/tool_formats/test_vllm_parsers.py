@@ -190,7 +190,7 @@ def test_a_turn_is_read_from_its_tokens_and_stays_as_it_was_sampled(name: str) -
     text = dialogue.text(sampled)
     assert text == student.turn and dialogue.calls(text) == (ONE, TWO)
     assert appender.read(text, [ADD]).text.strip() in ("", "Two.")
-    follows = tokenizer.decode(dialogue.after(("3", "4"), calls=2, ended=True, turn=text))
+    follows = tokenizer.decode(dialogue.encode_following(("3", "4"), calls=2, ended=True, turn=text))
     assert "3" in follows and "4" in follows and "add(" not in follows and student.call % 1 not in follows
     assert dialogue.calls("Nothing to call.") == ()
     assert ChatDialogue(appender, ()).calls(text) == (), "without tools it is text"
@@ -358,8 +358,8 @@ def test_a_client_s_conversation_has_the_ids_of_kimi() -> None:
         Message(role="tool", text="3", answers="xyz"),
     ]
     messages = ChatMessages(made, frozenset([made.end_id(calls=False)]))
-    text = tokenizer.decode(messages.whole(chat, [ADD]))
+    text = tokenizer.decode(messages.encode_conversation(chat, [ADD]))
     assert _KIMI % 0 % 1 in text and "## Return of functions.add:0\n3" in text
     sampled = tokenizer(STUDENTS["kimi_k2"].turn, add_special_tokens=False)["input_ids"]
-    follows = tokenizer.decode(messages.after(sampled, [replace(chat[2], answers="other")], [ADD]))
+    follows = tokenizer.decode(messages.encode_following(sampled, [replace(chat[2], answers="other")], [ADD]))
     assert "add\n## Return of functions.add:3\n3" in follows
