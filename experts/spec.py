@@ -14,8 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.prompts import ChatTemplateKwargs
-from opd.records.types import ToolCallParser
+from opd.config.prompts import ChatTemplateKwargs, ToolCallParser
 from opd.settings.strict import NUMPY_SEEDS, Name, Strict, UserPath
 from opd.settings.yaml_files import apply_overrides, load_yaml, no_such_yaml_error, validate_section
 

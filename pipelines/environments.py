@@ -22,7 +22,7 @@ from opd.prompts import find_source
 from opd.records.environments import Action, Outcome, ToolCall
 from opd.settings.yaml_files import apply_overrides
 from opd.text import escape_control_characters
-from opd.tool_formats import AUTO
+from opd.tool_formats import AUTO, check_parser_name
 from pipelines.inputs.read import load_tokenizer
 
 QUIT = "quit"
@@ -71,6 +71,10 @@ def write_prefixes(
 
     Raises: PromptError, ModelError: see `experts.episodes.prefixes`; ModelError for a directory that is no model; ConfigError.
     """
+    try:
+        check_parser_name(parser)
+    except ValueError as error:
+        raise ConfigError.at("--tool-call-parser", found=parser, wanted=str(error), fix="correct the name") from None
     try:
         template_variables = TypeAdapter(ChatTemplateKwargs).validate_json(variables)
     except ValidationError as error:

@@ -14,7 +14,7 @@ _LISTED = (
 _END = "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 
 
-def _template(call: str, before: str = "", between: str = "", after: str = "") -> str:
+def make_template(call: str, before: str = "", between: str = "", after: str = "") -> str:
     """ChatML in which each call `c` is written so, the calls of a turn with these texts around and between."""
     calls = f"{before}{{% for c in m.tool_calls %}}{call}{{% if not loop.last %}}{between}{{% endif %}}{{% endfor %}}{after}"
     shown = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
@@ -22,11 +22,11 @@ def _template(call: str, before: str = "", between: str = "", after: str = "") -
 
 
 _ONE_ONLY = "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
-LLAMA3 = _template(
+LLAMA3 = make_template(
     """{{ '{"name": "' + c.function.name + '", "parameters": ' + (c.function.arguments | tojson) + '}' }}""", _ONE_ONLY
 )
 """As Llama 3.1's: one call in a turn."""
-MISTRAL = _template("{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + (c.function.arguments | tojson) }}")
+MISTRAL = make_template("{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + (c.function.arguments | tojson) }}")
 """As that of Mistral's models since tokenizer v11."""
 MISTRAL_IDS = """\
 {% set users = messages | selectattr('role', 'equalto', 'user') | list %}{% for m in messages %}\
@@ -39,7 +39,7 @@ MISTRAL_IDS = """\
 {{ (c.function | tojson)[:-1] + ', "id": "' + c.id + '"}' + ('' if loop.last else ', ') }}{% endfor %}{{ ']<|im_end|>' }}\
 {% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"""
 """As that of Mistral's older models: calls with ids, and the tools before the user's last message, wherever that is."""
-PYTHONIC = _template(
+PYTHONIC = make_template(
     "{{ c.function.name + '(' }}{% for k, v in c.function.arguments.items() %}{{ k ~ '=' ~ v }}"
     "{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ')' }}",
     "{{ '[' }}",
@@ -49,7 +49,7 @@ PYTHONIC = _template(
 """As Llama 3.2's in vLLM's examples: texts have lost their quotes."""
 LLAMA4 = PYTHONIC.replace("k ~ '=' ~ v", "k ~ '=\"' ~ v ~ '\"'").replace("'['", "'<|python_start|>['").replace("']'", "']<|python_end|>'")  # fmt: skip
 """As Llama 4's: everything in quotes, numbers too."""
-QWEN3_CODER = _template(
+QWEN3_CODER = make_template(
     "{{ '<tool_call>\n<function=' + c.function.name + '>\n' }}{% for k, v in c.function.arguments.items() %}"
     "{{ '<parameter=' ~ k ~ '>\n' ~ (v if v is string else v | string) ~ '\n</parameter>\n' }}{% endfor %}"
     "{{ '</function>\n</tool_call>' }}"
@@ -165,7 +165,7 @@ ALTERNATES_WITH_TOOLS = (
     + _END
 )
 """As Mistral Small 3.2's: calls and results do not count, so that a user's message after results would be the second in a row."""
-ODD = _template("{{ '@' + c.function.name + ' ' + (c.function.arguments | tojson) }}")
+ODD = make_template("{{ '@' + c.function.name + ' ' + (c.function.arguments | tojson) }}")
 """As nobody's."""
 
 

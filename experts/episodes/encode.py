@@ -96,15 +96,18 @@ class EpisodeEncoder:
 
     def _encode_turns(self, row: EpisodeRow, dialogue: Dialogue) -> Iterator[tuple[list[int], list[int], bool]]:
         history = History(dialogue.encode_opening(row.prompt, _first_messages(row.observations[0])))
-        end = self._end if self._appender is None or isinstance(row.prompt, str) else self._appender.end_id
         forbidden = forbidden_in_turns(special_texts(self._tokenizer))
         for turn, observation in zip(row.turns, [*row.observations[1:], None], strict=True):
+            calls = len(observation) if observation and observation[0]["role"] == "tool" else 0
+            chat = None if isinstance(row.prompt, str) else self._appender
+            end = self._end if chat is None else chat.end_id(calls=bool(calls))
             turn_ids = [*encode_text(self._tokenizer, escape_specials(turn["content"], forbidden)), end]
             yield history.ids, turn_ids, is_learned(turn)
             if observation is not None:
                 texts = tuple(message["content"] for message in observation)
-                calls = len(texts) if observation[0]["role"] == "tool" else 0
-                observation_ids = dialogue.encode_following(texts if calls else texts[0], calls=calls, ended=True)
+                observation_ids = dialogue.encode_following(
+                    texts if calls else texts[0], calls=calls, ended=True, turn=turn["content"]
+                )
                 history.turns.append((turn_ids, observation_ids))
                 if dialogue.drops_thoughts(calls=calls):
                     history = history.without_thoughts(dialogue)

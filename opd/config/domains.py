@@ -12,10 +12,9 @@ from pydantic_core import PydanticCustomError
 from opd.config.agents import AgentConfig
 from opd.config.context import ContextConfig
 from opd.config.drift import CurriculumConfig, TeacherTurnsConfig, TurnWeightsConfig
-from opd.config.prompts import ChatTemplateKwargs, Prompts
+from opd.config.prompts import ChatTemplateKwargs, Prompts, ToolCallParser
 from opd.config.sub_agents import SubAgentConfig, ToolName
 from opd.config.verifiers import VerifierConfig
-from opd.records.types import ToolCallParser
 from opd.settings.strict import Name, Strict, UserPath, flag_or_mapping, text_or_more
 
 
@@ -46,8 +45,8 @@ class StudentConfig(Strict):
     add_special_tokens: bool | None = None
     """Begin a prompt of plain text as the tokenizer does, with a begin token for example; default: true."""
     tool_call_parser: ToolCallParser = "auto"
-    """How the student writes tool calls, see docs/agents.md#how-calls-are-written. `auto`: as its chat template does,
-    else `hermes`."""
+    """How the student writes tool calls: a name of docs/agents.md#how-calls-are-written, or of vLLM's `--tool-call-parser`.
+    `auto`: as its chat template does, else `hermes`."""
 
     @property
     def puts_in_front(self) -> bool:

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model
 from pydantic_core import PydanticCustomError
 
 from opd.settings.strict import Name, Strict, UserPath
+from opd.tool_formats import check_parser_name
 
 Column = Literal["prompt", "completion", "answer", "metadata", "system", "tools", "chat_template_kwargs"]
 
@@ -30,6 +31,8 @@ def _refuse_rendering(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 ChatTemplateKwargs = Annotated[dict[str, JsonValue], AfterValidator(_refuse_rendering)]
+ToolCallParser = Annotated[str, AfterValidator(check_parser_name)]
+"""How a model writes calls of tools, by the names of `opd.tool_formats`."""
 
 
 def _scalar_kind(value: Any) -> str:

@@ -19,9 +19,11 @@ _CALL = re.compile(r"""\{\s*["'](?:name|type|function)["']""")
 _MARK = re.compile("|".join(map(re.escape, (OPEN, CLOSE, "[TOOL_CALLS]", "<|python_tag|>"))))
 _PAIR = re.compile(r"""(?<!\w)(\w++)["']?\s*+[:=]\s*+(?:"((?:[^"\\]|\\.)*+)|'((?:[^'\\]|\\.)*+))""", re.DOTALL)
 """A key and a text in quotes, of JSON or of Python, the text closed or not."""
-_FUNCTION = re.compile(r"<function=([^>\n]+)>")
+_FUNCTION = re.compile(r'<function=([^>\n]+)>|invoke name="([^"\n]+)"|<tool_call>\s*+([\w.-]++)(?=\s*+<arg_key>)')
 _PARAMETER = re.compile(
-    r"<parameter=([^>\n]+)>(.*?)(?=</parameter>|<parameter=|</function>|</tool_call>|\Z)", re.DOTALL
+    r"""(?:<parameter=([^>\n]+)>|parameter\ name="([^"\n]+)"[^>\n]*>|<arg_key>([^<\n]+)</arg_key>\s*+<arg_value>)
+    (.*?)(?=</[^<>\n]*(?:parameter|function|invoke|arg_value|tool_call)>|<parameter=|parameter\ name=|<arg_key>|\Z)""",
+    re.DOTALL | re.VERBOSE,
 )
 _NAMED = re.compile(r"\[TOOL_CALLS\]\s*+([^\s\[{]++)\s*+(?:\[CALL_ID\][^\s\[{]*+)?(?:\[ARGS\])?\s*+(?=\{)")
 _LISTED = re.compile(r"[\[,]\s*([A-Za-z_]\w*)\s*\(")
@@ -59,12 +61,13 @@ def _read_object_calls(text: str) -> Iterator[ToolCall]:
 
 
 def _read_tagged_calls(text: str) -> Iterator[ToolCall]:
-    """Yield the calls that are tags for functions and parameters, as Qwen3-Coder writes them."""
+    """Yield the calls that are tags for functions and parameters, as Qwen3-Coder, DeepSeek V3.2 and GLM write them."""
     for region in _split_regions(_FUNCTION, text):
         arguments = {
-            key.strip(): value.removeprefix("\n").removesuffix("\n") for key, value in _PARAMETER.findall(region.text)
+            "".join(names).strip(): value.removeprefix("\n").removesuffix("\n")
+            for *names, value in _PARAMETER.findall(region.text)
         }
-        yield ToolCall(name=region.match[1].strip(), arguments=arguments)
+        yield ToolCall(name="".join(region.match.groups("")).strip(), arguments=arguments)
 
 
 def _read_named_calls(text: str) -> Iterator[ToolCall]:

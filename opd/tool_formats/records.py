@@ -43,6 +43,8 @@ class WrittenCalls:
     """The calls in it, in order, whatever they ask for."""
     text: str
     """What stands around them; all of the turn if it has none."""
+    ids: tuple[str, ...] = ()
+    """Ids that the model gave the calls; none for most formats."""
 
 
 class ToolFormat(Protocol):

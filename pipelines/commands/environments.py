@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from opd.records.types import ToolCallParser
 from pipelines.commands import completion
 from pipelines.commands.shell import help_examples, is_terminal, print_line, print_table
 
@@ -85,7 +84,7 @@ def prefixes(
         ),
     ] = None,
     tool_call_parser: Annotated[
-        ToolCallParser, typer.Option(help="The pipeline's `student.tool_call_parser`.", metavar="NAME")
+        str, typer.Option(help="The pipeline's `student.tool_call_parser`.", metavar="NAME")
     ] = "auto",
     chat_template_kwargs: Annotated[
         str, typer.Option(help="The pipeline's `student.chat_template_kwargs`, as JSON.", metavar="JSON")

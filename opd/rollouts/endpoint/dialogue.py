@@ -14,7 +14,7 @@ from opd.prompts.harmless import escape_specials, special_texts
 from opd.records.environments import Tool, ToolCall
 from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.endpoint.messages import Call, Message
-from opd.rollouts.episodes.chat import ChatAppender, make_call_id, without_tool_role
+from opd.rollouts.episodes.chat import CALL_ID, ChatAppender, make_call_id, without_tool_role
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import plain_calls
 from opd.rollouts.episodes.turns import History
@@ -70,7 +70,8 @@ class ChatMessages:
 
         ended = bool(turn) and turn[-1] in self._stops
         try:
-            return self._appender.encode_following([m.for_template() for m in messages], ended=ended, tools=tools)
+            said = [message.for_template() for message in messages]
+            return self._appender.encode_following(said, ended=ended, tools=tools, turn=self.text(turn))
         except (TemplateError, ValueError, TypeError) as error:  # an error of ours about the template is a ValueError
             raise UnreadableMessages(str(error)) from None
 
@@ -97,7 +98,8 @@ class ChatMessages:
     def _make_template_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return a whole conversation as the template takes it: some know no tools, some one call in a turn."""
         template_messages = [
-            self._appender.make_message_safe(message.for_template()) for message in renumber_calls(messages)
+            self._appender.make_message_safe(message.for_template())
+            for message in renumber_calls(messages, self._appender.call_ids)
         ]
         if self._appender.tools_in_template:
             return template_messages if self._appender.parallel else _split_parallel_calls(template_messages)
@@ -176,15 +178,15 @@ def _assign_call_ids(calls: Sequence[ToolCall]) -> tuple[Call, ...]:
     return tuple(Call(id=secrets.token_hex(5)[:9], name=call.name, arguments=call.arguments) for call in calls)
 
 
-def renumber_calls(messages: Sequence[Message]) -> list[Message]:
+def renumber_calls(messages: Sequence[Message], form: str = CALL_ID) -> list[Message]:
     """Return the conversation with calls numbered in each turn, and results with the numbers of their calls, whatever ids a
     client gave."""
     conversation: list[Message] = []
     ids: dict[str, str] = {}
     for message in messages:
         if message.calls:
-            ids = {call.id: make_call_id(index) for index, call in enumerate(message.calls)}
-            calls = tuple(replace(call, id=make_call_id(index)) for index, call in enumerate(message.calls))
+            calls = tuple(replace(call, id=make_call_id(i, call.name, form)) for i, call in enumerate(message.calls))
+            ids = {call.id: named.id for call, named in zip(message.calls, calls, strict=True)}
             message = replace(message, calls=calls)
         elif message.role == "tool":
             message = replace(message, answers=ids.get(message.answers, message.answers))

@@ -25,6 +25,7 @@ from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.tool_formats import AUTO, FALLBACK, TOOL_FORMATS, tool_format
 from opd.tool_formats.records import BadCall, ToolFormat, WrittenCalls
 from opd.tool_formats.thoughts import TAGS, has_thoughts, split_thoughts
+from opd.tool_formats.vllm_parsers import CALL_IDS, VllmFormat, find_family
 
 Message = Mapping[str, Any]
 REPLY = "I see 7."
@@ -46,6 +47,8 @@ _PROBE = Tool(
 )
 _ASKED: tuple[Mapping[str, Any], ...] = ({"word": "it"}, {"line": 7})
 """Arguments of calls in probes. Some templates write texts without the quotes that their models write, and numbers right."""
+CALL_ID = "call{place:05d}"
+"""Form of the ids of calls: nine letters and digits, as the strictest chat templates want them."""
 CALLING = """You can call these functions:
 <tools>
 {tools}
@@ -82,8 +85,10 @@ class ChatAppender:
         self._histories = [history for history in _HISTORIES if self._accepts_history(history)]
         # First: what is rendered below is cut at the end token that this finds.
         self._prove_template()
+        self.call_ids = CALL_ID
+        """Form of the ids of a turn's calls, as the template takes them."""
         self.parallel = self._renders_text(
-            lambda: self._render([*_HISTORIES[0], _turn_with_probe_calls(*_ASKED)], [_PROBE])
+            lambda: self._render([*_HISTORIES[0], self._turn_with_probe_calls(*_ASKED)], [_PROBE])
         )
         """Whether the template takes more than one call in a turn."""
         self._tools_stay = self._renders_text(lambda: self._render_following(_HISTORIES[0], [_GO_ON], [_PROBE]))
@@ -91,8 +96,10 @@ class ChatAppender:
         # Assumed until the last line below tries it: the trial itself renders such a message.
         self._note_apart = True
         """Whether the template takes a message of the user after the results of tools; some want every user's turn answered."""
-        self._odd_call = ""
-        """How the template writes a call, if no format reads it."""
+        self._unread = ""
+        """What the template does with calls, if no format reads them."""
+        self._call_closer = self._closer
+        """The end token that the template writes after a turn with calls."""
         self._format, self.tools_in_template = self._find_format(parser)
         """Whether the template tells of tools as the format has it; else they stand in the system message, and results in a
         user's."""
@@ -102,10 +109,10 @@ class ChatAppender:
         """Role of a message -> the tags of the thoughts of earlier turns that the template leaves out once one follows."""
         self._note_apart = self._renders_text(self._render_note_after_result)
 
-    @property
-    def end_id(self) -> int:
-        """The end token that the template writes after a turn of the assistant."""
-        return self._stop_ids[self._stops.index(self._closer)]
+    def end_id(self, *, calls: bool) -> int:
+        """Return the end token that the template writes after a turn of the assistant, with calls or without."""
+        closer = self._call_closer if calls and self.tools_in_template else self._closer
+        return self._stop_ids[self._stops.index(closer)]
 
     def encode_opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Return the token ids of the messages that come before the first turn, which `make_message_safe` has made harmless.
@@ -123,18 +130,17 @@ class ChatAppender:
         return encode_text(self._tokenizer, self._render(opening_messages, tools=tools))
 
     def encode_following(
-        self, messages: Sequence[Message], *, ended: bool, tools: Sequence[Tool] = (), note: str = ""
+        self, messages: Sequence[Message], *, ended: bool, tools: Sequence[Tool] = (), note: str = "", turn: str = ""
     ) -> list[int]:
         """Return the token ids that follow a turn and bring these messages, up to where the policy writes again.
 
         `ended`: the turn ends with an end token; else the template's own comes first, which the policy did not sample.
         Messages of the role `tool` come first among them, one for each call of the turn. `note` is a text of the user's, last.
+        `turn` is the turn's text, for a template whose results name the calls as the policy did.
         Special tokens in their texts are broken up: what an environment says is text. Raises: what the template raises.
         """
-        safe = [
-            self.make_message_safe(dict(message) | {"content": str(message["content"])})
-            for message in number_call_results(messages)
-        ]
+        named = number_call_results(messages, self._name_calls(turn, tools))
+        safe = [self.make_message_safe(dict(message) | {"content": str(message["content"])}) for message in named]
         if not self.tools_in_template:
             safe = without_tool_role(safe)
         if note:
@@ -142,7 +148,16 @@ class ChatAppender:
         if not self.tools_in_template or not self._tools_stay:
             tools = ()
         text = self._render_following(_HISTORIES[0], safe, tools)
-        return encode_text(self._tokenizer, text[len(self._closer) :] if ended else text)
+        return encode_text(self._tokenizer, self._split_at_end(text)[2] if ended else text)
+
+    def _name_calls(self, turn: str, tools: Sequence[Tool]) -> list[Mapping[str, str]]:
+        """Return what the results of a turn's calls repeat of them, where the policy writes ids of its own."""
+        try:
+            written = self.read(turn, tools) if self.call_ids != CALL_ID else WrittenCalls((), "")
+        except BadCall:
+            return []
+        calls = zip(written.calls, written.ids, strict=False)
+        return [{"name": call.name, "tool_call_id": own_id} for call, own_id in calls]
 
     @property
     def format(self) -> ToolFormat:
@@ -151,10 +166,10 @@ class ChatAppender:
         if self._format is None:
             raise ModelError.at(
                 "the student's chat template",
-                found=f"it lists tools, and writes a call as {self._odd_call!r:.200}",
-                wanted=f"calls in one of the forms {', '.join(TOOL_FORMATS)}",
-                fix="set student.tool_call_parser to one of them, such as hermes: then the system message lists the tools and "
-                "says how to call them; or take a student whose calls can be read",
+                found=self._unread,
+                wanted=f"calls in one of the forms {', '.join(TOOL_FORMATS)}, or in one that a parser of vLLM's reads",
+                fix="set student.tool_call_parser to one of these forms, such as hermes: then the system message lists the tools "
+                "and says how to call them; or to the parser of vLLM's for this family, with a chat template that lists tools",
             )
         return self._format
 
@@ -165,9 +180,11 @@ class ChatAppender:
             return self.format.read(text, tools) if tools else WrittenCalls((), text)
         parts = split_thoughts(text, self.format.begins, self.format.ends)
         parts_read = [WrittenCalls((), part) if thought else self.format.read(part, tools) for part, thought in parts]
+        calls = tuple(call for part_read in parts_read for call in part_read.calls)
         return WrittenCalls(
-            tuple(call for part_read in parts_read for call in part_read.calls),
+            calls,
             "".join(part_read.text for part_read in parts_read),
+            tuple(i for part_read in parts_read for i in part_read.ids),
         )
 
     def drops_thoughts(self, *, calls: int, noted: bool) -> bool:
@@ -240,16 +257,26 @@ class ChatAppender:
         Raises: ModelError if what came before the turn is not what the engine saw.
         """
         called = sum(message["role"] == "tool" for message in new)
-        turn = _turn_with_probe_calls(*_ASKED[:1] * (called if self.parallel else 1)) if called else _REPLIED
+        turn = self._turn_with_probe_calls(*_ASKED[:1] * (called if self.parallel else 1)) if called else _REPLIED
         start, continuation = self._render_around_turn(history, turn, new, tools)
         if not called:
-            if not continuation.startswith(REPLY):
+            before, _, after = continuation.partition(REPLY)
+            if not _is_blank(before):
                 raise self._make_template_error(
                     "writes something between the assistant's header and its turn", start, continuation
                 )
-            return continuation.removeprefix(REPLY)
-        _, closer, after = continuation.partition(self._closer)
+            return after
+        _, closer, after = self._split_at_end(continuation)
         return closer + after
+
+    def _split_at_end(self, text: str) -> tuple[str, str, str]:
+        """Return what stands before the first end token, the token, and what follows. Some templates end a turn by the mark of what
+        comes next, so that it is another one for the results of calls."""
+        places = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop and stop in text]
+        if not places:
+            return text, "", ""
+        start, _, stop = min(places)
+        return text[:start], stop, text[start + len(stop) :]
 
     def _render_around_turn(
         self, history: Sequence[Message], turn: Message, new: Sequence[Message], tools: Sequence[Tool]
@@ -290,16 +317,37 @@ class ChatAppender:
     def _find_format(self, parser: str) -> tuple[ToolFormat | None, bool]:
         """Return the format of calls, and whether the template tells of tools and results in it. None: nobody reads its calls."""
         turns = self._render_probe_calls() if self._renders_text(self._prove_tools_listed) else []
-        if parser != AUTO:
+        if parser == AUTO:
+            form = next((form for form in TOOL_FORMATS.values() if _count_turns_read(form, turns, alone=True)), None)
+            parser = "" if form else find_family(turns)
+        else:
             form = tool_format(parser)
-            return form, _format_reads_turns(form, turns) and self._renders_text(self._render_two_results)
-        first_fitting = next(
-            (form for form in TOOL_FORMATS.values() if _format_reads_turns(form, turns, alone=True)), None
-        )
-        if first_fitting is not None:
-            return first_fitting, self._renders_text(self._render_two_results)
-        self._odd_call = next((turn for turn in turns if _PROBE.name in turn), "")
-        return (None if self._odd_call else tool_format(FALLBACK)), False
+        if form is not None:
+            return form, bool(_count_turns_read(form, turns)) and self._renders_text(self._render_two_results)
+        if parser:
+            theirs = self._make_vllm_format(parser, turns)
+            return theirs, theirs is not None
+        odd = next((turn for turn in turns if _PROBE.name in turn), "")
+        self._unread = odd and f"it lists tools, and writes a call as {odd!r:.200}"
+        return (None if odd else tool_format(FALLBACK)), False
+
+    def _make_vllm_format(self, parser: str, turns: list[str]) -> ToolFormat | None:
+        """Return the format that a parser of vLLM's reads; None if it does not read the calls that the template writes."""
+        if parser in CALL_IDS:
+            self.call_ids = CALL_IDS[parser]
+            turns = self._render_probe_calls() if turns else []
+        if not turns or not self._renders_text(self._render_two_results):
+            self._unread = (
+                f"it does not list tools and their results, and vLLM's parser {parser} reads what it writes alone"
+            )
+            return None
+        self._unread = f"it writes a call as {turns[0]!r:.200}, which vLLM's parser {parser} does not read"
+        try:
+            form = VllmFormat(parser, self._tokenizer, _PROBE.name, turns)
+        except (ImportError, LookupError, RuntimeError, ValueError) as error:
+            self._unread += f": {error}"
+            return None
+        return form if _count_turns_read(form, turns) == len(turns) else None
 
     def _prove_tools_listed(self) -> str:
         """Render the tools, to prove that the template lists them. Raises: ValueError if it leaves them out."""
@@ -316,12 +364,25 @@ class ChatAppender:
         result = number_call_results([{"role": "tool", "name": _PROBE.name, "content": "result"}])
         try:
             continuations = [
-                self._render_around_turn(_HISTORIES[0], _turn_with_probe_calls(arguments), result, [_PROBE])[1]
+                self._render_around_turn(_HISTORIES[0], self._turn_with_probe_calls(arguments), result, [_PROBE])[1]
                 for arguments in _ASKED
             ]
         except (TemplateError, ValueError, TypeError, KeyError):
             return []
-        return [continuation.partition(self._closer)[0] for continuation in continuations]
+        self._call_closer = self._split_at_end(continuations[0])[1] or self._closer
+        return [self._split_at_end(continuation)[0] for continuation in continuations]
+
+    def _turn_with_probe_calls(self, *argument_sets: Mapping[str, Any]) -> Message:
+        """Return a turn of the assistant that calls the probe's tool, once for each of the arguments."""
+        calls = [
+            {
+                "id": make_call_id(i, _PROBE.name, self.call_ids),
+                "type": "function",
+                "function": {"name": _PROBE.name, "arguments": dict(arguments)},
+            }
+            for i, arguments in enumerate(argument_sets)
+        ]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
 
     def prove_note(self) -> None:
         """Prove that a text of the user's can follow the results of tools. Raises: ModelError if it cannot, so that nobody
@@ -348,7 +409,7 @@ class ChatAppender:
                 turn = (
                     turn
                     if not self.tools_in_template
-                    else {**_turn_with_probe_calls(_ASKED[0]), "content": turn["content"]}
+                    else {**self._turn_with_probe_calls(_ASKED[0]), "content": turn["content"]}
                 )
                 new = result if self.tools_in_template else without_tool_role([dict(m) for m in result])
                 tools = [_PROBE] if self.tools_in_template and self._tools_stay else []
@@ -395,41 +456,37 @@ def _turn_with_thought(tag: tuple[str, str]) -> Message:
     return {"role": "assistant", "content": f"{tag[0]}\n{THOUGHT}\n{tag[1]}\n\n{REPLY}"}
 
 
-def number_call_results(messages: Sequence[Message]) -> list[Message]:
+def number_call_results(messages: Sequence[Message], names: Sequence[Mapping[str, str]] = ()) -> list[Message]:
     """Return the messages, with the results of a turn's calls numbered as `make_call_id` numbers the calls: templates may ask for
-    ids, and a client's own would give other tokens than an environment's."""
-    numbers = count()
-    return [
-        {**message, "tool_call_id": make_call_id(next(numbers))} if message["role"] == "tool" else message
-        for message in messages
-    ]
+    ids, and a client's own would give other tokens than an environment's. `names` go before these ids."""
+    ids = ({"tool_call_id": make_call_id(place)} for place in count(len(names)))
+    named = chain(names, ids)
+    return [{**message, **next(named)} if message["role"] == "tool" else message for message in messages]
 
 
-def make_call_id(number: int) -> str:
-    """Return the id of a turn's call: nine letters and digits, as the strictest chat templates want them."""
-    return f"call{number:05d}"
+def make_call_id(number: int, name: str = "", form: str = CALL_ID) -> str:
+    """Return the id of a turn's call of the tool `name`."""
+    return form.format(place=number, name=name)
 
 
-def _format_reads_turns(form: ToolFormat, turns: Sequence[str], *, alone: bool = False) -> bool:
-    """Return True if a format reads one of the probe's turns; `alone`: with nothing around the call but a block for thoughts."""
-    for turn, arguments in zip(turns, _ASKED, strict=False):
+def _is_blank(text: str) -> bool:
+    """Return True for white space and blocks for thoughts that are empty."""
+    for tag in chain.from_iterable(TAGS):
+        text = text.replace(tag, "")
+    return not text.strip()
+
+
+def _count_turns_read(form: ToolFormat, turns: Sequence[str], *, alone: bool = False) -> int:
+    """Return how many of the probe's turns a format reads; `alone`: with nothing around the call but a block for thoughts."""
+    number = 0
+    for turn, asked in zip(turns, _ASKED, strict=False):
         try:
-            read_turn = form.read(turn, [_PROBE])
+            found = form.read(turn, [_PROBE])
         except BadCall:
             continue
-        around = read_turn.text.replace("<think>", "").replace("</think>", "").strip() if alone else ""
-        if read_turn.calls == (ToolCall(name=_PROBE.name, arguments=arguments),) and not around:
-            return True
-    return False
-
-
-def _turn_with_probe_calls(*argument_sets: Mapping[str, Any]) -> Message:
-    """Return a turn of the assistant that calls the probe's tool, once for each of the arguments."""
-    calls = [
-        {"id": make_call_id(i), "type": "function", "function": {"name": _PROBE.name, "arguments": dict(arguments)}}
-        for i, arguments in enumerate(argument_sets)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
+        called = found.calls == (ToolCall(name=_PROBE.name, arguments=asked),)
+        number += called and (not alone or _is_blank(found.text))
+    return number
 
 
 def _with_preface(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:

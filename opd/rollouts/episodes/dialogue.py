@@ -43,8 +43,10 @@ class Dialogue(Protocol):
         """Return the tool calls in a turn's text. Raises: BadCall."""
         ...
 
-    def encode_following(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
-        """Return the token ids that follow a turn with so many calls, a note of ours last; `ended` is explained at
+    def encode_following(
+        self, observation: Observation, *, calls: int, ended: bool, note: str = "", turn: str = ""
+    ) -> list[int]:
+        """Return the token ids that follow a turn with so many calls, a note of ours last; `ended` and `turn` are explained at
         `ChatAppender.encode_following`. Raises: as `first`."""
         ...
 
@@ -80,7 +82,9 @@ class PlainDialogue:
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return plain_calls(text, self._tools)
 
-    def encode_following(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
+    def encode_following(
+        self, observation: Observation, *, calls: int, ended: bool, note: str = "", turn: str = ""
+    ) -> list[int]:
         texts = (*((observation,) if isinstance(observation, str) else observation), note)
         return encode_text(self._tokenizer, self._join_safely(*texts)) if any(texts) else []
 
@@ -131,7 +135,9 @@ class ChatDialogue:
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return checked_calls(self._appender.read(text, self._tools).calls, self._tools)
 
-    def encode_following(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
+    def encode_following(
+        self, observation: Observation, *, calls: int, ended: bool, note: str = "", turn: str = ""
+    ) -> list[int]:
         texts = (observation,) if isinstance(observation, str) else observation
         role = "tool" if calls else "user"
         messages: list[dict[str, Any]] = [{"role": role, "content": check_observation(text)} for text in texts]
@@ -139,7 +145,7 @@ class ChatDialogue:
         if note and messages and role == "user":
             messages[-1]["content"] += f"\n\n{note}"
             note = ""
-        return self._appender.encode_following(messages, ended=ended, tools=self._tools, note=note)
+        return self._appender.encode_following(messages, ended=ended, tools=self._tools, note=note, turn=turn)
 
     def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
         return self._appender.drops_thoughts(calls=calls, noted=noted)

@@ -342,7 +342,7 @@ class _EpisodeRun:
             delegated = [self._delegation.starts_sub_agent(call) for call in calls]
         except BadCall as error:
             self._invalid += 1
-            return EncodedAnswer(f"{UNREADABLE}{error}", calls=1, ended=ended)
+            return EncodedAnswer(f"{UNREADABLE}{error}", calls=1, ended=ended, turn=text)
         environment_calls = tuple(call for call, is_delegated in zip(calls, delegated, strict=True) if not is_delegated)
         outcome = (
             await self._act_in_environment(segment, sampled, Action(text=text, calls=environment_calls))
@@ -352,11 +352,11 @@ class _EpisodeRun:
         if outcome.done:
             raise EpisodeEnd("done")
         if len(environment_calls) == len(calls):
-            return EncodedAnswer(outcome.observation, calls=len(calls), ended=ended)
+            return EncodedAnswer(outcome.observation, calls=len(calls), ended=ended, turn=text)
         answers = await self._run_sub_agents(
             [c for c, is_delegated in zip(calls, delegated, strict=True) if is_delegated], segment
         )
-        return EncodedAnswer(merge_answers(delegated, answers, outcome), calls=len(calls), ended=ended)
+        return EncodedAnswer(merge_answers(delegated, answers, outcome), calls=len(calls), ended=ended, turn=text)
 
     async def _act_in_environment(self, segment: TraceSegment, sampled: SampledTurn, action: Action) -> Outcome:
         """Act on the environment, but for calls that the guard blocks, which it answers in the environment's place. Raises:

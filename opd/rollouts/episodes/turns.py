@@ -65,6 +65,8 @@ class EncodedAnswer:
     """Tool calls of the turn."""
     ended: bool
     """Whether the turn ends with an end token."""
+    turn: str = ""
+    """Text of the turn."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -74,4 +76,6 @@ class EncodedAnswer:
     def ids(self, dialogue: Dialogue, note: str = "") -> list[int]:
         """Return the token ids up to the next turn; `note` stands last. Raises: BadObservation, and what a chat template
         raises."""
-        return dialogue.encode_following(self.observation, calls=self.calls, ended=self.ended, note=note)
+        return dialogue.encode_following(
+            self.observation, calls=self.calls, ended=self.ended, note=note, turn=self.turn
+        )

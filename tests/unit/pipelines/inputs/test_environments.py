@@ -183,10 +183,10 @@ def test_calls_that_nobody_reads_are_refused_where_an_environment_has_tools(acti
 
 
 def test_a_parser_that_nobody_knows(acting: Any) -> None:
-    acting.data["student"]["tool_call_parser"] = "deepseek_v3"
+    acting.data["student"]["tool_call_parser"] = "glm-45"
     with pytest.raises(ConfigError, match=r"student\.tool_call_parser") as caught:
         load_pipeline(acting.write())
-    assert "llama3_json" in str(caught.value)
+    assert "did you mean `glm45`" in str(caught.value) and "vLLM's --tool-call-parser" in str(caught.value)
 
 
 def test_tasks_with_one_text_differ_by_their_metadata(acting: Any) -> None:
