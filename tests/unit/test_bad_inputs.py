@@ -497,7 +497,7 @@ def trainer(b: Bench, mean: float, objective: str = "reverse_kl") -> Any:
         def __init__(self, *_: Any) -> None:
             pass
 
-        def meeting_point(self, address: str) -> tuple[str, int]:
+        def open_meeting_point(self, address: str) -> tuple[str, int]:
             return "127.0.0.1", 1
 
         def start(self, address: str, port: int) -> None:
@@ -905,7 +905,7 @@ def dead_or_hung_worker(b: Bench) -> None:
         def prove_layout(self, teacher: Any) -> None:
             return None
 
-        def begin_groups(self, *_: Any) -> None:
+        def begin_rows(self, *_: Any) -> None:
             pass
 
         def next_part(self) -> None:

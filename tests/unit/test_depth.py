@@ -73,7 +73,7 @@ def test_the_objective_is_few_calls_below_a_rank(tiny_model_dir: Path, monkeypat
     with pytest.raises(RunError, match="as deep as a rank goes"):
         made.accumulate_micro_batch(0, NONE, part)
     print("\n".join(stack))
-    assert stack[0].endswith(" accumulate")
+    assert stack[0].endswith(" accumulate_micro_batch")
     assert len(stack) + 1 <= MAX_RANK_FRAMES, "\n".join(stack)
 
 

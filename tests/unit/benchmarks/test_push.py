@@ -43,7 +43,7 @@ class Sync:
     def __init__(self, brings: bool) -> None:
         self.brings, self.gap = brings, 0.0
 
-    def bring(self, version: int) -> None:
+    def send_weights(self, version: int) -> None:
         if self.brings:
             self.gap = 1e-6
 

@@ -42,7 +42,7 @@ def _check_rows(rows: Sequence[Any], heads: dict[str, torch.Tensor], dirs: dict[
     for row in rows:
         ids = [*row.rollout.prompt_ids, *row.rollout.response_ids]
         logits = models[row.teacher](input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-        want = logits.log_softmax(-1)[len(row.rollout.prompt_ids) - 1 : -1][list(row.rollout.trained)]
+        want = logits.log_softmax(-1)[len(row.rollout.prompt_ids) - 1 : -1][list(row.rollout.trained_positions)]
         states = torch.frombuffer(bytearray(row.answer.hidden), dtype=torch.float32).view(-1, row.answer.hidden_size)
         found = (states @ heads[row.answer.head].T).log_softmax(-1)
         torch.testing.assert_close(found, want, rtol=0, atol=1e-5)

@@ -183,7 +183,7 @@ class Mortal(TeacherWorker):
         self.begun += 1
         self.asked = 0
         self._may_die("begin")
-        super().begin_groups(groups, worker)
+        super().begin_rows(groups, worker)
 
     def next_part(self) -> Any:
         self.asked += 1

@@ -35,7 +35,7 @@ def test_every_tensor_comes_back_bit_for_bit_and_in_order() -> None:
     assert list(found) == list(TENSORS)
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
-    assert all(place.start % ALIGNMENT == 0 for place in sent.places)
+    assert all(place.start % ALIGNMENT == 0 for place in sent.slots)
 
 
 def test_what_travelled_is_not_written_to() -> None:

@@ -464,7 +464,7 @@ PROMPTS = [prompt(i) for i in range(5)]
 def test_a_worker_that_dies_gets_the_weights_and_does_its_part_again(index: int, mortal: Any, in_process: Any) -> None:
     made, workers = mortal
     wanted = made.generate(PROMPTS, step=1, policy_version=0).rollouts
-    made.load(Path("pushed"), again=lambda: nullcontext(Path("pushed-again")))
+    made.load(Path("pushed"), restart_weights=lambda: nullcontext(Path("pushed-again")))
     asked = len(workers[1 - index].requests)
     workers[index].dies_in = "generate"
     batch = made.generate(PROMPTS, step=1, policy_version=0)
@@ -494,9 +494,9 @@ def test_before_the_first_push_it_gets_the_student(mortal: Any) -> None:
 
 def test_a_worker_that_dies_in_a_push_gets_what_is_pushed(mortal: Any) -> None:
     made, workers = mortal
-    made.load(Path("old"), again=lambda: nullcontext(Path("old-again")))
+    made.load(Path("old"), restart_weights=lambda: nullcontext(Path("old-again")))
     workers[1].dies_in = "load"
-    made.load(Path("new"), again=lambda: nullcontext(Path("new-again")))
+    made.load(Path("new"), restart_weights=lambda: nullcontext(Path("new-again")))
     assert workers[2].loads == [Path("new").absolute()] * 2  # as a worker that starts, and as the push it missed
     workers[0].dies_in = "logprobs"
     made.logprobs([[1, 2]])
@@ -506,7 +506,7 @@ def test_a_worker_that_dies_in_a_push_gets_what_is_pushed(mortal: Any) -> None:
 
 def test_a_worker_that_starts_again_gets_the_base_under_what_was_pushed(mortal: Any) -> None:
     made, workers = mortal
-    made.load(Path("some"), again=lambda: nullcontext(Path("some-again")), base=Path("base"))
+    made.load(Path("some"), restart_weights=lambda: nullcontext(Path("some-again")), base=Path("base"))
     assert {worker.base for worker in workers} == {Path("base").absolute()}
     workers[0].dies_in = "generate"
     made.generate(PROMPTS, step=1, policy_version=0)

@@ -45,7 +45,7 @@ class FakeEngine:
 def sync(keeps: bool, bucket: int = 3) -> tuple[FakeTrainer, FakeEngine, NetworkSync]:
     trainer: Any = FakeTrainer()
     engine: Any = FakeEngine()
-    known: dict[str, Any] = {"tolerance": 0.02, "nbytes": 10, "bucket": bucket, "keeps": keeps, "tell": print}
+    known: dict[str, Any] = {"tolerance": 0.02, "nbytes": 10, "bucket": bucket, "keeps_weights": keeps, "tell": print}
     return trainer, engine, NetworkSync(SyncSpec(trainer=trainer, engine=engine, probe=[[1, 2]], **known))
 
 

@@ -22,7 +22,7 @@ class FakeRank:
     def __init__(self, options: Any, index: int) -> None:
         self.tried: list[str] = []
 
-    def meeting_point(self, address: str) -> tuple[str, int]:
+    def open_meeting_point(self, address: str) -> tuple[str, int]:
         return ("127.0.0.1", 1)
 
     def start(self, address: str, port: int) -> None: ...

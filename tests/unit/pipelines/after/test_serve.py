@@ -48,7 +48,7 @@ def test_the_server_has_the_settings_of_the_merge(world: Any, tiny_model_dir: Pa
     world.data["rollout"] |= {"dtype": "bfloat16", "kv_cache_gib": 2}
     world.data["student"]["chat_template_kwargs"] = {"enable_thinking": False}
     merged = LocalModel(path=tiny_model_dir, info=model.info, config=load_pipeline(world.write()))
-    words = server_command(merged, here(more=["--enable-lora"]))
+    words = server_command(merged, here(vllm_arguments=["--enable-lora"]))
     pairs = dict(itertools.pairwise(words))
     assert (pairs["--model"], pairs["--host"]) == (str(tiny_model_dir), "127.0.0.1")
     assert (pairs["--served-model-name"], pairs["--dtype"], pairs["--max-model-len"]) == ("two", "bfloat16", "32")
@@ -63,7 +63,7 @@ def test_nothing_is_compiled_on_cpus_unless_the_user_says_so(
     cpus: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelines.after.serve.is_for_cpus", lambda: cpus)
-    words = server_command(find_model(tiny_model_dir, print), here(more=["--no-enforce-eager"]))
+    words = server_command(find_model(tiny_model_dir, print), here(vllm_arguments=["--no-enforce-eager"]))
     assert words[-1] == "--no-enforce-eager" and ("--enforce-eager" in words) is cpus
 
 

@@ -254,7 +254,7 @@ def test_a_round_that_was_killed_goes_on(
 
 
 @pytest.mark.parametrize(
-    "where", ["_begin_round", "known_evaluations", "_finish_rounds", "_take_model", "write_report"]
+    "where", ["_begin_round", "reusable_evaluations", "_finish_rounds", "_link_model", "write_report"]
 )
 def test_killed_between_rounds(
     where: str, engines: Engines, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

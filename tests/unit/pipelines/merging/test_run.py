@@ -299,7 +299,7 @@ def test_what_ends_a_run_before_its_model_is_written(
     monkeypatch.setattr(merging, "write_report", lambda root: pages.append(root) or {})
     config = SimpleNamespace(trainer=SimpleNamespace(steps=4))
     run: Any = SimpleNamespace(config=config, paths=RunPaths(tmp_path))
-    parts: Any = SimpleNamespace(monitors=SimpleNamespace(verdict=lambda: ended))
+    parts: Any = SimpleNamespace(monitors=SimpleNamespace(end_error=lambda: ended))
     signals: Any = SimpleNamespace(number=2)
     with pytest.raises(raised) if raised else nullcontext():
         _raise_if_unfinished(parts, run, last, signals)

@@ -91,7 +91,7 @@ def test_requests_of_different_times_are_one_batch() -> None:
 
 def test_turns_that_end_together_go_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
     # Longer than any hand-over takes: that all are there ends the wait.
-    for name, seconds in {"FIRST_S": 20.0, "NEXT_S": 0.5, "MOST_S": 60.0}.items():
+    for name, seconds in {"FIRST_WAIT_S": 20.0, "NEXT_WAIT_S": 0.5, "MAX_WAIT_S": 60.0}.items():
         monkeypatch.setattr(engine_module, name, seconds)
     made, inner = engine(context=1 << 10)
 
@@ -124,7 +124,7 @@ def test_who_does_not_come_back_is_waited_for_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_trickle_of_turns_does_not_hold_the_batch_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"FIRST_S": 20.0, "NEXT_S": 20.0, "MOST_S": 0.2}.items():
+    for name, seconds in {"FIRST_WAIT_S": 20.0, "NEXT_WAIT_S": 20.0, "MAX_WAIT_S": 0.2}.items():
         monkeypatch.setattr(engine_module, name, seconds)
     made, inner = engine()
     began = time.monotonic()
