@@ -20,6 +20,11 @@ from opd.payloads.sampled_logprobs import mixed_logprobs
 from opd.records.types import Rollout
 from opd.stream.schema import TargetRow
 
+DIVERGENCE, POLICY = "divergence", "policy"
+"""Components of the student's loss, by which their weights are named."""
+ADVANTAGE = "advantage"
+"""Column of the policy gradient."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:

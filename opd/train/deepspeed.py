@@ -22,13 +22,14 @@ from opd.records.types import Rollout, StepReport
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
 from opd.traces.choose import watched_samples
-from opd.train.batch import gather_samples, leave_one_out
+from opd.train.batch import DIVERGENCE, POLICY, gather_samples, leave_one_out
+from opd.train.components import Component
 from opd.train.feed import Feed
-from opd.train.policy import RankPolicy, policy_work
+from opd.train.policy import policy_component
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.ranks import Ranks, RanksSpec
 from opd.train.schedule import LearningRate
-from opd.train.totals import mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
+from opd.train.totals import RankPolicy, mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
 from opd.train.turns import first_turns
 
 
@@ -77,7 +78,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         skipped = StepReport(
             step=step, loss=0.0, grad_norm=0.0, lr=whole.lr, logprob_gap=0.0, domains={}, skipped=True
         )  # fmt: skip
-        if not whole.weights:
+        if not whole.components:
             targets.wait_for_parts()
             targets.wait_for_sinks()
             return skipped
@@ -86,15 +87,15 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         rounds = start.scored_micro_batches(plan, rollouts) if start else frozenset()
         self._begin(replace(whole, baselines=self._count_baselines(targets), start_rounds=rounds), plan, targets)
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
-        scored_share = partial(_scored_share, rollouts, whole.weights)
-        trains = self._accumulate_all(feed, len(plan[0]), targets, scored_share)
+        shares = {name: partial(_scored_share, rollouts, own.weights) for name, own in whole.components.items()}
+        trains = self._accumulate_all(feed, len(plan[0]), targets, shares[DIVERGENCE])
         targets.wait_for_sinks()
         if not trains:
             return skipped
-        share = self._turns_share() if self._spec.weighs_turns else scored_share(targets.quarantined)
-        if whole.policy is not None and targets.quarantined:
-            self._rescale_policy(
-                len(plan[0]), share, _scored_share(rollouts, whole.policy.weights, targets.quarantined)
+        share = self._turns_share() if self._spec.weighs_turns else shares[DIVERGENCE](targets.quarantined)
+        if len(shares) > 1 and targets.quarantined:
+            self._rescale(
+                len(plan[0]), share, {n: own(targets.quarantined) for n, own in shares.items() if n != DIVERGENCE}
             )
         report = _make_step_report(step, whole.lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
@@ -129,29 +130,38 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             pass
         return True
 
-    def _rescale_policy(self, rounds: int, share: float, own_share: float) -> None:
-        """Make the policy gradient a mean over the samples that were scored.
+    def _rescale(self, rounds: int, share: float, own_shares: Mapping[str, float]) -> None:
+        """Make every component beside the divergence a mean over the samples that were scored.
 
-        The optimiser divides all gradients by `share`, that of the divergence, but the policy gradient needs its `own_share`:
-        so the ranks add it a second time, times share / own_share - 1. Raises: RunError if a rank fails.
+        The optimiser divides all gradients by `share`, that of the divergence, but a component needs its own: so the ranks add
+        it a second time, times share / own share - 1. Raises: RunError if a rank fails.
         """
-        more = share / own_share - 1 if own_share else 0.0
+        more = {name: share / own - 1 if own else 0.0 for name, own in own_shares.items()}
         for index in range(rounds):
-            self._call(TrainerRank.rescale_policy, index, more)
+            self._call(TrainerRank.rescale, index, more)
 
     def _make_step_work(
         self, step: int, rollouts: Sequence[Rollout], stale: frozenset[str], reward: RewardStep | None
     ) -> RankWork:
-        """Return the work of all ranks, not cut into micro-batches yet; `weights` is empty if no token is trained."""
-        policy = policy_work(reward, rollouts, self._spec.domain_weights)
+        """Return the work of all ranks, not cut into micro-batches yet; `components` is empty if no token is trained."""
+        policy = policy_component(reward, rollouts, self._spec.domain_weights)
         waits = reward is not None and reward.waits
-        rewards = policy is not None and policy.weight > 0
+        rewards = policy is not None and policy.factor > 0
         teaches = not waits and (rewards or self._objective.HAS_DIVERGENCE)
         weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
-        lr = self._spec.rate.rate_at_step(step)
-        known: dict[str, Any] = {"stale": stale, "policy": policy, "watched": watched_samples(rollouts)}
-        known["first_turns"] = first_turns(rollouts)
-        return RankWork(step=step, lr=lr, micro_batches=(), weights=weights, **known)
+        components = {DIVERGENCE: Component(weights=weights)} if weights else {}
+        if policy and components:
+            components[POLICY] = policy
+        return RankWork(
+            step=step,
+            lr=self._spec.rate.rate_at_step(step),
+            micro_batches=(),
+            components=components,
+            compare=reward is not None and reward.compare and POLICY in components,
+            stale=stale,
+            first_turns=first_turns(rollouts),
+            watched=watched_samples(rollouts),
+        )
 
     def _turns_share(self) -> float:
         """Return the sum of the step's token weights over all ranks, once turns have changed them and all are trained."""

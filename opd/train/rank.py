@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opd.config.objectives import ObjectiveConfig
 from opd.errors import RunError
+from opd.losses.chunked import TokenStats
 from opd.losses.policy_gradient import PolicyGradient
 from opd.machine.devices import to_device
 from opd.models.buckets import Bucket
@@ -23,14 +24,15 @@ from opd.models.lora import tensor_name
 from opd.payloads.none import Unscored
 from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats
 from opd.stream.schema import TargetRow, read_stream
-from opd.train.batch import MicroBatch, Scored, gather_samples, micro_batch
+from opd.train.batch import DIVERGENCE, MicroBatch, Scored, gather_samples, micro_batch
+from opd.train.components import Component
 from opd.train.export import WeightSender, gather_parameters
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, add_adapters, plain_weights, write_adapter
-from opd.train.policy import GradientComparison, PolicyTotals, PolicyWork, RankPolicy
+from opd.train.policy import GradientComparison
 from opd.train.start import StartTeacher
 from opd.train.student import Student
-from opd.train.totals import Totals, token_weights
+from opd.train.totals import RankPolicy, Totals
 from opd.train.turns import TurnWeights, turn_factors
 from opd.train.zero import ModelOptions, ZeroEngine
 
@@ -43,8 +45,10 @@ class RankWork:
     lr: float
     micro_batches: tuple[tuple[str, ...], ...]
     """Sample ids of each micro-batch; every rank has the same number of them."""
-    weights: Mapping[str, float]
-    """Sample id -> weight of each of its trained tokens in the loss; over all ranks they make it a mean."""
+    components: Mapping[str, Component]
+    """Parts that the loss is the sum of, by name; `DIVERGENCE` is always among them where something is trained."""
+    compare: bool = False
+    """Compute the gradients of the divergence and of the other components one after the other, so as to compare them."""
     baselines: Mapping[str, float] | None = None
     """Sample id -> what the objective takes off its advantages, `opd.train.batch.leave_one_out` over the whole step; None
     without a baseline."""
@@ -54,8 +58,6 @@ class RankWork:
     """Sample id -> turns of its dialogue in the segments before it; only of samples that have some."""
     watched: frozenset[str] = frozenset()
     """Samples whose loss is reported token by token."""
-    policy: PolicyWork | None = None
-    """The policy gradient; None without a reward."""
     start_rounds: frozenset[int] = frozenset()
     """Micro-batches for which all ranks ask the start student."""
 
@@ -65,12 +67,11 @@ class RankWork:
         return replace(
             self,
             micro_batches=tuple(map(tuple, part)),
-            weights={i: self.weights[i] for i in mine},
+            components={name: component.of(mine) for name, component in self.components.items()},
             baselines=self.baselines and {i: self.baselines[i] for i in mine if i in self.baselines},
             stale=self.stale.intersection(mine),
             first_turns={i: self.first_turns[i] for i in mine if i in self.first_turns},
             watched=self.watched.intersection(mine),
-            policy=self.policy and self.policy.of(mine),
         )
 
 
@@ -127,61 +128,47 @@ class TrainerRank(ZeroEngine):
 
         `parts` are streams of this rank's rows that came since the last call. Each is an argument of its own, because Ray hands
         over top-level arguments as views into shared memory. `left_out` are samples that one of their teachers could not score:
-        they are not trained, whatever the other teachers sent. With a reward and such samples, `rescale_policy` follows.
-        Raises: RunError if rows are missing.
+        they are not trained, whatever the other teachers sent. With other components than the divergence and such samples,
+        `rescale` follows. Raises: RunError if rows are missing.
         """
-        step = self._step
+        step, work = self._step, self._step.work
         step.keep_rows(parts)
-        ids = [i for i in step.work.micro_batches[index] if i not in left_out]
-        if index in step.work.start_rounds:
+        ids = [i for i in work.micro_batches[index] if i not in left_out]
+        if index in work.start_rounds:
             self._ask_start(ids)
         batch = step.micro_batch(ids, self._layout)
         # Each key once: a head that several blocks share would be read a second time if others had evicted it meanwhile.
         needed = dict.fromkeys(key for block in batch.blocks for key in block.head_keys())
         heads = {key: self._fetch_head(step.heads[key]) for key in needed if key != OWN_HEAD}
-        # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
-        weight_N = token_weights(batch, [step.work.weights[i] for i in ids])
+        weights = {name: component.token_weights(batch, ids) for name, component in work.components.items()}
         if self._options.turn_weights:
-            weight_N = weight_N * self._turn_factors(batch, heads)
-        scaled_N = (weight_N * self._options.world_size).to(self._device)
-        inputs = (to_device(batch, self._device), heads, scaled_N)
-        work = step.work.policy
-        # Samples that were left out make `rescale_policy` follow, whose last pass is then the one before the optimiser steps.
-        last = index == len(step.work.micro_batches) - 1 and not (work and left_out)
-        rewarded = work.token_advantages(batch, ids) if work else ()
-        if work and work.compare:
-            inputs = self._divergence_alone(*inputs)
-        loss, stats = self.model(*inputs, *self._scaled_advantages(rewarded))
-        self.add_gradients(loss, last=last)
-        if work and work.compare:
-            step.comparison.note_after_pass(self.local_gradients())
-        stale = frozenset(place for place, i in enumerate(ids) if i in step.work.stale)
+            weights[DIVERGENCE] = weights[DIVERGENCE] * self._turn_factors(batch, heads)
+        # Samples that were left out make `rescale` follow, whose last pass is then the one before the optimiser steps.
+        last = index == len(work.micro_batches) - 1 and not (len(work.components) > 1 and left_out)
+        trained = weights
+        if work.compare:
+            self._add_pass(batch, ids, heads, {DIVERGENCE: weights[DIVERGENCE]}, last=False)
+            # It stays in the other pass, with weights of 0, so that its numbers are among the statistics.
+            trained = weights | {DIVERGENCE: torch.zeros_like(weights[DIVERGENCE])}
+        stats = self._add_pass(batch, ids, heads, trained, last=last)
+        stale = frozenset(place for place, i in enumerate(ids) if i in work.stale)
         stats = to_device(stats, torch.device("cpu"))
-        step.totals.add(batch, weight_N, stats, stale)
-        step.totals.keep_token_losses(batch, stats, {place: i for place, i in enumerate(ids) if i in step.work.watched})
-        if rewarded:
-            step.policy_totals.add(batch, rewarded[1], stats)
+        step.totals.add(batch, weights, stats, stale)
+        step.totals.keep_token_losses(batch, stats, {place: i for place, i in enumerate(ids) if i in work.watched})
 
-    def rescale_policy(self, index: int, more: float) -> None:
-        """Add the policy gradient of the step's micro-batch `index` a second time, times `more`.
+    def rescale(self, index: int, more: Mapping[str, float]) -> None:
+        """Add components of the step's micro-batch `index` a second time, each times its number in `more`.
 
-        All ranks do this at the same time, for every micro-batch. See `DeepSpeedTrainer._rescale_policy` for the reason.
+        All ranks do this at the same time, for every micro-batch. See `DeepSpeedTrainer._rescale` for the reason.
         """
-        step = self._step
-        work = step.work.policy
-        assert work is not None
-        rollouts = step.rewarded[index]
+        step, work, rollouts = self._step, self._step.work, self._step.beside[index]
         batch = micro_batch([_without_scores(rollout) for rollout in rollouts], step.dtype, layout=self._layout)
-        advantage_N, weight_N = work.token_advantages(batch, [rollout.sample_id for rollout in rollouts])
-        nothing_N = torch.zeros(len(weight_N), device=self._device)
-        if work.compare:
-            step.comparison.begin(self.local_gradients())
-        loss, _ = self.model(
-            to_device(batch, self._device), {}, nothing_N, *self._scaled_advantages((advantage_N, weight_N * more))
-        )
-        self.add_gradients(loss, last=index == len(step.work.micro_batches) - 1)
-        if work.compare:
-            step.comparison.note_after_pass(self.local_gradients())
+        ids = [rollout.sample_id for rollout in rollouts]
+        weights = {
+            name: component.token_weights(batch, ids) * more.get(name, 0.0)
+            for name, component in work.components.items()
+        }
+        self._add_pass(batch, ids, {}, weights, last=index == len(work.micro_batches) - 1)
 
     def _ask_start(self, ids: Sequence[str]) -> None:
         """Score these samples with the student as the merge begins, and add its rows to those that other teachers sent."""
@@ -192,21 +179,35 @@ class TrainerRank(ZeroEngine):
         )
         self._give_back()
 
-    def _scaled_advantages(self, rewarded: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Move the result of `PolicyWork.token_advantages` to this device, and scale its weights to those of the loss."""
-        if not rewarded:
-            return ()
-        advantage_N, weight_N = rewarded
-        assert self._step.work.policy is not None
-        weight = self._step.work.policy.weight * self._options.world_size
-        return advantage_N.to(self._device), (weight_N * weight).to(self._device)
+    def _add_pass(
+        self,
+        batch: MicroBatch,
+        ids: Sequence[str],
+        heads: Mapping[str, Head],
+        weights: Mapping[str, Tensor],
+        *,
+        last: bool,
+    ) -> TokenStats:
+        """Add the gradients of the components that have weights, in one forward and backward pass.
 
-    def _divergence_alone(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Any, ...]:
-        """Add the gradients of the divergence alone. Returns the inputs of a second pass, in which its weights are 0."""
-        loss, _ = self.model(batch, heads, weight_N)
-        self.add_gradients(loss, last=False)
-        self._step.comparison.begin(self.local_gradients())
-        return batch, heads, torch.zeros_like(weight_N)
+        Where gradients are compared, a pass with others than the divergence is told from the rest.
+        """
+        components, ranks = self._step.work.components, self._options.world_size
+        compares = self._step.work.compare and len(weights) > 1
+        if compares:
+            self._step.comparison.begin(self.local_gradients())
+        # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
+        scaled = {
+            name: (weight_N * (components[name].factor * ranks)).to(self._device) for name, weight_N in weights.items()
+        }
+        columns = {
+            k: v.to(self._device) for name in weights for k, v in components[name].token_columns(batch, ids).items()
+        }
+        loss, stats = self.model(to_device(batch, self._device), heads, scaled, columns)
+        self.add_gradients(loss, last=last)
+        if compares:
+            self._step.comparison.note_after_pass(self.local_gradients())
+        return stats
 
     def _turn_factors(self, batch: MicroBatch, heads: Mapping[str, Head]) -> torch.Tensor:
         """Return [N] the factors by which turns change the tokens' weights.
@@ -215,9 +216,9 @@ class TrainerRank(ZeroEngine):
         """
         weights, value_N = self._options.turn_weights, None
         if any(domain.divergence for domain in weights.values()):
-            ones_N = torch.ones(len(batch.token_N), device=self._device)
+            ones = {DIVERGENCE: torch.ones(len(batch.token_N), device=self._device)}
             with torch.no_grad():
-                _, stats = self._engine.module(to_device(batch, self._device), heads, ones_N)
+                _, stats = self._engine.module(to_device(batch, self._device), heads, ones)
             value_N = stats.kl_N.cpu()
         return turn_factors(batch, weights, value_N)
 
@@ -230,7 +231,9 @@ class TrainerRank(ZeroEngine):
 
         Raises: RunError on a non-finite gradient.
         """
-        work, totals, policy = self._step.work, self._step.totals, self._policy_result(share)
+        work, totals = self._step.work, self._step.totals
+        if totals.policy and work.compare:
+            totals.policy.compared = self._step.comparison.compare_gradients(self.local_gradients(), share)
         del self._step
         grad_norm = self.take_step(work.step, work.lr, share)
         return RankResult(
@@ -240,17 +243,8 @@ class TrainerRank(ZeroEngine):
             positions=totals.positions,
             turns=totals.turns,
             token_losses=totals.token_losses,
-            policy=policy,
+            policy=totals.policy,
         )
-
-    def _policy_result(self, share: float) -> RankPolicy | None:
-        """Return the sums of the policy gradient, before the optimiser steps; None without a policy gradient."""
-        work = self._step.work.policy
-        if work is None:
-            return None
-        totals = self._step.policy_totals
-        compared = self._step.comparison.compare_gradients(self.local_gradients(), share) if work.compare else None
-        return RankPolicy(loss=totals.loss, weight=totals.weight, domains=totals.domains, compared=compared)
 
     def export_adapter(self, path: Path) -> None:
         """Gather the adapters and let rank 0 write them into `path` as PEFT does."""
@@ -331,10 +325,9 @@ class _StepInput:
         self._vocab_size = vocab_size
         self.heads = heads
         self.totals = Totals()
-        self.policy_totals = PolicyTotals()
         self.comparison = GradientComparison()
-        self.rewarded: list[tuple[Rollout, ...]] = []
-        """Per micro-batch that was trained, its rollouts that have an advantage."""
+        self.beside: list[tuple[Rollout, ...]] = []
+        """Per micro-batch that was trained, its rollouts that take part in other components than the divergence."""
         self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
         self.dtype = torch.float32
@@ -366,8 +359,8 @@ class _StepInput:
         self._refuse_missing(ids)
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
         work = self.work
-        if work.policy is not None:
-            self.rewarded.append(tuple(samples[i][0].rollout for i in ids if i in work.policy.advantages))
+        beside = {i for name, own in work.components.items() if name != DIVERGENCE for i in own.weights}
+        self.beside.append(tuple(samples[i][0].rollout for i in ids if i in beside))
         return micro_batch([samples[i] for i in ids], self.dtype, work.baselines, layout, work.first_turns)
 
     def _refuse_missing(self, ids: Sequence[str]) -> None:

@@ -236,7 +236,7 @@ def test_rows_go_from_the_scorer_to_the_gradient(tiny_model_dir: Path, in_proces
     from transformers import AutoModelForCausalLM
 
     targets = targets_of(of_the_worker())
-    step = rank._StepInput(RankWork(step=1, lr=0.1, micro_batches=(("b", "a"),), weights={"a": 0.2, "b": 0.2}), {}, 76)
+    step = rank._StepInput(RankWork(step=1, lr=0.1, micro_batches=(("b", "a"),), components={}), {}, 76)
     while (part := targets.take_part()) is not None:
         step.keep_rows([part.handle])
     assert targets.arrived and targets.rows == 2
@@ -249,7 +249,7 @@ def test_rows_go_from_the_scorer_to_the_gradient(tiny_model_dir: Path, in_proces
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     weight_N = torch.full((6,), 0.2)
     student = Student(lm, config.build(), chunk=config.chunk, vocab_size=VOCABULARY)
-    loss, stats = student(batch, {}, weight_N)
+    loss, stats = student(batch, {}, {"divergence": weight_N})
     found = torch.autograd.grad(loss, list(lm.parameters()))
 
     plain = torch.zeros(())
