@@ -366,6 +366,8 @@ class StepReport:
     """Most bytes of parts that had come and were not yet trained."""
     policy: PolicyReport | None = None
     """The policy gradient's numbers; None without a reward."""
+    companions: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Companion -> its numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,8 +97,10 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             self._rescale(
                 len(plan[0]), share, {n: own(targets.quarantined) for n, own in shares.items() if n != DIVERGENCE}
             )
+        readings = self._step_companions(rollouts, whole.companions, targets.quarantined)
         report = _make_step_report(step, whole.lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
+        report = replace(report, companions=readings)
         return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
 
     def _accumulate_all(
@@ -140,6 +142,15 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         for index in range(rounds):
             self._call(TrainerRank.rescale, index, more)
 
+    def _step_companions(
+        self, rollouts: Sequence[Rollout], companions: Mapping[str, Component], left_out: Collection[str]
+    ) -> dict[str, dict[str, float]]:
+        """Have the companions step, each by the part of its weight that was scored; return their numbers by name."""
+        if not companions:
+            return {}
+        shares = {name: _scored_share(rollouts, own.weights, left_out) for name, own in companions.items()}
+        return self._call(TrainerRank.step_companions, shares)[0]
+
     def _make_step_work(
         self, step: int, rollouts: Sequence[Rollout], stale: frozenset[str], reward: RewardStep | None
     ) -> RankWork:
@@ -152,11 +163,13 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         components = {DIVERGENCE: Component(weights=weights)} if weights else {}
         if policy and components:
             components[POLICY] = policy
+        tokens = Component(weights=row_weights(rollouts, "token_mean", {}))
         return RankWork(
             step=step,
             lr=self._spec.rate.rate_at_step(step),
             micro_batches=(),
             components=components,
+            companions={spec.name: tokens for spec in self._spec.rank.companions},
             compare=reward is not None and reward.compare and POLICY in components,
             stale=stale,
             first_turns=first_turns(rollouts),

@@ -22,9 +22,10 @@ from opd.models.buckets import Bucket
 from opd.models.heads import OWN_HEAD, Head, HeadSource
 from opd.models.lora import tensor_name
 from opd.payloads.none import Unscored
-from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats
+from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats, WrittenFile
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import DIVERGENCE, MicroBatch, Scored, gather_samples, micro_batch
+from opd.train.companions import Companion, CompanionSpec, StudentView
 from opd.train.components import Component
 from opd.train.export import WeightSender, gather_parameters
 from opd.train.load import load_share
@@ -58,6 +59,8 @@ class RankWork:
     """Sample id -> turns of its dialogue in the segments before it; only of samples that have some."""
     watched: frozenset[str] = frozenset()
     """Samples whose loss is reported token by token."""
+    companions: Mapping[str, Component] = field(default_factory=dict)
+    """Weights of the tokens in the loss of each companion, by its name."""
     start_rounds: frozenset[int] = frozenset()
     """Micro-batches for which all ranks ask the start student."""
 
@@ -68,6 +71,7 @@ class RankWork:
             self,
             micro_batches=tuple(map(tuple, part)),
             components={name: component.of(mine) for name, component in self.components.items()},
+            companions={name: component.of(mine) for name, component in self.companions.items()},
             baselines=self.baselines and {i: self.baselines[i] for i in mine if i in self.baselines},
             stale=self.stale.intersection(mine),
             first_turns={i: self.first_turns[i] for i in mine if i in self.first_turns},
@@ -107,6 +111,9 @@ class RankOptions(ModelOptions):
     """Settings for the student as the merge begins as a teacher; None if it is no teacher, or if a pool scores with it as with
     the others. Needs `lora`."""
 
+    companions: tuple[CompanionSpec, ...] = ()
+    """Models that learn beside the student."""
+
 
 class TrainerRank(ZeroEngine):
     """The distillation step on a ZeRO engine that holds the student."""
@@ -116,8 +123,14 @@ class TrainerRank(ZeroEngine):
     def __init__(self, options: RankOptions, rank: int) -> None:
         super().__init__(options, rank, partial(_load_student, options))
         self._heads: OrderedDict[str, Head] = OrderedDict()
+        self._companions: dict[str, Companion] = {}
         self._gathered: Bucket | None = None
         """A bucket of new weights that the driver has not fetched yet."""
+
+    def start(self, address: str, port: int) -> None:
+        super().start(address, port)
+        for spec in self._options.companions:
+            self._companions[spec.name] = spec.start(self._options, self._rank, self._engine.module, self._device)
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Take a step's work; heads, by content hash, are read when a micro-batch needs them."""
@@ -150,11 +163,22 @@ class TrainerRank(ZeroEngine):
             self._add_pass(batch, ids, heads, {DIVERGENCE: weights[DIVERGENCE]}, last=False)
             # It stays in the other pass, with weights of 0, so that its numbers are among the statistics.
             trained = weights | {DIVERGENCE: torch.zeros_like(weights[DIVERGENCE])}
-        stats = self._add_pass(batch, ids, heads, trained, last=last)
+        view = StudentView(self._companions.values()) if self._companions else None
+        stats = self._add_pass(batch, ids, heads, trained, view, last=last)
+        if view:
+            self._train_companions(batch, ids, view)
         stale = frozenset(place for place, i in enumerate(ids) if i in work.stale)
         stats = to_device(stats, torch.device("cpu"))
         step.totals.add(batch, weights, stats, stale)
         step.totals.keep_token_losses(batch, stats, {place: i for place, i in enumerate(ids) if i in work.watched})
+
+    def _train_companions(self, batch: MicroBatch, ids: Sequence[str], view: StudentView) -> None:
+        """Add the gradients of every companion, by what it saw of this micro-batch."""
+        moved = to_device(batch, self._device)
+        for name, companion in self._companions.items():
+            weight_N = self._step.work.companions[name].token_weights(batch, ids)
+            companion.add_gradients(moved, view.hidden, weight_N.to(self._device))
+        self._give_back()
 
     def rescale(self, index: int, more: Mapping[str, float]) -> None:
         """Add components of the step's micro-batch `index` a second time, each times its number in `more`.
@@ -185,6 +209,7 @@ class TrainerRank(ZeroEngine):
         ids: Sequence[str],
         heads: Mapping[str, Head],
         weights: Mapping[str, Tensor],
+        view: StudentView | None = None,
         *,
         last: bool,
     ) -> TokenStats:
@@ -203,7 +228,7 @@ class TrainerRank(ZeroEngine):
         columns = {
             k: v.to(self._device) for name in weights for k, v in components[name].token_columns(batch, ids).items()
         }
-        loss, stats = self.model(to_device(batch, self._device), heads, scaled, columns)
+        loss, stats = self.model(to_device(batch, self._device), heads, scaled, columns, view)
         self.add_gradients(loss, last=last)
         if compares:
             self._step.comparison.note_after_pass(self.local_gradients())
@@ -226,6 +251,11 @@ class TrainerRank(ZeroEngine):
         """Return the sum of the weights of this rank's tokens of the step."""
         return self._step.totals.weight
 
+    def step_companions(self, shares: Mapping[str, float]) -> dict[str, dict[str, float]]:
+        """Step every companion before `finish_step`, and return their numbers; `shares`: companion -> its scored part."""
+        step = self._step.work.step
+        return {name: companion.take_step(step, shares[name]) for name, companion in self._companions.items()}
+
     def finish_step(self, share: float) -> RankResult:
         """Step the optimiser with the accumulated gradients, divided by `share`, the sum of the token weights of all ranks.
 
@@ -245,6 +275,26 @@ class TrainerRank(ZeroEngine):
             token_losses=totals.token_losses,
             policy=totals.policy,
         )
+
+    def begin_save(self, path: Path) -> None:
+        super().begin_save(path)
+        for companion in self._companions.values():
+            companion.begin_save(path)
+
+    def saved(self, wait_s: float) -> tuple[WrittenFile, ...] | None:
+        parts = [super().saved(wait_s), *(companion.saved(wait_s) for companion in self._companions.values())]
+        return None if None in parts else tuple(file for part in parts for file in part or ())
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        for companion in self._companions.values():
+            companion.load(path)
+
+    def export_companions(self, path: Path) -> None:
+        """Let every companion write its model into a directory of its name, which is made in `path`."""
+        for name, companion in self._companions.items():
+            (path / name).mkdir(exist_ok=True)
+            companion.export(path / name)
 
     def export_adapter(self, path: Path) -> None:
         """Gather the adapters and let rank 0 write them into `path` as PEFT does."""

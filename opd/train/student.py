@@ -8,6 +8,7 @@ of both uses of a tied weight arrives in one accumulation.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ from opd.losses.chunked import Loss, LossHead, Tokens, TokenStats
 from opd.models.heads import Head, logit_rule
 from opd.models.layouts import Packed
 from opd.train.batch import ADVANTAGE, DIVERGENCE, POLICY, MicroBatch
+from opd.train.companions import StudentView
 
 
 class Student(nn.Module):
@@ -36,16 +38,18 @@ class Student(nn.Module):
         heads: Mapping[str, Head],
         weights: Mapping[str, Tensor],
         columns: Mapping[str, Tensor] = MappingProxyType({}),
+        view: StudentView | None = None,
     ) -> tuple[Tensor, TokenStats]:
         """Return the micro-batch's share of the loss, and per-token numbers.
 
         The loss is the sum of the components that `weights` has: component -> [N] weights of the tokens. `columns` are other
-        numbers of the tokens that components need.
+        numbers of the tokens that components need. `view` shows companions what is computed.
         """
-        hidden_N_D = self.hidden_states(batch.packed)[batch.predict_N]
+        with view.watch_layers(self.lm) if view else nullcontext():
+            hidden_N_D = self.hidden_states(batch.packed)[batch.predict_N]
         policy = (columns[ADVANTAGE], weights[POLICY]) if POLICY in weights else ()
         tokens = Tokens(batch.token_N, weights[DIVERGENCE], batch.behaviour_N, *policy)
-        value, stats = self.loss_head(hidden_N_D, tokens, batch.blocks, heads)
+        value, stats = self.loss_head(hidden_N_D, tokens, batch.blocks, heads, view and view.show_logits)
         return value, stats
 
     def hidden_states(self, packed: Packed) -> Tensor:

@@ -189,9 +189,9 @@ class Passes:
         self.seen: list[tuple[bool, bool]] = []
         """Whether the divergence had weight, and whether there was a reward."""
 
-    def __call__(self, batch: Any, known: Any, weights: dict[str, torch.Tensor], columns: Any) -> Any:
+    def __call__(self, batch: Any, known: Any, weights: dict[str, torch.Tensor], *more: Any) -> Any:
         self.seen.append((bool(weights["divergence"].any()), "policy" in weights))
-        return self.student(batch, heads(), weights, columns)
+        return self.student(batch, heads(), weights, *more)
 
 
 class Rank(rank.TrainerRank):
@@ -203,6 +203,7 @@ class Rank(rank.TrainerRank):
         )
         self._device = torch.device("cpu")
         self._layout = "packed"
+        self._companions = {}
         self._engine = Passes(student)
         self._student = student
         self.lasts: list[bool] = []

@@ -211,9 +211,9 @@ class StillEngine(Still):
         self.seen: list[dict[str, float]] = []
         """For each micro-batch the number that fills each head."""
 
-    def __call__(self, batch: Any, heads: dict[str, Any], weights: Any, columns: Any) -> Any:
+    def __call__(self, batch: Any, heads: dict[str, Any], *more: Any) -> Any:
         self.seen.append({key: float(head.weight_V_D.mean()) for key, head in heads.items()})
-        return self.student(batch, heads, weights, columns)
+        return self.student(batch, heads, *more)
 
 
 HEAD_BYTES = 76 * 2 * 4

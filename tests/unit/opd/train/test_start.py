@@ -120,9 +120,9 @@ class Engine(Still):
         self.optimizer = Optimizer([p for p in lm.parameters() if p.requires_grad], lr=0.0)
         self.heads: list[set[str]] = []
 
-    def __call__(self, batch: Any, heads: dict[str, Any], weights: Any, columns: Any) -> Any:
+    def __call__(self, batch: Any, heads: dict[str, Any], *more: Any) -> Any:
         self.heads.append(set(heads))
-        return self.module(batch, heads, weights, columns)
+        return self.module(batch, heads, *more)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
