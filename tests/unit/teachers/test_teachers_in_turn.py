@@ -50,7 +50,7 @@ def worker(memory_bytes: int, dtype: str = "float32") -> Any:
 
 def score(scoring: Any, groups: list[ScoringGroup]) -> list[bytes]:
     """All parts of a step."""
-    scoring.begin(groups, 0)
+    scoring.begin_groups(groups, 0)
     parts = []
     while (part := scoring.next_part()) is not None:
         parts.append(bytes(part))

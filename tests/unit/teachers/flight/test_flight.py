@@ -152,7 +152,7 @@ class Scored:
 def score(pool: Any, rollouts: list[Rollout] = ROLLOUTS) -> Scored:
     targets = pool.score(rollouts)
     parts = []
-    while (part := targets.take()) is not None:
+    while (part := targets.take_part()) is not None:
         parts.append(bytes(cluster.fetch_object(part.handle)))
     return Scored(parts, dict(targets.heads), dict(targets.quarantined), targets.rows)
 
@@ -454,7 +454,7 @@ class Answer:
     def __init__(self, parts: list[Any]) -> None:
         self._parts = parts
 
-    def take(self) -> StreamPart | None:
+    def take_part(self) -> StreamPart | None:
         return StreamPart(handle=self._parts.pop(0), nbytes=1, samples=()) if self._parts else None
 
 
@@ -730,7 +730,7 @@ class Wavering:
         self._targets, self._taken = self._pool.score(rollouts), 0
         return self
 
-    def take(self) -> Any:
+    def take_part(self) -> Any:
         if self.calls == 1 and self._taken == 1:
             raise flight.FlightUnavailableError("the line is dead")
         part = self._targets.take_part()
@@ -887,7 +887,7 @@ class Large:
         self.calls += 1
         return self if self.calls == 1 else self._pool.score(rollouts)
 
-    def take(self) -> Any:
+    def take_part(self) -> Any:
         self.taken += 1
         raw = np.zeros(4 << 20, np.uint8)
         return StreamPart(handle=cluster.put_object(raw), nbytes=raw.nbytes, samples=()) if self.taken < 100 else None
