@@ -263,9 +263,7 @@ def test_the_judge_is_right_about_attempts_and_about_anything_else(domain: str) 
 @pytest.mark.parametrize("domain", MANY)
 def test_no_answer_is_right_everywhere(domain: str) -> None:
     rows = SUITES["rewards"](domain, 300, 3)
-    best = max(
-        sum(rewards.judge(one["completion"], "", row["metadata"]) for row in rows) for one in rows[:100]
-    )
+    best = max(sum(rewards.judge(one["completion"], "", row["metadata"]) for row in rows) for one in rows[:100])
     assert best / len(rows) < 0.5, "who does not read the task must not get far"
 
 
