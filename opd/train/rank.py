@@ -21,10 +21,9 @@ from opd.machine.devices import to_device
 from opd.models.buckets import Bucket
 from opd.models.heads import OWN_HEAD, Head, HeadSource
 from opd.models.lora import tensor_name
-from opd.payloads.none import Unscored
 from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats, WrittenFile
 from opd.stream.schema import TargetRow, read_stream
-from opd.train.batch import DIVERGENCE, MicroBatch, Scored, gather_samples, micro_batch
+from opd.train.batch import DIVERGENCE, MicroBatch, gather_samples, micro_batch, unscored_batch
 from opd.train.companions import Companion, CompanionSpec, StudentView
 from opd.train.components import Component
 from opd.train.export import WeightSender, gather_parameters
@@ -185,8 +184,8 @@ class TrainerRank(ZeroEngine):
 
         All ranks do this at the same time, for every micro-batch. See `DeepSpeedTrainer._rescale` for the reason.
         """
-        step, work, rollouts = self._step, self._step.work, self._step.beside[index]
-        batch = micro_batch([_without_scores(rollout) for rollout in rollouts], step.dtype, layout=self._layout)
+        work, rollouts = self._step.work, self._step.beside[index]
+        batch = unscored_batch(rollouts, self._layout)
         ids = [rollout.sample_id for rollout in rollouts]
         weights = {
             name: component.token_weights(batch, ids) * more.get(name, 0.0)
@@ -355,11 +354,6 @@ def _load_student(options: RankOptions) -> Student:
     if loss.reward is not None:
         known["policy"] = PolicyGradient(low=loss.reward.ratio.low, high=loss.reward.ratio.high)
     return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **known)
-
-
-def _without_scores(rollout: Rollout) -> Scored:
-    """Return the sample with one row without scores: its tokens take part in the policy gradient alone."""
-    return (TargetRow(rollout=rollout, teacher="", answer=Unscored()),)
 
 
 class _StepInput:
