@@ -465,7 +465,7 @@ class Tampered:
         self, pool: Pool, change: Callable[[list[TargetRow]], list[TargetRow]], parts: Any = None, **record: Any
     ) -> None:
         self._pool, self._change, self._parts, self._record = pool, change, parts, record
-        self.heads, self.head, self.head_of = pool.heads, pool.read_head, pool.head_of
+        self.heads, self.read_head, self.head_of = pool.heads, pool.read_head, pool.head_of
 
     def score(self, rollouts: Any) -> Any:
         rows = self._change(
@@ -802,7 +802,7 @@ class Slow:
 
     def __init__(self, pool: Pool, seconds: float) -> None:
         self._pool, self._seconds = pool, seconds
-        self.heads, self.head, self.head_of = pool.heads, pool.read_head, pool.head_of
+        self.heads, self.read_head, self.head_of = pool.heads, pool.read_head, pool.head_of
         self.inside = self.most = self.calls = 0
 
     def score(self, rollouts: Any) -> Any:
@@ -880,7 +880,7 @@ class Large:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self.head_of, self.head = pool.head_of, pool.read_head
+        self.head_of, self.read_head = pool.head_of, pool.read_head
         self.calls = self.taken = 0
 
     def score(self, rollouts: Any) -> Any:
