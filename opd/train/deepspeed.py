@@ -85,23 +85,34 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         plan = self.plan_micro_batches(rollouts)
         start = self._spec.rank.start
         rounds = start.scored_micro_batches(plan, rollouts) if start else frozenset()
-        self._begin(replace(whole, baselines=self._count_baselines(targets), start_rounds=rounds), plan, targets)
+        whole = replace(whole, baselines=self._count_baselines(targets), start_rounds=rounds)
+        for rank, part in zip(self._ranks, plan, strict=True):
+            rank.submit(TrainerRank.begin_step, whole.of(part), dict(targets.heads))
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
-        shares = {name: partial(_scored_share, rollouts, own.weights) for name, own in whole.components.items()}
-        trains = self._accumulate_all(feed, len(plan[0]), targets, shares[DIVERGENCE])
+        scored_share = partial(_scored_share, rollouts)
+        weights = whole.components[DIVERGENCE].weights
+        trains = self._accumulate_all(feed, len(plan[0]), targets, partial(scored_share, weights))
         targets.wait_for_sinks()
         if not trains:
             return skipped
-        share = self._turns_share() if self._spec.weighs_turns else shares[DIVERGENCE](targets.quarantined)
-        if len(shares) > 1 and targets.quarantined:
-            self._rescale(
-                len(plan[0]), share, {n: own(targets.quarantined) for n, own in shares.items() if n != DIVERGENCE}
-            )
-        readings = self._step_companions(rollouts, whole.companions, targets.quarantined)
+        lost = targets.quarantined
+        # Turns have changed the weights: their sum over all ranks is known once all are trained.
+        turns = self._spec.weighs_turns
+        share = math.fsum(self._call(TrainerRank.weight_sum)) if turns else scored_share(weights, lost)
+        others = {n: scored_share(own.weights, lost) for n, own in whole.components.items() if n != DIVERGENCE}
+        if others and lost:
+            self._rescale(len(plan[0]), share, others)
+        beside = {name: scored_share(own.weights, lost) for name, own in whole.companions.items()}
+        readings = self._call(TrainerRank.step_companions, beside)[0] if beside else {}
         report = _make_step_report(step, whole.lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
-        report = replace(report, companions=readings)
-        return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
+        return replace(
+            report,
+            early_micro_batches=feed.early,
+            waited_s=feed.waited_s,
+            peak_bytes=feed.peak_bytes,
+            companions=readings,
+        )
 
     def _accumulate_all(
         self, feed: Feed, rounds: int, targets: TargetStream, scored_share: Callable[[Collection[str]], float]
@@ -127,7 +138,11 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             left_out = frozenset(targets.quarantined)
             if index == rounds - 1 and not scored_share(left_out):
                 return False
-            running.append((index, self._submit_micro_batch(index, left_out, handles)))
+            pending = [
+                rank.submit(TrainerRank.accumulate, index, left_out, *own)
+                for rank, own in zip(self._ranks, handles, strict=True)
+            ]
+            running.append((index, pending))
         while finish_oldest():
             pass
         return True
@@ -141,15 +156,6 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         more = {name: share / own - 1 if own else 0.0 for name, own in own_shares.items()}
         for index in range(rounds):
             self._call(TrainerRank.rescale, index, more)
-
-    def _step_companions(
-        self, rollouts: Sequence[Rollout], companions: Mapping[str, Component], left_out: Collection[str]
-    ) -> dict[str, dict[str, float]]:
-        """Have the companions step, each by the part of its weight that was scored; return their numbers by name."""
-        if not companions:
-            return {}
-        shares = {name: _scored_share(rollouts, own.weights, left_out) for name, own in companions.items()}
-        return self._call(TrainerRank.step_companions, shares)[0]
 
     def _make_step_work(
         self, step: int, rollouts: Sequence[Rollout], stale: frozenset[str], reward: RewardStep | None
@@ -176,30 +182,12 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             watched=watched_samples(rollouts),
         )
 
-    def _turns_share(self) -> float:
-        """Return the sum of the step's token weights over all ranks, once turns have changed them and all are trained."""
-        return math.fsum(self._call(TrainerRank.weight_sum))
-
     def _count_baselines(self, targets: TargetStream) -> dict[str, float] | None:
         """Return the baselines that the objective subtracts from its advantages, by sample id; None if it has none.
 
         Raises: as `TargetStream.take_part`.
         """
         return whole_step_baselines(targets) if self._objective.wants_baseline else None
-
-    def _begin(self, whole: RankWork, plan: Sequence[Sequence[Sequence[str]]], targets: TargetStream) -> None:
-        """Send each rank its part of this step's work; `whole` is the work of all ranks, without micro-batches."""
-        for rank, part in zip(self._ranks, plan, strict=True):
-            rank.submit(TrainerRank.begin_step, whole.of(part), dict(targets.heads))
-
-    def _submit_micro_batch(
-        self, index: int, left_out: frozenset[str], handles: Sequence[Sequence[Any]]
-    ) -> list[Pending[None]]:
-        """Have each rank train its micro-batch `index`, with the handles of the parts that came for it; returns at once."""
-        return [
-            rank.submit(TrainerRank.accumulate, index, left_out, *own)
-            for rank, own in zip(self._ranks, handles, strict=True)
-        ]
 
     def _refuse_broken(self, report: StepReport) -> None:
         """Refuse to go on after a step whose numbers are impossible. Raises: RunError."""

@@ -109,7 +109,6 @@ class RankOptions(ModelOptions):
     start: StartTeacher | None = None
     """Settings for the student as the merge begins as a teacher; None if it is no teacher, or if a pool scores with it as with
     the others. Needs `lora`."""
-
     companions: tuple[CompanionSpec, ...] = ()
     """Models that learn beside the student."""
 
@@ -185,12 +184,8 @@ class TrainerRank(ZeroEngine):
         All ranks do this at the same time, for every micro-batch. See `DeepSpeedTrainer._rescale` for the reason.
         """
         work, rollouts = self._step.work, self._step.beside[index]
-        batch = unscored_batch(rollouts, self._layout)
-        ids = [rollout.sample_id for rollout in rollouts]
-        weights = {
-            name: component.token_weights(batch, ids) * more.get(name, 0.0)
-            for name, component in work.components.items()
-        }
+        batch, ids = unscored_batch(rollouts, self._layout), [rollout.sample_id for rollout in rollouts]
+        weights = {name: own.token_weights(batch, ids) * more.get(name, 0.0) for name, own in work.components.items()}
         self._add_pass(batch, ids, {}, weights, last=index == len(work.micro_batches) - 1)
 
     def _ask_start(self, ids: Sequence[str]) -> None:
@@ -221,13 +216,11 @@ class TrainerRank(ZeroEngine):
         if compares:
             self._step.comparison.begin(self.local_gradients())
         # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
-        scaled = {
-            name: (weight_N * (components[name].factor * ranks)).to(self._device) for name, weight_N in weights.items()
-        }
+        scaled = {name: weight_N * (components[name].factor * ranks) for name, weight_N in weights.items()}
         columns = {
-            k: v.to(self._device) for name in weights for k, v in components[name].token_columns(batch, ids).items()
+            k: column_N for name in weights for k, column_N in components[name].token_columns(batch, ids).items()
         }
-        loss, stats = self.model(to_device(batch, self._device), heads, scaled, columns, view)
+        loss, stats = self.model(*to_device((batch, heads, scaled, columns), self._device), view)
         self.add_gradients(loss, last=last)
         if compares:
             self._step.comparison.note_after_pass(self.local_gradients())

@@ -178,7 +178,9 @@ def test_each_rank_has_its_own_rows_and_the_denominator_of_all(tmp_path: Path, i
         (work,) = rank.works
         assert (work.step, work.lr) == (4, 1e-2)
         weights, mine = work.component.weights, {i for part in rank.asked for i in part}
-        assert [*weights.values()] == pytest.approx([2 / sum(r.num_trained for r in every)] * len(mine)), "a mean of ranks"
+        assert [*weights.values()] == pytest.approx([2 / sum(r.num_trained for r in every)] * len(mine)), (
+            "a mean of ranks"
+        )
         returns, old = work.component.columns["return"], work.component.columns["old_value"]
         assert set(weights) == set(returns) == set(old) == mine
         assert all(np.all(old[i] == rank.index) for i in mine)
