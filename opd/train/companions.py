@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class Companion(Protocol):
-    """A model on a trainer rank with an optimiser of its own. Every method is called on all ranks at once, so ranks may add up
-    their gradients in it."""
+    """A model on a trainer rank with an optimiser of its own. All methods but `read_logits` are called on all ranks at once, so
+    ranks may add up their gradients in them. The tensors are the student's own memory: they are read, and not written to."""
 
     layers: Sequence[int]
     """Decoder layers, from 0, whose outputs it reads."""
 
     def read_logits(self, rows: slice, logits_C_V: Tensor) -> None:
-        """Copy what `add_gradients` will need of the student's logits of these tokens of the micro-batch: their memory is used
-        otherwise afterwards. Called under `no_grad`, once for every chunk."""
+        """Copy what `add_gradients` will need of the student's logits of these trained tokens of the micro-batch: the loss
+        overwrites them next. Called without gradients, once for every chunk, of which ranks have different numbers."""
         ...
 
     def add_gradients(self, batch: MicroBatch, hidden: Mapping[int, Tensor], weight_N: Tensor) -> None:
