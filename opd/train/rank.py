@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from opd.config.objectives import ObjectiveConfig
 from opd.errors import RunError
-from opd.losses.chunked import TokenStats
 from opd.losses.policy_gradient import PolicyGradient
 from opd.machine.devices import to_device
 from opd.models.buckets import Bucket
@@ -158,11 +158,14 @@ class TrainerRank(ZeroEngine):
         last = index == len(work.micro_batches) - 1 and not (len(work.components) > 1 and left_out)
         trained = weights
         if work.compare:
-            self._add_pass(batch, ids, heads, {DIVERGENCE: weights[DIVERGENCE]}, last=False)
+            loss, _ = self.model(*self._make_inputs(batch, ids, heads, {DIVERGENCE: weights[DIVERGENCE]}))
+            self.add_gradients(loss, last=False)
             # It stays in the other pass, with weights of 0, so that its numbers are among the statistics.
             trained = weights | {DIVERGENCE: torch.zeros_like(weights[DIVERGENCE])}
         view = StudentView(self._companions.values()) if self._companions else None
-        stats = self._add_pass(batch, ids, heads, trained, view, last=last)
+        with self._comparing(trained):
+            loss, stats = self.model(*self._make_inputs(batch, ids, heads, trained), view)
+            self.add_gradients(loss, last=last)
         if view:
             self._train_companions(batch, ids, view)
         stale = frozenset(place for place, i in enumerate(ids) if i in work.stale)
@@ -186,7 +189,9 @@ class TrainerRank(ZeroEngine):
         work, rollouts = self._step.work, self._step.beside[index]
         batch, ids = unscored_batch(rollouts, self._layout), [rollout.sample_id for rollout in rollouts]
         weights = {name: own.token_weights(batch, ids) * more.get(name, 0.0) for name, own in work.components.items()}
-        self._add_pass(batch, ids, {}, weights, last=index == len(work.micro_batches) - 1)
+        with self._comparing(weights):
+            loss, _ = self.model(*self._make_inputs(batch, ids, {}, weights))
+            self.add_gradients(loss, last=index == len(work.micro_batches) - 1)
 
     def _ask_start(self, ids: Sequence[str]) -> None:
         """Score these samples with the student as the merge begins, and add its rows to those that other teachers sent."""
@@ -197,34 +202,27 @@ class TrainerRank(ZeroEngine):
         )
         self._give_back()
 
-    def _add_pass(
-        self,
-        batch: MicroBatch,
-        ids: Sequence[str],
-        heads: Mapping[str, Head],
-        weights: Mapping[str, Tensor],
-        view: StudentView | None = None,
-        *,
-        last: bool,
-    ) -> TokenStats:
-        """Add the gradients of the components that have weights, in one forward and backward pass.
-
-        Where gradients are compared, a pass with others than the divergence is told from the rest.
-        """
+    def _make_inputs(
+        self, batch: MicroBatch, ids: Sequence[str], heads: Mapping[str, Head], weights: Mapping[str, Tensor]
+    ) -> tuple[Any, ...]:
+        """Return what `Student.forward` takes for a pass with the components that have weights, on this device."""
         components, ranks = self._step.work.components, self._options.world_size
-        compares = self._step.work.compare and len(weights) > 1
-        if compares:
-            self._step.comparison.begin(self.local_gradients())
         # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
         scaled = {name: weight_N * (components[name].factor * ranks) for name, weight_N in weights.items()}
         columns = {
             k: column_N for name in weights for k, column_N in components[name].token_columns(batch, ids).items()
         }
-        loss, stats = self.model(*to_device((batch, heads, scaled, columns), self._device), view)
-        self.add_gradients(loss, last=last)
+        return to_device((batch, heads, scaled, columns), self._device)
+
+    @contextmanager
+    def _comparing(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Where gradients are compared, tell what is added within from the rest, if it is not the divergence alone."""
+        compares = self._step.work.compare and len(weights) > 1
+        if compares:
+            self._step.comparison.begin(self.local_gradients())
+        yield
         if compares:
             self._step.comparison.note_after_pass(self.local_gradients())
-        return stats
 
     def _turn_factors(self, batch: MicroBatch, heads: Mapping[str, Head]) -> torch.Tensor:
         """Return [N] the factors by which turns change the tokens' weights.
