@@ -85,7 +85,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         plan = self.plan_micro_batches(rollouts)
         start = self._spec.rank.start
         rounds = start.scored_micro_batches(plan, rollouts) if start else frozenset()
-        whole = replace(whole, baselines=self._count_baselines(targets), start_rounds=rounds)
+        baselines = whole_step_baselines(targets) if self._objective.wants_baseline else None
+        whole = replace(whole, baselines=baselines, start_rounds=rounds)
         for rank, part in zip(self._ranks, plan, strict=True):
             rank.submit(TrainerRank.begin_step, whole.of(part), dict(targets.heads))
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
@@ -181,13 +182,6 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             first_turns=first_turns(rollouts),
             watched=watched_samples(rollouts),
         )
-
-    def _count_baselines(self, targets: TargetStream) -> dict[str, float] | None:
-        """Return the baselines that the objective subtracts from its advantages, by sample id; None if it has none.
-
-        Raises: as `TargetStream.take_part`.
-        """
-        return whole_step_baselines(targets) if self._objective.wants_baseline else None
 
     def _refuse_broken(self, report: StepReport) -> None:
         """Refuse to go on after a step whose numbers are impossible. Raises: RunError."""
