@@ -30,9 +30,9 @@ class Component:
 
     def of(self, sample_ids: Sequence[str]) -> Component:
         """Return the part of these samples."""
-        mine = [i for i in sample_ids if i in self.weights]
-        columns = {name: {i: column[i] for i in mine} for name, column in self.columns.items()}
-        return replace(self, weights={i: self.weights[i] for i in mine}, columns=columns)
+        ids = [i for i in sample_ids if i in self.weights]
+        columns = {name: {i: column[i] for i in ids} for name, column in self.columns.items()}
+        return replace(self, weights={i: self.weights[i] for i in ids}, columns=columns)
 
     def token_weights(self, batch: MicroBatch, sample_ids: Sequence[str]) -> Tensor:
         """Return [N] the weights of a micro-batch with these samples, without the factor."""

@@ -96,15 +96,17 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         targets.wait_for_sinks()
         if not trains:
             return skipped
-        lost = targets.quarantined
+        left_out = targets.quarantined
         # Turns have changed the weights: their sum over all ranks is known once all are trained.
         turns = self._spec.weighs_turns
-        share = math.fsum(self._call(TrainerRank.weight_sum)) if turns else scored_share(weights, lost)
-        others = {n: scored_share(own.weights, lost) for n, own in whole.components.items() if n != DIVERGENCE}
-        if others and lost:
-            self._rescale(len(plan[0]), share, others)
-        beside = {name: scored_share(own.weights, lost) for name, own in whole.companions.items()}
-        readings = self._call(TrainerRank.step_companions, beside)[0] if beside else {}
+        share = math.fsum(self._call(TrainerRank.weight_sum)) if turns else scored_share(weights, left_out)
+        other_shares = {
+            n: scored_share(own.weights, left_out) for n, own in whole.components.items() if n != DIVERGENCE
+        }
+        if other_shares and left_out:
+            self._rescale(len(plan[0]), share, other_shares)
+        companion_shares = {name: scored_share(own.weights, left_out) for name, own in whole.companions.items()}
+        readings = self._call(TrainerRank.step_companions, companion_shares)[0] if companion_shares else {}
         report = _make_step_report(step, whole.lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
         return replace(

@@ -156,15 +156,15 @@ class TrainerRank(ZeroEngine):
             weights[DIVERGENCE] = weights[DIVERGENCE] * self._turn_factors(batch, heads)
         # Samples that were left out make `rescale` follow, whose last pass is then the one before the optimiser steps.
         last = index == len(work.micro_batches) - 1 and not (len(work.components) > 1 and left_out)
-        trained = weights
+        pass_weights = weights
         if work.compare:
             loss, _ = self.model(*self._make_inputs(batch, ids, heads, {DIVERGENCE: weights[DIVERGENCE]}))
             self.add_gradients(loss, last=False)
             # It stays in the other pass, with weights of 0, so that its numbers are among the statistics.
-            trained = weights | {DIVERGENCE: torch.zeros_like(weights[DIVERGENCE])}
+            pass_weights = weights | {DIVERGENCE: torch.zeros_like(weights[DIVERGENCE])}
         view = StudentView(self._companions.values()) if self._companions else None
-        with self._comparing(trained):
-            loss, stats = self.model(*self._make_inputs(batch, ids, heads, trained), view)
+        with self._note_added_gradients(pass_weights):
+            loss, stats = self.model(*self._make_inputs(batch, ids, heads, pass_weights), view)
             self.add_gradients(loss, last=last)
         if view:
             self._train_companions(batch, ids, view)
@@ -186,10 +186,10 @@ class TrainerRank(ZeroEngine):
 
         All ranks do this at the same time, for every micro-batch. See `DeepSpeedTrainer._rescale` for the reason.
         """
-        work, rollouts = self._step.work, self._step.beside[index]
+        work, rollouts = self._step.work, self._step.other_rollouts[index]
         batch, ids = unscored_batch(rollouts, self._layout), [rollout.sample_id for rollout in rollouts]
         weights = {name: own.token_weights(batch, ids) * more.get(name, 0.0) for name, own in work.components.items()}
-        with self._comparing(weights):
+        with self._note_added_gradients(weights):
             loss, _ = self.model(*self._make_inputs(batch, ids, {}, weights))
             self.add_gradients(loss, last=index == len(work.micro_batches) - 1)
 
@@ -208,14 +208,14 @@ class TrainerRank(ZeroEngine):
         """Return what `Student.forward` takes for a pass with the components that have weights, on this device."""
         components, ranks = self._step.work.components, self._options.world_size
         # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
-        scaled = {name: weight_N * (components[name].factor * ranks) for name, weight_N in weights.items()}
+        loss_weights = {name: weight_N * (components[name].factor * ranks) for name, weight_N in weights.items()}
         columns = {
             k: column_N for name in weights for k, column_N in components[name].token_columns(batch, ids).items()
         }
-        return to_device((batch, heads, scaled, columns), self._device)
+        return to_device((batch, heads, loss_weights, columns), self._device)
 
     @contextmanager
-    def _comparing(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    def _note_added_gradients(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Where gradients are compared, tell what is added within from the rest, if it is not the divergence alone."""
         compares = self._step.work.compare and len(weights) > 1
         if compares:
@@ -361,7 +361,7 @@ class _StepInput:
         self.heads = heads
         self.totals = Totals()
         self.comparison = GradientComparison()
-        self.beside: list[tuple[Rollout, ...]] = []
+        self.other_rollouts: list[tuple[Rollout, ...]] = []
         """Per micro-batch that was trained, its rollouts that take part in other components than the divergence."""
         self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
@@ -394,8 +394,8 @@ class _StepInput:
         self._refuse_missing(ids)
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
         work = self.work
-        beside = {i for name, own in work.components.items() if name != DIVERGENCE for i in own.weights}
-        self.beside.append(tuple(samples[i][0].rollout for i in ids if i in beside))
+        others = {i for name, own in work.components.items() if name != DIVERGENCE for i in own.weights}
+        self.other_rollouts.append(tuple(samples[i][0].rollout for i in ids if i in others))
         return micro_batch([samples[i] for i in ids], self.dtype, work.baselines, layout, work.first_turns)
 
     def _refuse_missing(self, ids: Sequence[str]) -> None:
