@@ -127,7 +127,7 @@ def gpu_roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
             share_key="rollout.gpu_memory_utilization",
             engines=engines,
             sleeps=config.rollout.sleep,
-            may_sleep=engines == 1 and config.schedule.mode == "sync" and config.schedule.score_early is None,
+            may_sleep=engines == 1 and config.schedule.mode == "sync",
             least=student.parameters * DTYPE_BYTES[config.rollout.dtype] // config.rollout.tensor_parallel_size,
         )
         found += [engine] * config.rollout.workers

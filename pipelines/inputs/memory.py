@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from experts.model_dir import ModelInfo
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig, most_samples
+from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
 from opd.config.drift import engines_of_worker
 from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
@@ -329,7 +329,9 @@ def teacher_sizes(config: PipelineConfig, inputs: Inputs) -> tuple[list[int], in
 
 
 def _transfer_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    responses = most_samples(config) * max(_longest_sample(config, domain) for domain in config.domains.values())
+    responses = config.trainer.samples_per_step * max(
+        _longest_sample(config, domain) for domain in config.domains.values()
+    )
     per_token = answer_class(config.teachers.payload).token_bytes(
         hidden_size=max((e.info.hidden_size for e in inputs.scorers.values()), default=0),
         itemsize=DTYPE_BYTES[config.teachers.dtype],
