@@ -48,10 +48,10 @@ class DeepSpeedCritic(Ranks[CriticRank]):
             rank.submit(CriticRank.values, [[by_id[i] for i in ids] for ids in part])
             for rank, part in zip(self._ranks, self._plan, strict=True)
         ]
-        found: dict[str, Floats] = {}
+        values_by_sample: dict[str, Floats] = {}
         for answer in cluster.wait_for_all(pending, timeout_s=self._timeout_s):
-            found |= answer
-        return found
+            values_by_sample |= answer
+        return values_by_sample
 
     def update(self, step: int, returns: Mapping[str, Floats], values: Mapping[str, Floats]) -> tuple[float, float]:
         """Take one optimiser step toward the returns of the rollouts of the last `values` call.

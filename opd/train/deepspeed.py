@@ -74,11 +74,11 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         divergence and the policy gradient have a share each.
         Raises: RunError if a rank fails or the step is broken.
         """
-        whole = self._make_step_work(step, rollouts, stale, reward)
+        step_work = self._make_step_work(step, rollouts, stale, reward)
         skipped = StepReport(
-            step=step, loss=0.0, grad_norm=0.0, lr=whole.lr, logprob_gap=0.0, domains={}, skipped=True
+            step=step, loss=0.0, grad_norm=0.0, lr=step_work.lr, logprob_gap=0.0, domains={}, skipped=True
         )  # fmt: skip
-        if not whole.components:
+        if not step_work.components:
             targets.wait_for_parts()
             targets.wait_for_sinks()
             return skipped
@@ -86,12 +86,12 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         start = self._spec.rank.start
         rounds = start.scored_micro_batches(plan, rollouts) if start else frozenset()
         baselines = whole_step_baselines(targets) if self._objective.wants_baseline else None
-        whole = replace(whole, baselines=baselines, start_rounds=rounds)
+        step_work = replace(step_work, baselines=baselines, start_rounds=rounds)
         for rank, part in zip(self._ranks, plan, strict=True):
-            rank.submit(TrainerRank.begin_step, whole.of(part), dict(targets.heads))
+            rank.submit(TrainerRank.begin_step, step_work.select_micro_batches(part), dict(targets.heads))
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
         scored_share = partial(_scored_share, rollouts)
-        weights = whole.components[DIVERGENCE].weights
+        weights = step_work.components[DIVERGENCE].weights
         trains = self._accumulate_all(feed, len(plan[0]), targets, partial(scored_share, weights))
         targets.wait_for_sinks()
         if not trains:
@@ -99,15 +99,15 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         left_out = targets.quarantined
         # Turns have changed the weights: their sum over all ranks is known once all are trained.
         turns = self._spec.weighs_turns
-        share = math.fsum(self._call(TrainerRank.weight_sum)) if turns else scored_share(weights, left_out)
+        share = math.fsum(self._call(TrainerRank.sum_weights)) if turns else scored_share(weights, left_out)
         other_shares = {
-            n: scored_share(own.weights, left_out) for n, own in whole.components.items() if n != DIVERGENCE
+            n: scored_share(own.weights, left_out) for n, own in step_work.components.items() if n != DIVERGENCE
         }
         if other_shares and left_out:
             self._rescale(len(plan[0]), share, other_shares)
-        companion_shares = {name: scored_share(own.weights, left_out) for name, own in whole.companions.items()}
+        companion_shares = {name: scored_share(own.weights, left_out) for name, own in step_work.companions.items()}
         readings = self._call(TrainerRank.step_companions, companion_shares)[0] if companion_shares else {}
-        report = _make_step_report(step, whole.lr, self._call(TrainerRank.finish_step, share))
+        report = _make_step_report(step, step_work.lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
         return replace(
             report,
@@ -142,7 +142,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             if index == rounds - 1 and not scored_share(left_out):
                 return False
             pending = [
-                rank.submit(TrainerRank.accumulate, index, left_out, *own)
+                rank.submit(TrainerRank.accumulate_micro_batch, index, left_out, *own)
                 for rank, own in zip(self._ranks, handles, strict=True)
             ]
             running.append((index, pending))
@@ -192,8 +192,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         refuse_gap(report.step, report.domains, self._spec.tolerance)
 
     def begin_logprobs(self, token_ids: Sequence[Sequence[int]]) -> Callable[[], list[list[float]]]:
-        asked = self._submit_to_all(TrainerRank.logprobs, token_ids)
-        return lambda: cluster.wait_for_all(asked, timeout_s=self._timeout_s)[0]
+        pending = self._submit_to_all(TrainerRank.logprobs, token_ids)
+        return lambda: cluster.wait_for_all(pending, timeout_s=self._timeout_s)[0]
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probs of `begin_logprobs`, once they are computed."""
@@ -203,22 +203,22 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         self._call(TrainerRank.export, path)
 
     def export_changed(self, path: Path) -> Path | None:
-        whole = self._call(TrainerRank.export, path, only_changed=True)
-        return None if all(whole) else self._spec.rank.model_dir
+        complete = self._call(TrainerRank.export, path, only_changed=True)
+        return None if all(complete) else self._spec.rank.model_dir
 
     def stream_changed(self, nbytes: int) -> WeightStream:
-        (whole, count), *_ = self._call(TrainerRank.begin_stream, nbytes)
+        (complete, count), *_ = self._call(TrainerRank.begin_stream, nbytes)
         node = self._ranks[0].node_id().wait_for_result(timeout_s=self._timeout_s)
         model_dir = self._spec.rank.model_dir.absolute()
-        return WeightStream(model_dir=model_dir, whole=whole, buckets=self._iterate_buckets(count), node=node)
+        return WeightStream(model_dir=model_dir, whole=complete, buckets=self._iterate_buckets(count), node=node)
 
     def _iterate_buckets(self, count: int) -> Iterator[Any]:
         """Yield handles to a stream's buckets; the ranks gather the next one meanwhile. Raises: as `cluster.wait_for_all`."""
         gathering = self._submit_to_all(TrainerRank.gather_bucket)
-        for left in reversed(range(count)):
+        for remaining in reversed(range(count)):
             cluster.wait_for_all(gathering, timeout_s=self._timeout_s)
-            handle = self._ranks[0].submit(TrainerRank.gathered_bucket).handle
-            if left:
+            handle = self._ranks[0].submit(TrainerRank.take_bucket).handle
+            if remaining:
                 gathering = self._submit_to_all(TrainerRank.gather_bucket)
             yield handle
 
@@ -242,8 +242,8 @@ def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], lef
     """Return the share of the trained tokens' weight that is on scored tokens, 0..1; exactly 1 if nothing was left out."""
     if not left_out:
         return 1.0
-    each = {r.sample_id: weights[r.sample_id] * r.num_trained for r in rollouts if r.sample_id in weights}
-    return sum(weight for i, weight in each.items() if i not in left_out) / sum(each.values())
+    weight_by_sample = {r.sample_id: weights[r.sample_id] * r.num_trained for r in rollouts if r.sample_id in weights}
+    return sum(weight for i, weight in weight_by_sample.items() if i not in left_out) / sum(weight_by_sample.values())
 
 
 def _make_step_report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:

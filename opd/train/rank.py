@@ -63,18 +63,18 @@ class RankWork:
     start_rounds: frozenset[int] = frozenset()
     """Micro-batches for which all ranks ask the start student."""
 
-    def of(self, part: Sequence[Sequence[str]]) -> RankWork:
+    def select_micro_batches(self, part: Sequence[Sequence[str]]) -> RankWork:
         """Return one rank's part of the whole step's work: these micro-batches, and the entries of their samples."""
-        mine = [i for ids in part for i in ids]
+        sample_ids = [i for ids in part for i in ids]
         return replace(
             self,
             micro_batches=tuple(map(tuple, part)),
-            components={name: component.of(mine) for name, component in self.components.items()},
-            companions={name: component.of(mine) for name, component in self.companions.items()},
-            baselines=self.baselines and {i: self.baselines[i] for i in mine if i in self.baselines},
-            stale=self.stale.intersection(mine),
-            first_turns={i: self.first_turns[i] for i in mine if i in self.first_turns},
-            watched=self.watched.intersection(mine),
+            components={name: component.of(sample_ids) for name, component in self.components.items()},
+            companions={name: component.of(sample_ids) for name, component in self.companions.items()},
+            baselines=self.baselines and {i: self.baselines[i] for i in sample_ids if i in self.baselines},
+            stale=self.stale.intersection(sample_ids),
+            first_turns={i: self.first_turns[i] for i in sample_ids if i in self.first_turns},
+            watched=self.watched.intersection(sample_ids),
         )
 
 
@@ -134,7 +134,7 @@ class TrainerRank(ZeroEngine):
         """Take a step's work; heads, by content hash, are read when a micro-batch needs them."""
         self._step = _StepInput(work, heads, self._options.vocab_size)
 
-    def accumulate(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
+    def accumulate_micro_batch(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
         """Add the gradients of the step's micro-batch `index`; all ranks do at the same time.
 
         `parts` are streams of this rank's rows that came since the last call. Each is an argument of its own, because Ray hands
@@ -146,7 +146,7 @@ class TrainerRank(ZeroEngine):
         step.keep_rows(parts)
         ids = [i for i in work.micro_batches[index] if i not in left_out]
         if index in work.start_rounds:
-            self._ask_start(ids)
+            self._score_by_start(ids)
         batch = step.micro_batch(ids, self._layout)
         # Each key once: a head that several blocks share would be read a second time if others had evicted it meanwhile.
         needed = dict.fromkeys(key for block in batch.blocks for key in block.head_keys())
@@ -168,10 +168,10 @@ class TrainerRank(ZeroEngine):
             self.add_gradients(loss, last=last)
         if view:
             self._train_companions(batch, ids, view)
-        stale = frozenset(place for place, i in enumerate(ids) if i in work.stale)
+        stale = frozenset(row for row, i in enumerate(ids) if i in work.stale)
         stats = to_device(stats, torch.device("cpu"))
         step.totals.add(batch, weights, stats, stale)
-        step.totals.keep_token_losses(batch, stats, {place: i for place, i in enumerate(ids) if i in work.watched})
+        step.totals.keep_token_losses(batch, stats, {row: i for row, i in enumerate(ids) if i in work.watched})
 
     def _train_companions(self, batch: MicroBatch, ids: Sequence[str], view: StudentView) -> None:
         """Add the gradients of every companion, by what it saw of this micro-batch."""
@@ -179,7 +179,7 @@ class TrainerRank(ZeroEngine):
         for name, companion in self._companions.items():
             weight_N = self._step.work.companions[name].token_weights(batch, ids)
             companion.add_gradients(moved, view.hidden, weight_N.to(self._device))
-        self._give_back()
+        self._trim_memory()
 
     def rescale(self, index: int, more: Mapping[str, float]) -> None:
         """Add components of the step's micro-batch `index` a second time, each times its number in `more`.
@@ -193,14 +193,14 @@ class TrainerRank(ZeroEngine):
             loss, _ = self.model(*self._make_inputs(batch, ids, {}, weights))
             self.add_gradients(loss, last=index == len(work.micro_batches) - 1)
 
-    def _ask_start(self, ids: Sequence[str]) -> None:
+    def _score_by_start(self, ids: Sequence[str]) -> None:
         """Score these samples with the student as the merge begins, and add its rows to those that other teachers sent."""
         start, step = self._options.start, self._step
         assert start is not None
-        step.add(
+        step.add_rows(
             start.score_rollouts(self._engine.module, step.select_rollouts(ids), self._layout, step.dtype, self._device)
         )
-        self._give_back()
+        self._trim_memory()
 
     def _make_inputs(
         self, batch: MicroBatch, ids: Sequence[str], heads: Mapping[str, Head], weights: Mapping[str, Tensor]
@@ -237,7 +237,7 @@ class TrainerRank(ZeroEngine):
             value_N = stats.kl_N.cpu()
         return turn_factors(batch, weights, value_N)
 
-    def weight_sum(self) -> float:
+    def sum_weights(self) -> float:
         """Return the sum of the weights of this rank's tokens of the step."""
         return self._step.totals.weight
 
@@ -312,10 +312,10 @@ class TrainerRank(ZeroEngine):
         return tensors.complete, self._sending.count
 
     def gather_bucket(self) -> None:
-        """Gather the next bucket, which rank 0 keeps for `gathered_bucket`."""
-        self._gathered = self._sending.gather_bucket(mine=self._rank == 0)
+        """Gather the next bucket, which rank 0 keeps for `take_bucket`."""
+        self._gathered = self._sending.gather_bucket(sends=self._rank == 0)
 
-    def gathered_bucket(self) -> Bucket:
+    def take_bucket(self) -> Bucket:
         """Return the bucket that rank 0 gathered, and drop it. The only method that is called on one rank alone."""
         bucket, self._gathered = self._gathered, None
         assert bucket is not None
@@ -341,10 +341,10 @@ def _load_student(options: RankOptions) -> Student:
     if options.lora is not None:
         add_adapters(lm, options.lora)
     loss = options.objective
-    known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
+    loss_options: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
     if loss.reward is not None:
-        known["policy"] = PolicyGradient(low=loss.reward.ratio.low, high=loss.reward.ratio.high)
-    return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **known)
+        loss_options["policy"] = PolicyGradient(low=loss.reward.ratio.low, high=loss.reward.ratio.high)
+    return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **loss_options)
 
 
 class _StepInput:
@@ -363,7 +363,7 @@ class _StepInput:
         self.comparison = GradientComparison()
         self.other_rollouts: list[tuple[Rollout, ...]] = []
         """Per micro-batch that was trained, its rollouts that take part in other components than the divergence."""
-        self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
+        self._sample_ids = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
         self.dtype = torch.float32
         """Type of the hidden states in the parts that came."""
@@ -375,13 +375,13 @@ class _StepInput:
         for part in parts:
             stream = read_stream(pa.py_buffer(part), self._vocab_size)
             self.dtype = getattr(torch, stream.dtype)
-            self.add(stream.rows)
+            self.add_rows(stream.rows)
 
-    def add(self, rows: Iterable[TargetRow]) -> None:
+    def add_rows(self, rows: Iterable[TargetRow]) -> None:
         """Keep these rows until their micro-batch is trained."""
         for row in rows:
             sample_id = row.rollout.sample_id
-            assert sample_id in self._mine, f"{sample_id} is of another rank"
+            assert sample_id in self._sample_ids, f"{sample_id} is of another rank"
             self._rows[sample_id].append(row)
 
     def select_rollouts(self, ids: Sequence[str]) -> list[Rollout]:

@@ -42,7 +42,7 @@ class Critic(nn.Module):
         super().__init__()
         lm.set_output_embeddings(ValueHead(lm.config.get_text_config(decoder=True).hidden_size, lm.dtype))
         if freeze_attention:
-            freeze(lm)
+            freeze_attention_layers(lm)
         self.lm = lm
         self._clip = clip
 
@@ -63,7 +63,7 @@ class Critic(nn.Module):
         return states_B_T_D.flatten(0, 1)
 
 
-def freeze(lm: Any) -> None:
+def freeze_attention_layers(lm: Any) -> None:
     """Freeze the attention layers, so that only the other layers and the head learn. Raises: ModelError if there are none."""
     layers = [module for module in lm.modules() if type(module).__name__.endswith("Attention")]
     if not layers:

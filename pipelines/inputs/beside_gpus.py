@@ -13,10 +13,10 @@ STATE_COPY = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class HostMemoryNeed:
     """One line of the sum."""
 
-    what: str
+    part: str
     nbytes: int
     """Bytes of all processes together, on this machine and outside of GPUs."""
     knobs: str
@@ -25,15 +25,15 @@ class Need:
     """Trainer ranks that hold equal parts of it; 0: other processes have it."""
 
 
-def waiting_for_gpus(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+def gpu_copy_needs(config: PipelineConfig, inputs: Inputs) -> list[HostMemoryNeed]:
     """What trainer ranks copy from their GPUs while a checkpoint is written, and the weights of engines that sleep."""
-    found = []
+    needs = []
     if config.cluster.trainer_gpus:
         trained = inputs.trained + (inputs.student.parameters if config.objective.has_critic else 0)
-        what, knobs = "copy from GPUs that a checkpoint is written from", "student.model"
-        found.append(Need(what=what, nbytes=STATE_COPY * trained, knobs=knobs))
+        part, knobs = "copy from GPUs that a checkpoint is written from", "student.model"
+        needs.append(HostMemoryNeed(part=part, nbytes=STATE_COPY * trained, knobs=knobs))
     if config.rollout.sleep:
         weights = inputs.student.parameters * DTYPE_BYTES[config.rollout.dtype]
-        what, knobs = "weights of engines that sleep", "rollout.sleep, rollout.dtype, rollout.workers"
-        found.append(Need(what=what, nbytes=config.rollout.workers * weights, knobs=knobs))
-    return found
+        part, knobs = "weights of engines that sleep", "rollout.sleep, rollout.dtype, rollout.workers"
+        needs.append(HostMemoryNeed(part=part, nbytes=config.rollout.workers * weights, knobs=knobs))
+    return needs

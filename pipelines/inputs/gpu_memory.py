@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
-from opd.config.drift import engines_of_worker
+from opd.config.drift import count_worker_engines
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.payloads import answer_class
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.inputs.gpus import gpus_here
+from pipelines.inputs.gpus import list_gpus
 from pipelines.inputs.memory import (
     critic_state_bytes,
     gathered_bytes,
@@ -43,13 +43,13 @@ ASLEEP = 900 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class GpuRole:
     """One worker on a GPU."""
 
-    what: str
+    name: str
     gpus: float
     """GPUs that Ray hands out to the worker, or a share of one."""
-    kept: int = 0
+    resident: int = 0
     """Bytes that stay for the whole run, on the fullest of its GPUs."""
     passing: int = 0
     """More bytes on it while the worker computes."""
@@ -67,7 +67,7 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class GpuPhase:
     """The contents of one GPU at one time."""
 
     parts: tuple[tuple[str, int, float], ...]
@@ -76,15 +76,15 @@ class Phase:
     def total(self, size: int) -> int:
         return sum(nbytes + round(share * size) for _, nbytes, share in self.parts)
 
-    def shown(self, size: int | None = None) -> str:
+    def describe(self, size: int | None = None) -> str:
         """The sum in words, in GiB; a share of a GPU of unknown size is shown as a share."""
-        words = []
-        for what, nbytes, share in self.parts:
+        summands = []
+        for name, nbytes, share in self.parts:
             if size:
-                words.append(f"{_gib(nbytes + round(share * size))} {what}")
+                summands.append(f"{_format_gib(nbytes + round(share * size))} {name}")
             else:
-                words.append(f"{_gib(nbytes)} GiB{f' and {share:g} of the GPU' if share else ''} for the {what}")
-        return " + ".join(words)
+                summands.append(f"{_format_gib(nbytes)} GiB{f' and {share:g} of the GPU' if share else ''} for the {name}")
+        return " + ".join(summands)
 
 
 def refuse_crowded_gpus(config: PipelineConfig, inputs: Inputs) -> list[str]:
@@ -92,20 +92,20 @@ def refuse_crowded_gpus(config: PipelineConfig, inputs: Inputs) -> list[str]:
 
     Raises: ConfigError with the sum if roles do not fit on the GPU that they share, or if there are too few GPUs.
     """
-    wanted = gpu_roles(config, inputs)
-    if not wanted:
+    roles = gpu_roles(config, inputs)
+    if not roles:
         return []
     sizes = gpu_sizes() if config.cluster.address == LOCAL else []
     if not sizes:
-        where = "this process sees no GPU" if config.cluster.address == LOCAL else "the GPUs are other machines'"
-        crowded = max(place_roles(wanted), key=len)
-        text = max((phase.shown() for phase in memory_phases(crowded)), key=len)
-        return [f"{where}: whether a GPU has room for what it is given is not checked; on one there will be {text}"]
-    placed = place_roles(wanted)
+        reason = "this process sees no GPU" if config.cluster.address == LOCAL else "the GPUs are other machines'"
+        crowded = max(place_roles(roles), key=len)
+        text = max((phase.describe() for phase in memory_phases(crowded)), key=len)
+        return [f"{reason}: whether a GPU has room for what it is given is not checked; on one there will be {text}"]
+    placed = place_roles(roles)
     if len(placed) > len(sizes):
         raise ConfigError.at(
             "cluster",
-            found=f"{len(wanted)} workers that need {len(placed)} GPUs, and {len(sizes)} here",
+            found=f"{len(roles)} workers that need {len(placed)} GPUs, and {len(sizes)} here",
             wanted="a GPU, or a part of one, for every worker, and for each process of an engine",
             fix="give fractions, such as cluster.rollout_gpus 0.4, or fewer workers (trainer.ranks, rollout.workers, "
             "teachers.workers)",
@@ -115,13 +115,13 @@ def refuse_crowded_gpus(config: PipelineConfig, inputs: Inputs) -> list[str]:
     return []
 
 
-def gpu_roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
+def gpu_roles(config: PipelineConfig, inputs: Inputs) -> list[GpuRole]:
     """Every worker on a GPU. Reads headers only. Raises: ModelError."""
-    cluster, student, found = config.cluster, inputs.student, []
+    cluster, student, roles = config.cluster, inputs.student, []
     if cluster.rollout_gpus:
-        engines = engines_of_worker(config.domains)
-        engine = Role(
-            what="rollout engine" if engines == 1 else "rollout engine and the expert's that writes turns",
+        engines = count_worker_engines(config.domains)
+        engine = GpuRole(
+            name="rollout engine" if engines == 1 else "rollout engine and the expert's that writes turns",
             gpus=rollout_devices(cluster, config.rollout),
             share=config.rollout.gpu_memory_utilization,
             share_key="rollout.gpu_memory_utilization",
@@ -130,44 +130,44 @@ def gpu_roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
             may_sleep=engines == 1 and config.schedule.mode == "sync",
             least=student.parameters * DTYPE_BYTES[config.rollout.dtype] // config.rollout.tensor_parallel_size,
         )
-        found += [engine] * config.rollout.workers
+        roles += [engine] * config.rollout.workers
     if cluster.teacher_gpus and not config.teachers.elsewhere:
-        found += [_teacher_memory(config, inputs)] * config.teachers.scoring_workers
+        roles += [_teacher_memory(config, inputs)] * config.teachers.scoring_workers
     if cluster.trainer_gpus:
         heads = heads_bytes(config, inputs) if answer_class(config.teachers.payload).SENDS_HEADS else 0
         rank = _rank_memory(config, inputs, "trainer rank", trainer_state_bytes(config, inputs), inputs.trained)
-        found += [replace(rank, kept=rank.kept + heads)] * config.trainer.ranks
+        roles += [replace(rank, resident=rank.resident + heads)] * config.trainer.ranks
         if config.objective.has_critic:
             critic, every = critic_state_bytes(config, inputs), student.parameters
-            found += [_rank_memory(config, inputs, "critic rank", critic, every)] * config.trainer.ranks
-    return found
+            roles += [_rank_memory(config, inputs, "critic rank", critic, every)] * config.trainer.ranks
+    return roles
 
 
-def _rank_memory(config: PipelineConfig, inputs: Inputs, what: str, state: int, trained: int) -> Role:
+def _rank_memory(config: PipelineConfig, inputs: Inputs, name: str, state: int, trained: int) -> GpuRole:
     """A rank of an engine whose ranks hold `state` bytes together, and train so many weights."""
     ranks, summed = config.trainer.ranks, summed_bytes(config, trained)
     # Gradients are copied to be added up, and converted to float32 for the optimiser.
     copied = max(summed, 4 * trained // ranks)
-    return Role(
-        what=what,
+    return GpuRole(
+        name=name,
         gpus=config.cluster.trainer_gpus,
-        kept=state // ranks + summed,
+        resident=state // ranks + summed,
         passing=gathered_bytes(config, inputs) + max(micro_batch_bytes(config, inputs), copied),
     )
 
 
-def _teacher_memory(config: PipelineConfig, inputs: Inputs) -> Role:
+def _teacher_memory(config: PipelineConfig, inputs: Inputs) -> GpuRole:
     if isinstance(config.teachers, VLLMTeachers):
         weights, _ = scoring_bytes(config, inputs)
-        return Role(
-            what="scoring engine",
+        return GpuRole(
+            name="scoring engine",
             gpus=teacher_devices(config.cluster, config.teachers),
             share=config.teachers.gpu_memory_utilization,
             share_key="teachers.gpu_memory_utilization",
             least=weights // config.teachers.tensor_parallel_size,
         )
-    kept, passing = scoring_gpu_bytes(config, inputs)
-    return Role(what="scoring worker", gpus=config.cluster.teacher_gpus, kept=kept, passing=passing)
+    resident, passing = scoring_gpu_bytes(config, inputs)
+    return GpuRole(name="scoring worker", gpus=config.cluster.teacher_gpus, resident=resident, passing=passing)
 
 
 def scoring_gpu_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
@@ -188,13 +188,13 @@ def scoring_gpu_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]
     return min(weights, equal, most), passing
 
 
-def place_roles(wanted: Sequence[Role]) -> list[list[Role]]:
+def place_roles(roles: Sequence[GpuRole]) -> list[list[GpuRole]]:
     """The roles on each GPU. A worker with several GPUs is on each of them."""
-    shared: list[list[Role]] = []
-    whole: list[list[Role]] = []
-    for role in wanted:
+    shared: list[list[GpuRole]] = []
+    whole_gpus: list[list[GpuRole]] = []
+    for role in roles:
         if role.gpus >= 1:
-            whole += [[role]] * round(role.gpus)
+            whole_gpus += [[role]] * round(role.gpus)
             continue
         # 1e-9: three fractions that add up to 1 are a little more in floating point.
         room = [gpu for gpu in shared if sum(r.gpus for r in gpu) + role.gpus <= 1 + 1e-9]
@@ -202,35 +202,35 @@ def place_roles(wanted: Sequence[Role]) -> list[list[Role]]:
             max(room, key=lambda gpu: sum(r.gpus for r in gpu)).append(role)
         else:
             shared.append([role])
-    return [*shared, *whole]
+    return [*shared, *whole_gpus]
 
 
-def memory_phases(together: Sequence[Role]) -> list[Phase]:
+def memory_phases(together: Sequence[GpuRole]) -> list[GpuPhase]:
     """Two phases: engines write, the others compute. One phase if no engine sleeps."""
     awake = any(role.sleeps for role in together)
     times = (True, False) if awake else (False,)
-    return [Phase(parts=tuple(_role_memory(role, writing=writing) for role in together)) for writing in times]
+    return [GpuPhase(parts=tuple(_role_memory(role, writing=writing) for role in together)) for writing in times]
 
 
-def _role_memory(role: Role, *, writing: bool) -> tuple[str, int, float]:
+def _role_memory(role: GpuRole, *, writing: bool) -> tuple[str, int, float]:
     """One role's part of the GPU. While `writing`, engines that sleep are awake and other roles hold only what they keep."""
     if role.share:
         asleep = role.sleeps and not writing
         return (
-            f"{role.what}, asleep" if asleep else f"{role.what} ({role.share_key})",
+            f"{role.name}, asleep" if asleep else f"{role.name} ({role.share_key})",
             ASLEEP if asleep else CONTEXT,
             0.0 if asleep else role.share * role.engines,
         )
-    return (role.what, CONTEXT + role.kept + (0 if writing else role.passing), 0.0)
+    return (role.name, CONTEXT + role.resident + (0 if writing else role.passing), 0.0)
 
 
-def _refuse_crowd(together: Sequence[Role], size: int) -> None:
+def _refuse_crowd(together: Sequence[GpuRole], size: int) -> None:
     """Raises: ConfigError with the sum if the roles do not fit."""
     for role in together:
         if role.share and role.least > role.share * size:
             raise ConfigError.at(
                 role.share_key,
-                found=f"{role.share:g} of {_gib(size)} GiB, and weights of {_gib(role.least)}",
+                found=f"{role.share:g} of {_format_gib(size)} GiB, and weights of {_format_gib(role.least)}",
                 wanted="a share that holds the weights and a key-value cache",
                 fix=f"raise {role.share_key}, or use a larger GPU",
             )
@@ -238,19 +238,19 @@ def _refuse_crowd(together: Sequence[Role], size: int) -> None:
     if worst.total(size) > size:
         raise ConfigError.at(
             "GPU memory",
-            found=f"about {_gib(worst.total(size))} GiB on a GPU with {_gib(size)}: {worst.shown(size)}",
+            found=f"about {_format_gib(worst.total(size))} GiB on a GPU with {_format_gib(size)}: {worst.describe(size)}",
             wanted="shares and needs that add up to what the GPU has",
             fix=_suggest_fix(together, worst, size),
         )
 
 
-def _suggest_fix(together: Sequence[Role], worst: Phase, size: int) -> str:
+def _suggest_fix(together: Sequence[GpuRole], worst: GpuPhase, size: int) -> str:
     engines = [role for role in together if role.share]
-    others = sum(nbytes for _, nbytes, _ in worst.parts)
-    left = int(100 * (size - others) / size / max(1, sum(role.engines for role in engines))) / 100
+    other_bytes = sum(nbytes for _, nbytes, _ in worst.parts)
+    share_left = int(100 * (size - other_bytes) / size / max(1, sum(role.engines for role in engines))) / 100
     ways = []
-    if engines and left * size > max(role.least for role in engines):
-        ways.append(f"set {' and '.join(dict.fromkeys(role.share_key for role in engines))} to {left:g} or less")
+    if engines and share_left * size > max(role.least for role in engines):
+        ways.append(f"set {' and '.join(dict.fromkeys(role.share_key for role in engines))} to {share_left:g} or less")
     if any(role.may_sleep and not role.sleeps for role in engines):
         ways.append("set rollout.sleep to true")
     ways.append("lower trainer.micro_batch_tokens, objective.chunk or rollout.max_model_len")
@@ -260,8 +260,8 @@ def _suggest_fix(together: Sequence[Role], worst: Phase, size: int) -> str:
 
 def gpu_sizes() -> list[int]:
     """Bytes of every GPU that this process may use."""
-    return [gpu.nbytes for gpu in gpus_here()]
+    return [gpu.nbytes for gpu in list_gpus()]
 
 
-def _gib(nbytes: float) -> str:
+def _format_gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.2f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from opd.config import PipelineConfig
 from opd.config.teachers import OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
-from opd.settings.named import is_place
+from opd.settings.named import is_import_name
 
 
 def refuse_idle_gpus(config: PipelineConfig) -> None:
@@ -14,7 +14,7 @@ def refuse_idle_gpus(config: PipelineConfig) -> None:
     Raises: ConfigError.
     """
     gpus = config.cluster
-    if not is_place(config.rollout.engine):  # a user's engine may use what it asks for
+    if not is_import_name(config.rollout.engine):  # a user's engine may use what it asks for
         _refuse_gpus("cluster.rollout_gpus", gpus.rollout_gpus, "a rollout engine", _wants_several("rollout"))
     if isinstance(config.teachers, VLLMTeachers):
         _refuse_gpus("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", _wants_several("teachers"))
@@ -32,7 +32,7 @@ def _wants_several(section: str) -> str:
     return f"set it to 1, and {section}.tensor_parallel_size to the number of GPUs that each engine is to have"
 
 
-def _refuse_gpus(key: str, gpus: float, who: str, fix: str) -> None:
+def _refuse_gpus(key: str, gpus: float, owner: str, fix: str) -> None:
     if gpus > 1:
-        wanted = f"at most 1: {who} of one process computes on one GPU, and the others would be reserved for nobody"
-        raise ConfigError.at(key, found=f"{gpus:g}", wanted=wanted, fix=fix)
+        limit = f"at most 1: {owner} of one process computes on one GPU, and the others would be reserved for nobody"
+        raise ConfigError.at(key, found=f"{gpus:g}", wanted=limit, fix=fix)

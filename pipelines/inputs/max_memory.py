@@ -8,12 +8,12 @@ from opd.config import PipelineConfig
 from opd.config.teachers import Teachers, TransformersTeachers
 from opd.errors import ConfigError
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.inputs.routes import Expert
+from pipelines.inputs.routes import RoutedExpert
 
 GIB = 1 << 30
 
 
-def refuse_no_room(config: PipelineConfig, scorers: Mapping[str, Expert]) -> None:
+def refuse_no_room(config: PipelineConfig, scorers: Mapping[str, RoutedExpert]) -> None:
     """Refuse a teacher that is larger than all that it may have. Whether its layers fit device by device, a worker finds out.
 
     Raises: ConfigError.

@@ -20,7 +20,7 @@ from experts.model_dir import ModelInfo
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
-from opd.config.drift import engines_of_worker
+from opd.config.drift import count_worker_engines
 from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
@@ -29,7 +29,7 @@ from opd.models.packing import count_columns, tree_limit
 from opd.payloads import answer_class
 from opd.schedules import SCHEDULES
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.inputs.beside_gpus import STATE_COPY, Need, waiting_for_gpus
+from pipelines.inputs.beside_gpus import STATE_COPY, HostMemoryNeed, gpu_copy_needs
 from pipelines.inputs.machine_memory import machine_bytes
 from pipelines.inputs.max_memory import in_memory
 from pipelines.inputs.read import Inputs
@@ -53,25 +53,25 @@ PROMPT = 64
 from a file, or a few MB in all."""
 
 
-def estimate_memory(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+def estimate_memory(config: PipelineConfig, inputs: Inputs) -> list[HostMemoryNeed]:
     """The lines of the sum. Reads headers only. Raises: ModelError."""
     trainer = [] if config.cluster.trainer_gpus else _trainer_needs(config, inputs)
     rollout = [] if config.cluster.rollout_gpus else _rollout_needs(config, inputs)
     teachers = (_off_gpus if config.cluster.teacher_gpus else _teacher_needs)(config, inputs)
-    beside = waiting_for_gpus(config, inputs)
-    return [*trainer, *rollout, *teachers, *beside, *_transfer_needs(config, inputs), _process_needs(config, inputs)]
+    gpu_copies = gpu_copy_needs(config, inputs)
+    return [*trainer, *rollout, *teachers, *gpu_copies, *_transfer_needs(config, inputs), _process_needs(config, inputs)]
 
 
-def describe_shortage(config: PipelineConfig, needs: Sequence[Need], limit: int) -> str | None:
+def describe_shortage(config: PipelineConfig, needs: Sequence[HostMemoryNeed], limit: int) -> str | None:
     """The sum in words if it is more than `limit`; None if it fits, or if other machines share the load."""
     total = sum(need.nbytes for need in needs)
     if total <= limit or config.cluster.address != LOCAL:
         return None
-    lines = " + ".join(f"{_gib(need.nbytes)} {need.what}" for need in sorted(needs, key=lambda n: -n.nbytes))
+    lines = " + ".join(f"{_gib(need.nbytes)} {need.part}" for need in sorted(needs, key=lambda n: -n.nbytes))
     return f"about {_gib(total)} GiB of memory for a machine with {_gib(limit)}: {lines}"
 
 
-def suggest_fix(needs: Sequence[Need]) -> str:
+def suggest_fix(needs: Sequence[HostMemoryNeed]) -> str:
     """The keys to change, in words; those of the largest parts come first."""
     largest = sorted(needs, key=lambda need: -need.nbytes)
     keys = dict.fromkeys(key for need in largest[:3] for key in need.knobs.split(", "))
@@ -81,30 +81,30 @@ def suggest_fix(needs: Sequence[Need]) -> str:
 def refuse_too_large(config: PipelineConfig, inputs: Inputs) -> None:
     """Raises: ConfigError with the sum if the merge does not fit into this machine."""
     needs = estimate_memory(config, inputs)
-    found = describe_shortage(config, needs, machine_bytes())
-    if found is not None:
+    shortage = describe_shortage(config, needs, machine_bytes())
+    if shortage is not None:
         raise ConfigError.at(
             "memory",
-            found=found,
+            found=shortage,
             wanted="a merge that fits into this machine",
             fix=f"{suggest_fix(needs)}; or use a larger machine",
         )
 
 
-def need_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
+def need_rows(needs: Sequence[HostMemoryNeed]) -> list[tuple[str, str, str]]:
     """Part, GiB, keys; the last rows are the sum and the machine's memory."""
-    rows = [(need.what, _gib(need.nbytes), need.knobs) for need in needs]
+    rows = [(need.part, _gib(need.nbytes), need.knobs) for need in needs]
     if any(need.ranks for need in needs):
         rows.append(("in it: each trainer rank, at most", _gib(rank_bytes(needs)), "trainer.ranks, trainer.bucket"))
     return [*rows, ("together", _gib(sum(n.nbytes for n in needs)), ""), ("this machine", _gib(machine_bytes()), "")]
 
 
-def rank_bytes(needs: Sequence[Need]) -> int:
+def rank_bytes(needs: Sequence[HostMemoryNeed]) -> int:
     """Most memory of a trainer rank, its process included; shared memory, such as libraries, is not."""
     return TRAINER_PROCESS + sum(need.nbytes // need.ranks for need in needs if need.ranks)
 
 
-def _trainer_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+def _trainer_needs(config: PipelineConfig, inputs: Inputs) -> list[HostMemoryNeed]:
     ranks, largest = config.trainer.ranks, inputs.read_body(inputs.student).largest
     # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before. So they are before
     # gradients are added up, from a copy in the order of the ranks.
@@ -112,20 +112,20 @@ def _trainer_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     # A copy of the largest weight in the files' form, or what an adapter adds to it and the weight itself, both in float32.
     export = largest * (8 if inputs.lora else DTYPE_BYTES[config.trainer.dtype])
     needs = [
-        Need(
-            what="trainer: weights, gradients, AdamW",
+        HostMemoryNeed(
+            part="trainer: weights, gradients, AdamW",
             nbytes=trainer_state_bytes(config, inputs) + ranks * gathered_bytes(config, inputs),
             knobs="student.model, trainer.ranks, trainer.grad_accum_dtype, trainer.bucket",
             ranks=ranks,
         ),
-        Need(
-            what="trainer: gradients on their way to the sum over ranks",
+        HostMemoryNeed(
+            part="trainer: gradients on their way to the sum over ranks",
             nbytes=ranks * summed,
             knobs="trainer.bucket, trainer.grad_accum_dtype, trainer.ranks",
             ranks=ranks,
         ),
-        Need(
-            what="trainer: activations and logits of a micro-batch, or the writing of a checkpoint",
+        HostMemoryNeed(
+            part="trainer: activations and logits of a micro-batch, or the writing of a checkpoint",
             nbytes=max(ranks * max(micro_batch_bytes(config, inputs), summed, export), checkpoint),
             knobs="trainer.micro_batch_tokens, objective.chunk, trainer.gradient_checkpointing, trainer.ranks",
             ranks=ranks,
@@ -133,8 +133,8 @@ def _trainer_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     ]
     if answer_class(config.teachers.payload).SENDS_HEADS:
         needs.append(
-            Need(
-                what="trainer: teachers' output heads",
+            HostMemoryNeed(
+                part="trainer: teachers' output heads",
                 nbytes=ranks * heads_bytes(config, inputs),
                 knobs="trainer.head_memory, trainer.ranks",
                 ranks=ranks,
@@ -143,15 +143,15 @@ def _trainer_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     return [*needs, *_critic_needs(config, inputs)]
 
 
-def _critic_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+def _critic_needs(config: PipelineConfig, inputs: Inputs) -> list[HostMemoryNeed]:
     """The critic computes while the student's trainer does not, so it adds what it keeps, and a copy while a checkpoint is written,
     which is there beside the trainer's."""
     if not config.objective.has_critic:
         return []
     every = inputs.student.parameters
     return [
-        Need(
-            what="critic: weights, gradients, AdamW, and a copy for a checkpoint",
+        HostMemoryNeed(
+            part="critic: weights, gradients, AdamW, and a copy for a checkpoint",
             nbytes=critic_state_bytes(config, inputs)
             + config.trainer.ranks * summed_bytes(config, every)
             + STATE_COPY * every,
@@ -254,25 +254,25 @@ def engine_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
     return weights, logits + tokens * (inputs.read_body(student).widest or student.hidden_size) * 4 * width
 
 
-def _rollout_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
-    rollout, engines = config.rollout, engines_of_worker(config.domains)
+def _rollout_needs(config: PipelineConfig, inputs: Inputs) -> list[HostMemoryNeed]:
+    rollout, engines = config.rollout, count_worker_engines(config.domains)
     weights, working = engine_bytes(config, inputs)  # processes divide the weights; each has activations of its own
     divided = ", rollout.tensor_parallel_size" if rollout.tensor_parallel_size > 1 else ""
     return [
-        Need(
-            what="rollout: weights and logits",
+        HostMemoryNeed(
+            part="rollout: weights and logits",
             nbytes=rollout.workers * engines * (weights + rollout.tensor_parallel_size * working),
             knobs="rollout.max_num_seqs, rollout.dtype, rollout.workers",
         ),
-        Need(
-            what="rollout: key-value cache",
+        HostMemoryNeed(
+            part="rollout: key-value cache",
             nbytes=rollout.workers * engines * rollout.tensor_parallel_size * (rollout.kv_cache_gib << 30),
             knobs=f"rollout.kv_cache_gib, rollout.workers{divided}",
         ),
     ]
 
 
-def _teacher_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+def _teacher_needs(config: PipelineConfig, inputs: Inputs) -> list[HostMemoryNeed]:
     teachers = config.teachers
     if teachers.elsewhere or not inputs.experts:
         return []
@@ -288,25 +288,25 @@ def _teacher_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
             sizes = [in_memory(teachers, size) for size in sizes]
         weights, budget = max(max(sizes), min(sum(sizes) + adapters, int(teachers.memory))), "teachers.memory"
     return [
-        Need(
-            what="teachers: weights",
+        HostMemoryNeed(
+            part="teachers: weights",
             nbytes=teachers.workers * weights,
             knobs=f"{budget}, teachers.dtype, teachers.workers",
         ),
-        Need(
-            what="teachers: activations",
+        HostMemoryNeed(
+            part="teachers: activations",
             nbytes=teachers.workers * activations,
             knobs="teachers.dtype, teachers.workers",
         ),
     ]
 
 
-def _off_gpus(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+def _off_gpus(config: PipelineConfig, inputs: Inputs) -> list[HostMemoryNeed]:
     """Layers of teachers on GPUs that wait in this machine's memory. What is on GPUs is mapped besides."""
     waiting = in_memory(config.teachers, scoring_bytes(config, inputs)[0]) if inputs.scorers else 0
     nbytes = config.teachers.scoring_workers * waiting
     knobs = "teachers.max_memory, teachers.dtype"
-    return [Need(what="teachers: layers that no GPU has", nbytes=nbytes, knobs=knobs)] if nbytes else []
+    return [HostMemoryNeed(part="teachers: layers that no GPU has", nbytes=nbytes, knobs=knobs)] if nbytes else []
 
 
 def scoring_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
@@ -328,7 +328,7 @@ def teacher_sizes(config: PipelineConfig, inputs: Inputs) -> tuple[list[int], in
     return [info.parameters * width for info in models.values()], adapters * width
 
 
-def _transfer_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
+def _transfer_needs(config: PipelineConfig, inputs: Inputs) -> list[HostMemoryNeed]:
     responses = config.trainer.samples_per_step * max(
         _longest_sample(config, domain) for domain in config.domains.values()
     )
@@ -339,10 +339,10 @@ def _transfer_needs(config: PipelineConfig, inputs: Inputs) -> list[Need]:
     )
     opinions = max((len(part) for part in inputs.scoring.values()), default=1)
     return [
-        Need(what="new weights on their way", nbytes=pushed_bytes(config, inputs), knobs="trainer.dtype"),
+        HostMemoryNeed(part="new weights on their way", nbytes=pushed_bytes(config, inputs), knobs="trainer.dtype"),
         # One copy in the worker that builds them, one in the object store.
-        Need(
-            what="a step's scored rows",
+        HostMemoryNeed(
+            part="a step's scored rows",
             nbytes=2 * responses * opinions * (per_token + 16),
             knobs="trainer.samples_per_step, rollout.max_new_tokens, teachers.payload, teachers.dtype",
         ),
@@ -365,16 +365,16 @@ def pushed_bytes(config: PipelineConfig, inputs: Inputs) -> int:
         return 2 * pushed
     # Rank 0 fills one bucket while another is in the object store, and each engine copies from it, at most all of it.
     bucket = max(min(pushed, BUCKET_BYTES), inputs.read_body(inputs.student).largest * width)
-    kept = pushed if SCHEDULES[config.schedule.mode].STEPS_AHEAD else 0
-    return kept + (2 + config.rollout.workers) * bucket
+    previous = pushed if SCHEDULES[config.schedule.mode].STEPS_AHEAD else 0
+    return previous + (2 + config.rollout.workers) * bucket
 
 
-def _process_needs(config: PipelineConfig, inputs: Inputs) -> Need:
+def _process_needs(config: PipelineConfig, inputs: Inputs) -> HostMemoryNeed:
     workers = config.teachers.scoring_workers
     prompts = PROMPT * sum(len(part) for part in inputs.prompts.values())
     divided = config.teachers.tensor_parallel_size if isinstance(config.teachers, VLLMTeachers) else 1
-    return Need(
-        what="processes, Ray and prompts",
+    return HostMemoryNeed(
+        part="processes, Ray and prompts",
         nbytes=DRIVER_AND_RAY
         + prompts
         + config.trainer.ranks * TRAINER_PROCESS * (2 if config.objective.has_critic else 1)

@@ -12,7 +12,7 @@ from opd.errors import PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.prompts import PromptTable
 from opd.records.types import Prompt
-from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
+from opd.rollouts.episodes.threads import CallFailed, CallOverdue, OwnThread
 
 
 def refuse_other_tasks(
@@ -33,24 +33,24 @@ def refuse_other_tasks(
             _refuse_prompts(f"domains.{name}.eval", environment, exams[name].prompts)
 
 
-def _refuse_prompts(where: str, environment: EnvironmentConfig, prompts: PromptTable | Sequence[Prompt]) -> None:
-    place, problem = place_of(environment.name, where), ""
+def _refuse_prompts(key: str, environment: EnvironmentConfig, prompts: PromptTable | Sequence[Prompt]) -> None:
+    environment_name, problem = place_of(environment.name, key), ""
     for index in sorted({0, len(prompts) // 2, len(prompts) - 1}):
-        said = asyncio.run(_explain_bad_task(place, environment, prompts[index]))
-        if not said:
+        obstacle = asyncio.run(_explain_bad_task(environment_name, environment, prompts[index]))
+        if not obstacle:
             return
-        problem = problem or f"prompt {prompts[index].id}: {said}"
+        problem = problem or f"prompt {prompts[index].id}: {obstacle}"
     raise PromptError.at(
-        where,
+        key,
         found=problem,
-        wanted=f"tasks that {place} can begin: it gets the `metadata` of each row",
+        wanted=f"tasks that {environment_name} can begin: it gets the `metadata` of each row",
         fix="correct the rows (`opd environments tasks` makes them), or the environment's name, or `reset` of your own class",
     )
 
 
-async def _explain_bad_task(place: str, config: EnvironmentConfig, prompt: Prompt) -> str:
+async def _explain_bad_task(environment_name: str, config: EnvironmentConfig, prompt: Prompt) -> str:
     """Return the obstacle to starting an episode; empty if there is none."""
-    make = find_environment(place, "environment")
+    make = find_environment(environment_name, "environment")
     thread = OwnThread(config.step_timeout_s)
     try:
         environment = await thread.call("the class", lambda: make(**config.options))
@@ -58,7 +58,7 @@ async def _explain_bad_task(place: str, config: EnvironmentConfig, prompt: Promp
             await thread.call("reset", environment.reset, prompt.metadata, 0)
         finally:
             await thread.call("close", environment.close)
-    except (Failed, Overdue) as error:
+    except (CallFailed, CallOverdue) as error:
         return str(error)
     finally:
         thread.end_after()

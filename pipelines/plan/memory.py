@@ -9,7 +9,7 @@ from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.payloads import answer_class
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.inputs.gpu_memory import CONTEXT, Phase, gpu_roles, memory_phases, scoring_gpu_bytes
+from pipelines.inputs.gpu_memory import CONTEXT, GpuPhase, gpu_roles, memory_phases, scoring_gpu_bytes
 from pipelines.inputs.memory import (
     ROLLOUT_PROCESS,
     TEACHER_PROCESS,
@@ -28,7 +28,7 @@ from pipelines.plan.spec import ClusterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class MemoryPart:
     """A part of what one worker holds."""
 
     role: str
@@ -38,7 +38,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class MemoryRoom:
     """Memory of one device, or of a machine without GPUs."""
 
     what: str
@@ -50,7 +50,7 @@ class Room:
         return self.needed <= self.there
 
 
-def memory_parts(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float) -> list[Held]:
+def memory_parts(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float) -> list[MemoryPart]:
     """Every part of every role; `cache` are the bytes of keys and values on each device of an engine."""
     inputs, ranks, width = models.inputs, config.trainer.ranks, DTYPE_BYTES[config.rollout.dtype]
     parts = {part: nbytes / ranks for part, nbytes in trainer_state(config, inputs).items()}
@@ -60,22 +60,22 @@ def memory_parts(config: PipelineConfig, models: Models, spec: ClusterSpec, cach
     if answer_class(config.teachers.payload).SENDS_HEADS:
         parts["teachers' output heads"] = heads_bytes(config, inputs)
         parts["target rows of a step (host)"] = target_bytes(config, models) * models.opinions / ranks
-    found = [Held(role="trainer rank", part=part, nbytes=nbytes) for part, nbytes in parts.items()]
+    memory = [MemoryPart(role="trainer rank", part=part, nbytes=nbytes) for part, nbytes in parts.items()]
     on_gpus, devices = spec.machine.gpus > 0, max(1.0, rollout_devices(config.cluster, config.rollout))
     weights, working = engine_bytes(config, inputs)
     if on_gpus:  # a GPU engine takes new weights in place and keeps no packed copy
         weights = inputs.student.parameters * width
     engine = {"weights": weights / devices, "logits and activations": working / devices, "key-value cache": cache}
-    found += [Held(role="rollout engine", part=part, nbytes=nbytes) for part, nbytes in engine.items()]
+    memory += [MemoryPart(role="rollout engine", part=part, nbytes=nbytes) for part, nbytes in engine.items()]
     if config.teachers.scoring_workers and models.scorers:
         engine_divides = isinstance(config.teachers, VLLMTeachers) or not on_gpus
         weights, passing = (scoring_bytes if engine_divides else scoring_gpu_bytes)(config, inputs)
         devices = max(1.0, teacher_devices(config.cluster, config.teachers)) if engine_divides else 1.0
-        kept = isinstance(config.teachers, TransformersTeachers) and config.teachers.gpu_memory and on_gpus
-        part = "weights of the teachers that stay there" if kept else "weights of one teacher"
-        found.append(Held(role="scoring worker", part=part, nbytes=weights / devices))
-        found.append(Held(role="scoring worker", part="activations of one pass", nbytes=passing / devices))
-    return found
+        stays = isinstance(config.teachers, TransformersTeachers) and config.teachers.gpu_memory and on_gpus
+        part = "weights of the teachers that stay there" if stays else "weights of one teacher"
+        memory.append(MemoryPart(role="scoring worker", part=part, nbytes=weights / devices))
+        memory.append(MemoryPart(role="scoring worker", part="activations of one pass", nbytes=passing / devices))
+    return memory
 
 
 def fullest_workers(config: PipelineConfig, models: Models) -> dict[str, int]:
@@ -86,14 +86,14 @@ def fullest_workers(config: PipelineConfig, models: Models) -> dict[str, int]:
     needs = estimate_memory(config, models.inputs)
 
     def of(role: str) -> int:
-        return sum(need.nbytes for need in needs if need.what.startswith(role))
+        return sum(need.nbytes for need in needs if need.part.startswith(role))
 
-    found = {
+    sizes = {
         "trainer rank": rank_bytes(needs),
         "rollout engine": ROLLOUT_PROCESS + of("rollout:") // config.rollout.workers,
     }
     scorers = config.teachers.scoring_workers if models.scorers else 0
-    return found | ({"scoring worker": TEACHER_PROCESS + of("teachers:") // scorers} if scorers else {})
+    return sizes | ({"scoring worker": TEACHER_PROCESS + of("teachers:") // scorers} if scorers else {})
 
 
 def target_bytes(config: PipelineConfig, models: Models, response: float | None = None) -> float:
@@ -129,23 +129,23 @@ def cache_tokens(config: PipelineConfig, models: Models, spec: ClusterSpec, cach
     return cache * devices / (a_token * cache_copies(config, models, spec))
 
 
-def memory_rooms(config: PipelineConfig, models: Models, spec: ClusterSpec, shared: bool) -> list[Room]:
+def memory_rooms(config: PipelineConfig, models: Models, spec: ClusterSpec, shared: bool) -> list[MemoryRoom]:
     """Return the bytes needed and available, of the fullest device, or of the whole merge on a machine without GPUs."""
     if not spec.machine.gpus:
         needed = sum(need.nbytes for need in estimate_memory(config, models.inputs))
-        return [Room(what="all machines", needed=needed, there=spec.machines * spec.machine.memory)]
+        return [MemoryRoom(what="all machines", needed=needed, there=spec.machines * spec.machine.memory)]
     size = spec.machine.gpu_memory
-    kinds = {role.what: role for role in gpu_roles(config, models.inputs)}
-    found = [
-        Room(
-            what=f"{role.what}: its share and its weights", needed=role.least + CONTEXT, there=round(role.share * size)
+    kinds = {role.name: role for role in gpu_roles(config, models.inputs)}
+    rooms = [
+        MemoryRoom(
+            what=f"{role.name}: its share and its weights", needed=role.least + CONTEXT, there=round(role.share * size)
         )
         for role in kinds.values()
         if role.share
     ]
     together = [list(kinds.values())] if shared else [[role] for role in kinds.values()]
     for devices_roles in together:
-        worst: Phase = max(memory_phases(devices_roles), key=lambda phase: phase.total(size))
+        worst: GpuPhase = max(memory_phases(devices_roles), key=lambda phase: phase.total(size))
         names = " + ".join(name for name, _, _ in worst.parts)
-        found.append(Room(what=names, needed=worst.total(size), there=size))
-    return found
+        rooms.append(MemoryRoom(what=names, needed=worst.total(size), there=size))
+    return rooms

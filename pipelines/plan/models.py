@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experts.adapter import AdapterInfo, named_base
-from experts.json_files import read_as
+from experts.json_files import read_model
 from experts.model_dir import ModelInfo
 from experts.registry import Registry, default_root
 from opd.config import PipelineConfig
@@ -18,7 +18,7 @@ from opd.models.lora import ADAPTER_CONFIG, LoraConfig, LoraSize
 from opd.prompts.balance import round_counts, samples_by_weight
 from opd.records.types import Teacher
 from pipelines.inputs.read import Inputs
-from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
+from pipelines.inputs.routes import START, RoutedExpert, route_domains, scoring_routes
 from pipelines.plan.shapes import Shape, locate_file, read_shape
 
 
@@ -43,8 +43,8 @@ class Models:
         """Name of everyone who scores -> rows of a step."""
         rows = dict.fromkeys(self.scorers, 0)
         for domain, assigned in self.inputs.scoring.items():
-            for one in assigned:
-                rows[one.teacher.name] += self.samples[domain]
+            for weighted_teacher in assigned:
+                rows[weighted_teacher.teacher.name] += self.samples[domain]
         return rows
 
     @property
@@ -64,14 +64,14 @@ def read_models(config: PipelineConfig) -> Models:
             wanted=f"at most {shape.context}, the context of {config.student.model}",
             fix=f"set rollout.max_model_len to {shape.context} or less",
         )
-    shapes, experts, notes = {START: shape}, dict[str, Expert](), list[str]()
+    shapes, experts, notes = {START: shape}, dict[str, RoutedExpert](), list[str]()
     for name, expert, own in _expert_shapes(config, shape, notes):
         experts[name], shapes[name] = expert, own
     routes = {} if isinstance(config.teachers, NoTeachers) else route_domains(config, experts)[0]
-    start = Expert(teacher=Teacher(name=START, model_dir=config.student.model), domain="", info=student, prompts=None)
+    start = RoutedExpert(teacher=Teacher(name=START, model_dir=config.student.model), domain="", info=student, prompts=None)
     scoring = scoring_routes(config, routes, start.teacher)
     everyone = experts | {START: start}
-    names = [one.teacher.name for assigned in scoring.values() for one in assigned]
+    names = [weighted_teacher.teacher.name for assigned in scoring.values() for weighted_teacher in assigned]
     scorers = {name: everyone[name] for name in dict.fromkeys(names)}
     lora = config.student.lora
     if lora is not None:
@@ -89,8 +89,8 @@ def read_models(config: PipelineConfig) -> Models:
         lora=None if lora is None else LoraSize(trained=trained, pushed=pushed),
         bodies={expert.info.path: shapes[name].body for name, expert in everyone.items()},
     )
-    found = {name: shapes[name] for name in scorers}
-    return Models(inputs=inputs, student=shape, scorers=found, samples=_samples_by_domain(config), notes=tuple(notes))
+    scorer_shapes = {name: shapes[name] for name in scorers}
+    return Models(inputs=inputs, student=shape, scorers=scorer_shapes, samples=_samples_by_domain(config), notes=tuple(notes))
 
 
 def _samples_by_domain(config: PipelineConfig) -> dict[str, int]:
@@ -100,22 +100,22 @@ def _samples_by_domain(config: PipelineConfig) -> dict[str, int]:
     return {name: config.rollout.n * count for name, count in prompts.items()}
 
 
-def _expert_shapes(config: PipelineConfig, student: Shape, notes: list[str]) -> Iterator[tuple[str, Expert, Shape]]:
+def _expert_shapes(config: PipelineConfig, student: Shape, notes: list[str]) -> Iterator[tuple[str, RoutedExpert, Shape]]:
     """Name, expert and shape. Raises: OpdError."""
     if not isinstance(config.experts, RegisteredExperts):
-        for name, given in config.experts.items():
-            yield (name, *_inline_model(name, given))
+        for name, expert_config in config.experts.items():
+            yield (name, *_inline_model(name, expert_config))
         return
     registry = Registry(config.registry or default_root())
-    there = registry.names()
+    registered_names = registry.names()
     missing = []
-    for name in there if config.experts.use == "all" else config.experts.use:
-        if name in there:
+    for name in registered_names if config.experts.use == "all" else config.experts.use:
+        if name in registered_names:
             manifest = registry.get(name)
             shape = read_shape(Path(manifest.info.path))
             adapter = manifest.adapter.path if manifest.adapter else None
             teacher = _make_teacher(name, Path(manifest.info.path), None if adapter is None else Path(adapter))
-            expert = Expert(
+            expert = RoutedExpert(
                 teacher=teacher, domain=manifest.domain, info=manifest.info, adapter=manifest.adapter, prompts=None
             )
             yield name, expert, shape
@@ -124,21 +124,21 @@ def _expert_shapes(config: PipelineConfig, student: Shape, notes: list[str]) -> 
             info = _memory_facts(Path(f"expert {name}"), student)
             yield (
                 name,
-                Expert(teacher=_make_teacher(name, Path(info.path)), domain=name, info=info, prompts=None),
+                RoutedExpert(teacher=_make_teacher(name, Path(info.path)), domain=name, info=info, prompts=None),
                 student,
             )
     if missing:
         notes.append(f"not registered yet, planned as full models of the student's shape: {', '.join(missing)}")
 
 
-def _inline_model(name: str, given: ExpertConfig) -> tuple[Expert, Shape]:
-    if not locate_file(given.model, ADAPTER_CONFIG).is_file():
-        shape = read_shape(given.model)
-        teacher = _make_teacher(name, given.model)
-        return Expert(teacher=teacher, domain=given.domain, info=_memory_facts(given.model, shape), prompts=None), shape
-    file = locate_file(given.model, ADAPTER_CONFIG)
-    lora = read_as(_Adapter, file)
-    named = given.base or named_base(file.parent)
+def _inline_model(name: str, expert_config: ExpertConfig) -> tuple[RoutedExpert, Shape]:
+    if not locate_file(expert_config.model, ADAPTER_CONFIG).is_file():
+        shape = read_shape(expert_config.model)
+        teacher = _make_teacher(name, expert_config.model)
+        return RoutedExpert(teacher=teacher, domain=expert_config.domain, info=_memory_facts(expert_config.model, shape), prompts=None), shape
+    file = locate_file(expert_config.model, ADAPTER_CONFIG)
+    lora = read_model(_Adapter, file)
+    named = expert_config.base or named_base(file.parent)
     if named is None:
         raise ConfigError.at(
             f"experts.{name}.base",
@@ -147,12 +147,12 @@ def _inline_model(name: str, given: ExpertConfig) -> tuple[Expert, Shape]:
             fix=f"set experts.{name}.base to its directory",
         )
     # Adapters that name one directory in several ways share it.
-    base = given.base or named.resolve()
+    base = expert_config.base or named.resolve()
     shape = read_shape(base)
     targets = lora.target_modules if isinstance(lora.target_modules, list) else None
     parameters, _ = shape.lora_numbers(lora.r, targets)
     adapter = AdapterInfo(
-        path=str(given.model),
+        path=str(expert_config.model),
         base=str(base),
         rank=lora.r,
         alpha=lora.lora_alpha,
@@ -161,8 +161,8 @@ def _inline_model(name: str, given: ExpertConfig) -> tuple[Expert, Shape]:
         files={},
     )
     info = _memory_facts(base, shape)
-    teacher = _make_teacher(name, base, given.model)
-    return Expert(teacher=teacher, domain=given.domain, info=info, adapter=adapter, prompts=None), shape
+    teacher = _make_teacher(name, base, expert_config.model)
+    return RoutedExpert(teacher=teacher, domain=expert_config.domain, info=info, adapter=adapter, prompts=None), shape
 
 
 def _make_teacher(name: str, model_dir: Path, adapter: Path | None = None) -> Teacher:

@@ -10,15 +10,15 @@ from opd.config import PipelineConfig
 from opd.config.pipeline import rounds_of
 from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.max_memory import refuse_no_room
-from pipelines.plan.cost import Places, Seconds, apply_placement
+from pipelines.plan.cost import Hardware, Seconds, apply_placement
 from pipelines.plan.lengths import draw_responses, stated_lengths
-from pipelines.plan.memory import Held, Room, cache_bytes, cache_tokens, fullest_workers, memory_parts, memory_rooms
+from pipelines.plan.memory import MemoryPart, MemoryRoom, cache_bytes, cache_tokens, fullest_workers, memory_parts, memory_rooms
 from pipelines.plan.models import Models, read_models
 from pipelines.plan.phases import StepCost
 from pipelines.plan.push import refuse_apart
 from pipelines.plan.simulate import SimulatedStep, role_timeline, simulate_steps
 from pipelines.plan.spec import ClusterSpec
-from pipelines.plan.traffic import Sent, step_traffic
+from pipelines.plan.traffic import Transfer, step_traffic
 
 SIMULATED = 20
 """Steps that are simulated at most; the others are taken to be like them."""
@@ -70,11 +70,11 @@ class MergePlan:
     """Mean tokens of a response."""
     sequences: float
     """Mean sequences in an engine's step."""
-    memory: tuple[Held, ...]
+    memory: tuple[MemoryPart, ...]
     fullest: dict[str, int]
     """Role -> bytes of one worker and its process at its fullest, where there are no GPUs."""
-    room: tuple[Room, ...]
-    traffic: tuple[Sent, ...]
+    room: tuple[MemoryRoom, ...]
+    traffic: tuple[Transfer, ...]
     phases: tuple[PhasePlan, ...]
     roles: tuple[RoleRow, ...]
     step_s: float
@@ -94,17 +94,17 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
     """Plan a merge. Raises: OpdError for a model without a config or a formula, or a pipeline that a merge would refuse here."""
     spec, config = spec.at_its_speed(), apply_placement(config, spec)
     models = _read_models(config)
-    places = Places.of(config, spec)
-    refuse_apart(config, spec, places)
+    hardware = Hardware.of(config, spec)
+    refuse_apart(config, spec, hardware)
     cache = cache_bytes(config, models, spec)
     slots, notes = _engine_slots(config, models, spec, cache)
-    work = StepCost(config=config, spec=spec, models=models, places=places, slots=max(1, slots))
-    total = sum(one.trainer.steps for one in rounds_of(config))
+    work = StepCost(config=config, spec=spec, models=models, hardware=hardware, slots=max(1, slots))
+    total = sum(round_config.trainer.steps for round_config in rounds_of(config))
     steps = simulate_steps(work, spec.lengths, min(SIMULATED, total))
-    first = draw_responses(config, models, spec.lengths, 0)
-    phases = tuple(_phase_row(name, steps, flops) for name, flops in work.phase_flops(first).items())
+    lengths = draw_responses(config, models, spec.lengths, 0)
+    phases = tuple(_phase_row(name, steps, flops) for name, flops in work.phase_flops(lengths).items())
     step_s = sum(step.wall for step in steps) / len(steps)
-    room = tuple(memory_rooms(config, models, spec, places.shared))
+    room = tuple(memory_rooms(config, models, spec, hardware.shared))
     return MergePlan(
         pipeline=config.name,
         cluster=spec.name,
@@ -119,30 +119,30 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
         memory=tuple(memory_parts(config, models, spec, cache)),
         fullest={} if spec.machine.gpus else fullest_workers(config, models),
         room=room,
-        traffic=tuple(step_traffic(work, first)),
+        traffic=tuple(step_traffic(work, lengths)),
         phases=phases,
-        roles=tuple(_role_rows(steps, places)),
+        roles=tuple(_role_rows(steps, hardware)),
         step_s=step_s,
         hours=total * step_s / HOUR,
         devices=_spec_gpus(spec),
         device_hours=total * step_s / HOUR * _spec_gpus(spec),
         limit=_limiting_phase(phases),
-        fits=_fits_places(room, places, spec, slots),
-        notes=(*models.notes, *notes, *_plan_notes(config, spec, places)),
+        fits=_fits_hardware(room, hardware, spec, slots),
+        notes=(*models.notes, *notes, *_plan_notes(config, spec, hardware)),
     )
 
 
 def fits_cluster(config: PipelineConfig, spec: ClusterSpec) -> bool:
     """Return `make_plan(config, spec).fits` without a simulated step. Raises: OpdError, as `make_plan` does."""
     config = apply_placement(config, spec)
-    models, places = _read_models(config), Places.of(config, spec)
-    refuse_apart(config, spec, places)
+    models, hardware = _read_models(config), Hardware.of(config, spec)
+    refuse_apart(config, spec, hardware)
     slots, _ = _engine_slots(config, models, spec, cache_bytes(config, models, spec))
-    return _fits_places(list(memory_rooms(config, models, spec, places.shared)), places, spec, slots)
+    return _fits_hardware(list(memory_rooms(config, models, spec, hardware.shared)), hardware, spec, slots)
 
 
-def _fits_places(room: Sequence[Room], places: Places, spec: ClusterSpec, slots: int) -> bool:
-    return all(one.fits for one in room) and places.devices <= spec.devices + 1e-9 and slots > 0
+def _fits_hardware(room: Sequence[MemoryRoom], hardware: Hardware, spec: ClusterSpec, slots: int) -> bool:
+    return all(memory_room.fits for memory_room in room) and hardware.devices <= spec.devices + 1e-9 and slots > 0
 
 
 def _read_models(config: PipelineConfig) -> Models:
@@ -161,15 +161,15 @@ def _engine_slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cac
     """Sequences that an engine writes at a time: `rollout.max_num_seqs`, or as many of mean length as its cache holds. With 0 the
     merge does not fit, and is planned as if it had room for one, to say what is missing."""
     lengths = draw_responses(config, models, spec.lengths, 0)
-    each = lengths.tokens / len(lengths.responses)
-    room, wanted = int(cache_tokens(config, models, spec, cache) / each), config.rollout.max_num_seqs
-    if room >= min(wanted, len(lengths.responses)):
-        return wanted, []
+    sequence_tokens = lengths.tokens / len(lengths.responses)
+    room, max_sequences = int(cache_tokens(config, models, spec, cache) / sequence_tokens), config.rollout.max_num_seqs
+    if room >= min(max_sequences, len(lengths.responses)):
+        return max_sequences, []
     if not room:
         return 0, [
-            f"the key-value cache has no room for a sequence of {each:.0f} tokens; planned as if it had room for one"
+            f"the key-value cache has no room for a sequence of {sequence_tokens:.0f} tokens; planned as if it had room for one"
         ]
-    return room, [f"the key-value cache holds {room} sequences of {each:.0f} tokens, rollout.max_num_seqs is {wanted}"]
+    return room, [f"the key-value cache holds {room} sequences of {sequence_tokens:.0f} tokens, rollout.max_num_seqs is {max_sequences}"]
 
 
 def _phase_row(name: str, steps: Sequence[SimulatedStep], flops: float) -> PhasePlan:
@@ -177,12 +177,12 @@ def _phase_row(name: str, steps: Sequence[SimulatedStep], flops: float) -> Phase
     return PhasePlan(name=name, seconds=mean.total, **mean.parts(), limit=mean.limit, flops=flops)
 
 
-def _role_rows(steps: Sequence[SimulatedStep], places: Places) -> list[RoleRow]:
+def _role_rows(steps: Sequence[SimulatedStep], hardware: Hardware) -> list[RoleRow]:
     shares = {role: busy for role, busy, _ in role_timeline(steps)}
-    each = {"rollout": places.rollout, "teachers": places.teachers, "trainer": places.trainer}
+    by_role = {"rollout": hardware.rollout, "teachers": hardware.teachers, "trainer": hardware.trainer}
     return [
-        RoleRow(name=name, workers=place.workers, devices=place.devices, busy=shares[name])
-        for name, place in each.items()
+        RoleRow(name=name, workers=worker.workers, devices=worker.devices, busy=shares[name])
+        for name, worker in by_role.items()
     ]
 
 
@@ -191,7 +191,7 @@ def _limiting_phase(phases: Sequence[PhasePlan]) -> str:
     return f"{longest.name}: {longest.limit}"
 
 
-def _plan_notes(config: PipelineConfig, spec: ClusterSpec, places: Places) -> Iterator[str]:
+def _plan_notes(config: PipelineConfig, spec: ClusterSpec, hardware: Hardware) -> Iterator[str]:
     """Return notes on what the plan leaves out, or what a merge of today does not do."""
     acting = [name for name, domain in config.domains.items() if domain.has_episodes]
     if acting:
@@ -202,9 +202,9 @@ def _plan_notes(config: PipelineConfig, spec: ClusterSpec, places: Places) -> It
         yield "the critic's memory is planned, its time is not"
     if config.teachers.elsewhere:
         yield "teachers elsewhere are planned as if they scored at once"
-    if places.devices > spec.devices:
-        yield f"{places.devices:g} devices are placed, the cluster has {spec.devices}"
-    if spec.machine.gpus and places.rollout.devices > spec.machine.gpus:
+    if hardware.devices > spec.devices:
+        yield f"{hardware.devices:g} devices are placed, the cluster has {spec.devices}"
+    if spec.machine.gpus and hardware.rollout.devices > spec.machine.gpus:
         yield "a rollout engine on several machines is planned; `opd merge` starts each on one"
-    if spec.machine.gpus and places.teachers.devices > spec.machine.gpus:
+    if spec.machine.gpus and hardware.teachers.devices > spec.machine.gpus:
         yield "a teacher on several machines is planned; `opd merge` keeps each scoring worker on one"

@@ -145,7 +145,7 @@ class OverheadsSpec(Strict):
         """The same on a machine of this rate."""
         if self.calls is None or calls is None:
             return self
-        changed = {name: one.times(self.calls / calls) for name, one in self if isinstance(one, SecondsSpec)}
+        changed = {name: seconds.times(self.calls / calls) for name, seconds in self if isinstance(seconds, SecondsSpec)}
         return self.model_copy(update=changed | {"calls": calls})
 
 
@@ -221,6 +221,6 @@ def load_spec(name_or_path: str) -> ClusterSpec:
 
 def with_lengths(spec: ClusterSpec, prompt: int | None, response: float | None, tail: float | None) -> ClusterSpec:
     """The spec with the lengths that are given; the others stay."""
-    given = {"prompt": prompt, "response": response, "tail": tail}
-    changed = {name: value for name, value in given.items() if value is not None}
+    lengths = {"prompt": prompt, "response": response, "tail": tail}
+    changed = {name: value for name, value in lengths.items() if value is not None}
     return spec.model_copy(update={"lengths": spec.lengths.model_copy(update=changed)})

@@ -11,7 +11,7 @@ from pipelines.inputs.machine_memory import machine_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineFacts:
     """Hardware of this machine."""
 
     cores: int
@@ -31,6 +31,6 @@ class Machine:
         return f"{self.cores} core{'s' if self.cores > 1 else ''}, {self.memory >> 30} GiB of memory, {gpus}"
 
 
-def this_machine() -> Machine:
+def read_machine() -> MachineFacts:
     """The machine that this process runs on."""
-    return Machine(cores=count_cores(), memory=machine_bytes(), gpus=tuple(gpu_sizes()), bf16=has_bf16())
+    return MachineFacts(cores=count_cores(), memory=machine_bytes(), gpus=tuple(gpu_sizes()), bf16=has_bf16())

@@ -19,10 +19,10 @@ from pipelines.inputs.gpu_memory import gpu_roles, memory_phases, place_roles
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.memory import describe_shortage, estimate_memory
 from pipelines.inputs.read import Inputs
-from pipelines.inputs.routes import Expert
-from pipelines.propose.domains import SeenDomain
-from pipelines.propose.machine import Machine
-from pipelines.propose.models import SeenExpert
+from pipelines.inputs.routes import RoutedExpert
+from pipelines.propose.domains import DomainFacts
+from pipelines.propose.machine import MachineFacts
+from pipelines.propose.models import ExpertFacts
 
 Data = dict[str, Any]
 
@@ -39,11 +39,11 @@ TALK = 256
 """Tokens of a response of which nothing is known but that it is a chat's."""
 
 
-def choose_lengths(domains: Mapping[str, SeenDomain], context: int | None, *, gpu: bool) -> Data:
+def choose_lengths(domains: Mapping[str, DomainFacts], context: int | None, *, gpu: bool) -> Data:
     """`max_new_tokens` and `max_model_len`, from the prompts' and answers' tokens."""
     room = min(ROOM[gpu], context or ROOM[gpu])
-    new = min(_round_up(max(_response_tokens(seen) for seen in domains.values()), 8), max(1, room // 2))
-    longest = max(int(seen.table.lengths.max()) for seen in domains.values())
+    new = min(_round_up(max(_response_tokens(facts) for facts in domains.values()), 8), max(1, room // 2))
+    longest = max(int(facts.table.lengths.max()) for facts in domains.values())
     return {"max_new_tokens": new, "max_model_len": max(8, min(room, _round_up(longest + new, 16)))}
 
 
@@ -52,13 +52,13 @@ def longest_prompt(rollout: Data) -> int:
     return int(rollout["max_model_len"] - rollout["max_new_tokens"])
 
 
-def _response_tokens(seen: SeenDomain) -> int:
+def _response_tokens(facts: DomainFacts) -> int:
     """Tokens that a response may need."""
-    if seen.completion_tokens:
-        return -(-5 * seen.completion_tokens // 4)
-    if seen.sources.training.chat:
-        return max(TALK, 2 * seen.answer_tokens)
-    return max(32, 4 * seen.answer_tokens) if seen.answer_tokens else 128
+    if facts.completion_tokens:
+        return -(-5 * facts.completion_tokens // 4)
+    if facts.sources.training.chat:
+        return max(TALK, 2 * facts.answer_tokens)
+    return max(32, 4 * facts.answer_tokens) if facts.answer_tokens else 128
 
 
 def _round_up(value: int, step: int) -> int:
@@ -75,9 +75,9 @@ def cache_gib(student: Path, rollout: Data) -> int:
 
 def _keys_by_config(student: Path) -> int:
     """Numbers of a token's keys in all layers, for a model that has them in one matrix with queries and values."""
-    from opd.models.weights import config_of
+    from opd.models.weights import load_config
 
-    config = config_of(student).get_text_config(decoder=True)
+    config = load_config(student).get_text_config(decoder=True)
     layers, heads, width = (
         getattr(config, key, None) or 0 for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
@@ -85,11 +85,11 @@ def _keys_by_config(student: Path) -> int:
     return int(layers * (getattr(config, "num_key_value_heads", None) or heads) * head)
 
 
-def choose_sizes(parameters: int, domains: int, machine: Machine) -> Data:
+def choose_sizes(parameters: int, domains: int, machine: MachineFacts) -> Data:
     """The sections about sizes as they are where memory is no concern."""
     gpu, tiny = bool(machine.gpus), parameters <= TINY
-    each = 32 if gpu or tiny else 8
-    samples = max(domains, min(256, each * domains))
+    samples_per_domain = 32 if gpu or tiny else 8
+    samples = max(domains, min(256, samples_per_domain * domains))
     steps = 300 if gpu or tiny else 200
     dtype = "bfloat16" if gpu or (machine.bf16 and not tiny) else "float32"
     workers = 1 if machine.cores < 16 else 2
@@ -111,10 +111,10 @@ def choose_sizes(parameters: int, domains: int, machine: Machine) -> Data:
         "checkpoint": {"every": 25, "keep": 2},
         "evaluate": {"every": steps // 4, "samples": 100},
     }
-    return apply_change(data, _on_gpus(len(machine.gpus), domains)) if gpu else data
+    return apply_change(data, _divide_gpus(len(machine.gpus), domains)) if gpu else data
 
 
-def _on_gpus(num: int, domains: int) -> Data:
+def _divide_gpus(num: int, domains: int) -> Data:
     """Which role gets which GPU. Every rollout engine and scoring worker gets one, and the trainer those that are left. To divide a
     model that is larger than a GPU is for a person to decide: `rollout.tensor_parallel_size`, `teachers.device_map`."""
     if num == 1:
@@ -131,11 +131,11 @@ def _on_gpus(num: int, domains: int) -> Data:
             "trainer": {"ranks": num - 1, "gradient_checkpointing": True},
             "cluster": {"rollout_gpus": 0.5, "teacher_gpus": 0.5, "trainer_gpus": 1},
         }
-    each, teachers = num // 4, min(num // 4, domains)
+    engines, teachers = num // 4, min(num // 4, domains)
     return {
-        "rollout": {"workers": each},
+        "rollout": {"workers": engines},
         "teachers": {"workers": teachers},
-        "trainer": {"ranks": num - each - teachers, "gradient_checkpointing": True},
+        "trainer": {"ranks": num - engines - teachers, "gradient_checkpointing": True},
         "cluster": {"rollout_gpus": 1, "teacher_gpus": 1, "trainer_gpus": 1},
     }
 
@@ -150,9 +150,9 @@ def shrinking_steps(*, gpus: bool) -> list[tuple[str, Data]]:
     small = {"trainer": {"micro_batch_tokens": 2048}, "rollout": {"max_num_seqs": 64}}
     fewer = {"teachers": {"workers": 1, "memory": "1GiB"}}
     least = {"trainer": {"micro_batch_tokens": 1024, "gradient_checkpointing": True}}
-    first = [] if gpus else [("one trainer rank", {"trainer": {"ranks": 1}})]
+    fewer_ranks = [] if gpus else [("one trainer rank", {"trainer": {"ranks": 1}})]
     return [
-        *first,
+        *fewer_ranks,
         ("smaller batches", small),
         ("fewer experts in memory at a time", fewer),
         ("recomputed activations", least),
@@ -161,15 +161,15 @@ def shrinking_steps(*, gpus: bool) -> list[tuple[str, Data]]:
     ]
 
 
-def shrink_to_fit(data: Data, fits: Callable[[Data], bool], machine: Machine) -> tuple[Data, list[str], bool]:
+def shrink_to_fit(data: Data, fits: Callable[[Data], bool], machine: MachineFacts) -> tuple[Data, list[str], bool]:
     """The pipeline, made smaller until it fits; what was done for that; and whether it fits at last."""
-    done: list[str] = []
-    for what, change in [("", {}), *shrinking_steps(gpus=bool(machine.gpus))]:
+    measures: list[str] = []
+    for measure, change in [("", {}), *shrinking_steps(gpus=bool(machine.gpus))]:
         data = apply_change(data, change)
-        done += [what] if what else []
+        measures += [measure] if measure else []
         if fits(data):
-            return data, done, True
-    return data, done, False
+            return data, measures, True
+    return data, measures, False
 
 
 def apply_change(data: Data, change: Data) -> Data:
@@ -182,7 +182,7 @@ def apply_change(data: Data, change: Data) -> Data:
 
 
 def fits_machine(
-    student: ModelInfo, experts: Mapping[str, SeenExpert], domains: Mapping[str, SeenDomain], machine: Machine
+    student: ModelInfo, experts: Mapping[str, ExpertFacts], domains: Mapping[str, DomainFacts], machine: MachineFacts
 ) -> Callable[[Data], bool]:
     """Check if a pipeline's merge has room in this machine's memory and on its GPUs, by the sums of `opd merge`."""
 
@@ -196,11 +196,11 @@ def fits_machine(
 
 
 def _find_crowded_device(config: PipelineConfig, inputs: Inputs, gpus: Sequence[int]) -> bool:
-    wanted = gpu_roles(config, inputs)
-    if not wanted:
+    roles = gpu_roles(config, inputs)
+    if not roles:
         return False
-    size, placed = min(gpus), place_roles(wanted)
-    hungry = any(role.share and role.least > role.share * size for role in wanted)
+    size, placed = min(gpus), place_roles(roles)
+    hungry = any(role.share and role.least > role.share * size for role in roles)
     return (
         hungry or len(placed) > len(gpus) or any(p.total(size) > size for crowd in placed for p in memory_phases(crowd))
     )
@@ -209,20 +209,20 @@ def _find_crowded_device(config: PipelineConfig, inputs: Inputs, gpus: Sequence[
 def _memory_inputs(
     config: PipelineConfig,
     student: ModelInfo,
-    experts: Mapping[str, SeenExpert],
-    domains: Mapping[str, SeenDomain],
+    experts: Mapping[str, ExpertFacts],
+    domains: Mapping[str, DomainFacts],
 ) -> Inputs:
     """Return the part of a merge's inputs that the sums need. No weight is read, so models are told apart by their directories."""
-    scorers = {name: _scorer_facts(name, seen) for name, seen in experts.items()}
+    scorers = {name: _scorer_facts(name, facts) for name, facts in experts.items()}
     routes: dict[str, tuple[WeightedTeacher, ...]] = {
-        name: (WeightedTeacher(teacher=one.teacher, weight=1.0),) for name, one in scorers.items()
+        name: (WeightedTeacher(teacher=scorer.teacher, weight=1.0),) for name, scorer in scorers.items()
     }
     return Inputs(
         student=student,
         scorers=scorers,
         routes=routes,
         scoring=routes,
-        prompts={name: seen.table for name, seen in domains.items()},
+        prompts={name: facts.table for name, facts in domains.items()},
         exams={},
         untrained={},
         tokenizer=None,
@@ -231,9 +231,9 @@ def _memory_inputs(
     )
 
 
-def _scorer_facts(name: str, seen: SeenExpert) -> Expert:
-    directory = Path(seen.info.path)
-    adapter = Path(seen.adapter.path) if seen.adapter else None
+def _scorer_facts(name: str, facts: ExpertFacts) -> RoutedExpert:
+    directory = Path(facts.info.path)
+    adapter = Path(facts.adapter.path) if facts.adapter else None
     digest, base = str(adapter or directory), str(directory) if adapter else ""
     teacher = Teacher(name=name, model_dir=directory, adapter_dir=adapter, digest=digest, base_digest=base)
-    return Expert(teacher=teacher, domain=name, info=seen.info, adapter=seen.adapter, prompts=None)
+    return RoutedExpert(teacher=teacher, domain=name, info=facts.info, adapter=facts.adapter, prompts=None)

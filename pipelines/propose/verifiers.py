@@ -51,10 +51,10 @@ def _choice_verifier(last: str) -> Any:
 
 def _shows_working(line: PromptLine) -> bool:
     """True if the completion has more lines than the answer, which is its last one."""
-    said = text_of(line.completion).strip().splitlines()
-    return len(said) > 1 and said[-1].strip() == line.answer.strip()
+    lines = text_of(line.completion).strip().splitlines()
+    return len(lines) > 1 and lines[-1].strip() == line.answer.strip()
 
 
-def text_of(said: str | Messages | None) -> str:
+def text_of(completion: str | Messages | None) -> str:
     """The text of a completion."""
-    return said or "" if isinstance(said, str | None) else "".join(message["content"] for message in said)
+    return completion or "" if isinstance(completion, str | None) else "".join(message["content"] for message in completion)

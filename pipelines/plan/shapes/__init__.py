@@ -33,11 +33,11 @@ TOLERANCE = 0.01
 """Share by which the formulas may miss what the weight files hold."""
 
 
-def shape_of(config: ShapeConfig, where: object) -> Shape:
+def shape_of(config: ShapeConfig, source: object) -> Shape:
     """The shape that a config describes. Raises: ModelError for a kind without formulas."""
     if config.model_type not in KINDS:
         raise ModelError.at(
-            f"{where}: model_type",
+            f"{source}: model_type",
             found=config.model_type,
             wanted=f"one of: {', '.join(KINDS)}",
             fix="a plan needs formulas for the architecture: pipelines/plan/shapes/ has them, and a new kind is a few lines there",

@@ -31,16 +31,16 @@ def grouped_attention(config: ShapeConfig) -> Attention:
 
 def fused_attention(config: ShapeConfig) -> Attention:
     """The same with queries, keys and values in one matrix."""
-    found = grouped_attention(config)
-    queries, keys, values, out = found.parts
+    attention = grouped_attention(config)
+    queries, keys, values, out = attention.parts
     outputs = queries.outputs + keys.outputs + values.outputs
-    return replace(found, parts=(replace(queries, name="qkv_proj", outputs=outputs), out))
+    return replace(attention, parts=(replace(queries, name="qkv_proj", outputs=outputs), out))
 
 
 def latent_attention(config: ShapeConfig) -> Attention:
     """Multi-head latent attention: one small vector of keys and values for all heads, and a rotary key beside it."""
     layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
-    nope, rope, value, kept = (
+    nope, rope, value, kv_rank = (
         config.qk_nope_head_dim,
         config.qk_rope_head_dim,
         config.v_head_dim,
@@ -52,8 +52,8 @@ def latent_attention(config: ShapeConfig) -> Attention:
     if q_rank:
         ends = [("q_a_proj", width, q_rank), ("q_b_proj", q_rank, queries)]
     ends += [
-        ("kv_a_proj_with_mqa", width, kept + rope),
-        ("kv_b_proj", kept, heads * (nope + value)),
+        ("kv_a_proj_with_mqa", width, kv_rank + rope),
+        ("kv_b_proj", kv_rank, heads * (nope + value)),
         ("o_proj", heads * value, width),
     ]
     chosen, index = config.index_n_heads, config.index_head_dim
@@ -61,9 +61,9 @@ def latent_attention(config: ShapeConfig) -> Attention:
         ends += [("wq_b", q_rank or width, chosen * index), ("wk", width, index), ("weights_proj", width, chosen)]
     return Attention(
         parts=tuple(ShapePart(name=name, inputs=i, outputs=o, layers=layers) for name, i, o in ends),
-        vectors=layers * ((q_rank or 0) + kept + (2 * index if chosen else 0)),
+        vectors=layers * ((q_rank or 0) + kv_rank + (2 * index if chosen else 0)),
         pair=layers * heads * (nope + rope + value),
-        kv_values=layers * (kept + rope + (index if chosen else 0)),
+        kv_values=layers * (kv_rank + rope + (index if chosen else 0)),
         kv_split=1,
         window=config.index_topk if chosen else None,
         index_pair=layers * chosen * index,

@@ -21,14 +21,14 @@ def fused_layers(config: ShapeConfig) -> tuple[ShapePart, ...]:
 
 def mixture_layers(config: ShapeConfig) -> tuple[ShapePart, ...]:
     """Routed experts, shared experts and a router; the first layers may be dense."""
-    width, first = config.hidden_size, config.first_k_dense_replace
-    layers, experts = config.num_hidden_layers - first, config.experts
+    width, dense_layers = config.hidden_size, config.first_k_dense_replace
+    layers, experts = config.num_hidden_layers - dense_layers, config.experts
     inner = config.moe_intermediate_size or config.intermediate_size
     parts = _gated_parts("experts.", width, inner, layers, stored=experts, used=config.num_experts_per_tok)
     parts += (ShapePart(name="router", inputs=width, outputs=experts, layers=layers),)
     if config.n_shared_experts:
         parts += _gated_parts("shared_experts.", width, inner * config.n_shared_experts, layers)
-    return parts + (_gated_parts("", width, config.intermediate_size, first) if first else ())
+    return parts + (_gated_parts("", width, config.intermediate_size, dense_layers) if dense_layers else ())
 
 
 def _gated_parts(

@@ -40,7 +40,7 @@ def with_companion(model_dir: Path, monkeypatch: pytest.MonkeyPatch, *, recomput
     """A rank on plain torch that starts as on DeepSpeed, with a companion."""
     made = one_rank(model_dir, {"kind": "reverse_kl"})
     made._options = dataclasses.replace(made._options, companions=(SPEC,))
-    zero._without_chance(made._engine.module, recompute)
+    zero._disable_randomness(made._engine.module, recompute)
     monkeypatch.setattr(zero.ZeroEngine, "start", lambda *_: None)
     made.start("127.0.0.1", 1)
     return made
@@ -49,8 +49,8 @@ def with_companion(model_dir: Path, monkeypatch: pytest.MonkeyPatch, *, recomput
 def step(made: rank.TrainerRank, work: RankWork) -> tuple[RankResult, Tensor, float]:
     """Result, gradient and the companion's loss of a step in two micro-batches."""
     made.begin_step(work, {"h": HEAD})
-    made.accumulate(0, NONE, stream("a", "c"))
-    made.accumulate(1, NONE)
+    made.accumulate_micro_batch(0, NONE, stream("a", "c"))
+    made.accumulate_micro_batch(1, NONE)
     found = made.step_companions({SPEC.name: 0.5}) if made._companions else {SPEC.name: {"loss": 0.0}}
     return made.finish_step(1.0), gradient(made), found[SPEC.name]["loss"]
 
@@ -60,7 +60,7 @@ def test_no_bit_of_the_student_changes(
     recompute: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, in_process: Any
 ) -> None:
     alone = one_rank(tiny_model_dir, {"kind": "reverse_kl"})
-    zero._without_chance(alone._engine.module, recompute)
+    zero._disable_randomness(alone._engine.module, recompute)
     expected, without, _ = step(alone, WORK)
     made = with_companion(tiny_model_dir, monkeypatch, recompute=recompute)
     found, beside, loss = step(made, GUESSES)
@@ -97,7 +97,7 @@ def test_it_sees_outputs_of_layers_and_exact_logits(
 def test_a_rank_without_rows_takes_part(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, in_process: Any) -> None:
     made = with_companion(tiny_model_dir, monkeypatch)
     made.begin_step(dataclasses.replace(GUESSES, micro_batches=((),)), {})
-    made.accumulate(0, NONE)
+    made.accumulate_micro_batch(0, NONE)
     assert made.step_companions({SPEC.name: 1.0}) == {SPEC.name: {"loss": 0.0}}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from opd.config import PipelineConfig
-from opd.records.rewards import Compared, PolicyStats, RewardStep
+from opd.records.rewards import GradientSums, PolicyStats, RewardStep
 from opd.train import deepspeed
 from opd.train.rank import RankResult
 from opd.train.totals import RankPolicy
@@ -35,7 +35,7 @@ class PolicyRank(FakeRank):
             return found
         weights = work.components["policy"].weights
         sums = PolicyStats(tokens=2, loss_sum=1.0, masked=1)
-        compared = Compared(divergence_sq=1.0, policy_sq=1.0, dot=0.5) if work.compare else None
+        compared = GradientSums(divergence_sq=1.0, policy_sq=1.0, dot=0.5) if work.compare else None
         weight = sum(weights[i] * 2 for i in weights)
         return dataclasses.replace(
             found, policy=RankPolicy(loss=0.5 * weight, weight=weight, domains={"d": sums}, compared=compared)

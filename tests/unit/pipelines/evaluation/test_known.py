@@ -39,8 +39,8 @@ class Measuring:
     def load(self, model_dir: Path) -> None:
         self.asked.append(f"load {model_dir.name}")
 
-    def hold(self, model_dir: Path, *, like: Path) -> None:
-        assert like.name == "base", "the student's files are those that engines can reach"
+    def hold(self, model_dir: Path, *, shape_of: Path) -> None:
+        assert shape_of.name == "base", "the student's files are those that engines can reach"
         self.asked.append(f"hold {model_dir.name}")
 
     def evaluate(self, domains: Any = None, *, model: str) -> Evaluation:
@@ -204,10 +204,10 @@ H100, H200 = (GPU(uuid=f"GPU-{name}", nbytes=80 << 30, name=f"NVIDIA {name}") fo
 
 def test_another_gpu_is_asked_again(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     runs.world.data["cluster"] = {"rollout_gpus": 1}
-    monkeypatch.setattr(known, "gpus_here", lambda: [H100, H100])
+    monkeypatch.setattr(known, "list_gpus", lambda: [H100, H100])
     assert runs.begin() == ALL
     assert runs.begin() == NONE
-    monkeypatch.setattr(known, "gpus_here", lambda: [H200])
+    monkeypatch.setattr(known, "list_gpus", lambda: [H200])
     assert runs.begin() == ALL
     assert runs.begin() == NONE
 
@@ -215,18 +215,18 @@ def test_another_gpu_is_asked_again(runs: Runs, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("gpus", [[H100, H200], []], ids=["several", "unknown"])
 def test_without_one_kind_of_gpu_nothing_is_kept(gpus: list[GPU], runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     runs.world.data["cluster"] = {"rollout_gpus": 1}
-    monkeypatch.setattr(known, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(known, "list_gpus", lambda: gpus)
     assert runs.begin() == ALL
     assert runs.begin() == ALL
 
 
 def test_of_a_cluster_the_nodes_tell_which_gpus_it_has(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     def has(*resources: str) -> Any:
-        node = Node(id="n", address="a", here=True, has=dict.fromkeys(("CPU", *resources), 1.0), labels={})
+        node = Node(id="n", address="a", is_local=True, has=dict.fromkeys(("CPU", *resources), 1.0), labels={})
         return lambda: [node]
 
     runs.world.data["cluster"] = {"rollout_gpus": 1, "address": "10.0.0.1:6379"}
-    monkeypatch.setattr(known, "gpus_here", lambda: pytest.fail("they are other machines'"))
+    monkeypatch.setattr(known, "list_gpus", lambda: pytest.fail("they are other machines'"))
     for resources, asked in (
         (("accelerator_type:H100", "GPU"), ALL),
         (("accelerator_type:H100", "GPU"), NONE),
