@@ -179,7 +179,7 @@ class Passes:
         (plan,) = plan_micro_batches(sizes(rollouts, way), 1, self._case.micro_batch_tokens)
         for ids in plan:
             batch = micro_batch([(rows[i],) for i in ids], self._dtype, None, LAYOUT[way])
-            loss, _ = self._student(batch, heads, token_weights(batch, [weights[i] for i in ids]))
+            loss, _ = self._student(batch, heads, {"divergence": token_weights(batch, [weights[i] for i in ids])})
             loss.backward()
             total += float(loss.detach())
         self._student.zero_grad()

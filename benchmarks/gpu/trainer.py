@@ -19,6 +19,7 @@ from opd.models.heads import HeadSource
 from opd.records.types import Rollout, Teacher
 from opd.settings.yaml_files import validate_section
 from opd.stream.schema import TargetRow, write_stream
+from opd.train.components import Component
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import RankResult, RankWork, TrainerRank
 from opd.train.totals import row_weights
@@ -91,7 +92,9 @@ class Task:
         sizes = [RowSize(r.sample_id, r.domain, num_tokens([r])) for r in self.rollouts]
         (plan,) = plan_micro_batches(sizes, 1, micro_batch_tokens)
         weights = row_weights(self.rollouts, "token_mean", {})
-        rank.begin_step(RankWork(step=step, lr=lr, micro_batches=tuple(map(tuple, plan)), weights=weights), self.heads)
+        components = {"divergence": Component(weights=weights)}
+        work = RankWork(step=step, lr=lr, micro_batches=tuple(map(tuple, plan)), components=components)
+        rank.begin_step(work, self.heads)
         for index in range(len(plan)):
             rank.accumulate_micro_batch(index, NOTHING, *([_stream(self.rows, self.dtype)] if index == 0 else []))
         return len(plan)

@@ -15,7 +15,7 @@ Shapes: N response tokens, C tokens of a chunk, D student width, E a teacher's w
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -139,12 +139,13 @@ class LossHead(nn.Module):
         tokens: Tokens | Tensor,
         teachers: Sequence[Block] = (),
         heads: Mapping[str, Head] | None = None,
+        show_logits: Callable[[slice, Tensor], None] | None = None,
     ) -> Any:
         """Return the loss, a scalar with gradients for hidden states and head, and the `TokenStats`.
 
         The loss is sum_n weight_n f(p_n), plus the policy gradient's sum if tokens have advantages; the divergence is 0 if no
         block has an answer. `teachers` cover the N tokens in order. `heads` are the output heads that they still need, without
-        the student's own. With ids in place of `Tokens`, returns their log-probs [N]. Computes in float32, in float64 if the
+        the student's own. `show_logits` gets the student's logits [C, v] of some tokens at a time. With ids in place of `Tokens`, returns their log-probs [N]. Computes in float32, in float64 if the
         student's hidden states are float64. Raises: ValueError if hidden states and head differ in width.
         """
         loss, head_v_D = self._choose_loss(teachers), self._cut_padding()
@@ -162,6 +163,8 @@ class LossHead(nn.Module):
             for block, part, span in _chunk_spans(teachers, loss.chunk):
                 h_C_D = hidden_N_D[span]
                 raw_C_V = h_C_D @ head_v_D.T
+                if show_logits is not None:
+                    show_logits(span, loss.rule.apply(raw_C_V))
                 block_chunk, values_of = _prepare_elementwise(loss, block, part)
                 for rows in _column_slices(raw_C_V, loss.chunk):
                     token_rows = slice(span.start + rows.start, span.start + rows.stop)
@@ -222,9 +225,7 @@ def _check_shapes(loss: Loss, hidden_N_D: Tensor, head_V_D: Tensor, teachers: Se
     pairs += [(hidden, head, "teacher") for block in teachers for hidden, head in block.products()]
     for hidden, head, role in pairs:
         if hidden.shape[-1] != head.shape[-1]:
-            raise ValueError(
-                f"{role}: hidden states of width {hidden.shape[-1]}, output head of width {head.shape[-1]}"
-            )
+            raise ValueError(f"{role}: hidden states of width {hidden.shape[-1]}, output head of width {head.shape[-1]}")
 
 
 def _chunk_spans(teachers: Sequence[Block], chunk: int) -> Iterator[tuple[Block, slice, slice]]:
@@ -320,9 +321,7 @@ def _run_compiled(
     num = len(raw_C_V)
     num_padding = _slice_rows(raw_C_V, loss.chunk) - num
     padded = tuple(pad_rows(column, num_padding) for column in columns)
-    values, grad_C_V = _compiled_elementwise()(
-        loss, pad_rows(raw_C_V, num_padding), block_chunk.pad_rows(num_padding), padded
-    )
+    values, grad_C_V = _compiled_elementwise()(loss, pad_rows(raw_C_V, num_padding), block_chunk.pad_rows(num_padding), padded)
     return tuple(None if v is None else v[:num] for v in values), grad_C_V[:num]
 
 

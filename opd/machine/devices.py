@@ -17,6 +17,8 @@ def to_device(record: T, device: torch.device) -> T:
     """Move every tensor of a (possibly nested) record to `device`; tensors that are already there are not copied."""
     if isinstance(record, Tensor):
         return record.to(device)  # type: ignore[return-value]
+    if isinstance(record, dict):
+        return {name: to_device(part, device) for name, part in record.items()}  # type: ignore[return-value]
     if isinstance(record, tuple):
         return tuple(to_device(part, device) for part in record)  # type: ignore[return-value]
     if dataclasses.is_dataclass(record):

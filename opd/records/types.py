@@ -33,6 +33,21 @@ SegmentOrigin = Literal["main", "summary", "sub_agent", "aside"]
 dialogue of an agent's program: one beside which the one that it left went on, or one that begins with nothing of the student's."""
 
 
+ToolCallParser = Literal[
+    "auto",
+    "hermes",
+    "qwen3_json",
+    "llama3_json",
+    "llama4_json",
+    "mistral",
+    "pythonic",
+    "llama4_pythonic",
+    "qwen3_xml",
+    "qwen3_coder",
+]
+"""How a model writes calls of tools, by the names of `opd.tool_formats`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One line of a domain's prompts file, tokenised with the student's tokenizer."""
@@ -347,6 +362,8 @@ class StepReport:
     """Most bytes of parts that had come and were not yet trained."""
     policy: PolicyReport | None = None
     """The policy gradient's numbers; None without a reward."""
+    companions: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Companion -> its numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

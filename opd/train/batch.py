@@ -16,9 +16,15 @@ from torch import Tensor
 from opd.errors import RunError
 from opd.losses.blocks import Block
 from opd.models.layouts import LAYOUTS, Packed, predict_trained
+from opd.payloads.none import Unscored
 from opd.payloads.sampled_logprobs import mixed_logprobs
 from opd.records.types import Rollout
 from opd.stream.schema import TargetRow
+
+DIVERGENCE, POLICY = "divergence", "policy"
+"""Components of the student's loss."""
+ADVANTAGE, RETURN, OLD_VALUE = "advantage", "return", "old_value"
+"""Columns of the policy gradient and of a critic's loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +123,12 @@ def micro_batch(
         row_lengths=tuple(r.num_trained for r in rollouts),
         domains=tuple(r.domain for r in rollouts),
     )
+
+
+def unscored_batch(rollouts: Sequence[Rollout], layout: str) -> MicroBatch:
+    """Build the tensors of rollouts of which no teacher says anything."""
+    rows = [TargetRow(rollout=rollout, teacher="", answer=Unscored()) for rollout in rollouts]
+    return micro_batch([(row,) for row in rows], torch.float32, layout=layout)
 
 
 def _trained_logprobs(rollout: Rollout) -> list[float]:

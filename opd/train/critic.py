@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from opd import cluster
 from opd.records.types import Rollout
+from opd.train.batch import OLD_VALUE, RETURN
+from opd.train.components import Component
 from opd.train.critic_rank import CriticOptions, CriticRank, UpdateWork
 from opd.train.ranks import Ranks, RanksSpec
 from opd.train.schedule import LearningRate
 
 if TYPE_CHECKING:
-    from opd.train.value import Floats
+    from opd.credit.interfaces import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +59,13 @@ class DeepSpeedCritic(Ranks[CriticRank]):
         `returns` and `values` are [N] by sample id. Returns the mean squared error before it, and the gradient's norm. Raises: RunError on a
         non-finite gradient, and what `opd.cluster.wait_for_all` raises.
         """
-        weight = 1 / sum(len(part) for part in returns.values())
+        # DeepSpeed averages gradients over ranks; the weight makes a sum over all ranks a mean.
+        weight = 1 / sum(len(part) for part in returns.values()) * len(self._ranks)
+        whole = Component(weights=dict.fromkeys(returns, weight), columns={RETURN: returns, OLD_VALUE: values})
+        lr = self._rate.rate_at_step(step)
         pending = []
         for rank, part in zip(self._ranks, self._plan, strict=True):
-            sample_ids = [i for ids in part for i in ids]
-            work = UpdateWork(
-                step=step,
-                lr=self._rate.rate_at_step(step),
-                returns={i: returns[i] for i in sample_ids},
-                values={i: values[i] for i in sample_ids},
-                weight=weight,
-            )
+            work = UpdateWork(step=step, lr=lr, component=whole.of([i for ids in part for i in ids]))
             pending.append(rank.submit(CriticRank.update, work))
         results = cluster.wait_for_all(pending, timeout_s=self._timeout_s)
         return sum(result.loss for result in results), results[0].grad_norm

@@ -3,7 +3,7 @@ on all ranks at once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,12 +12,14 @@ import torch
 
 from opd.machine.devices import to_device
 from opd.records.types import Rollout
+from opd.train.batch import unscored_batch
+from opd.train.components import Component
 from opd.train.load import load_share
-from opd.train.value import Critic, lay_out_rollouts, state_indices, value_batch
+from opd.train.value import Critic, state_indices
 from opd.train.zero import ModelOptions, ZeroEngine
 
 if TYPE_CHECKING:
-    from opd.train.value import Floats
+    from opd.credit.interfaces import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +38,8 @@ class UpdateWork:
 
     step: int
     lr: float
-    returns: Mapping[str, Floats]
-    """Sample id -> [N] target value of the state before each trained token."""
-    values: Mapping[str, Floats]
-    """Sample id -> [N] the critic's value when the step began."""
-    weight: float
-    """Weight of each token in the loss: one over the trained tokens of all ranks."""
+    component: Component
+    """Weights of the tokens, target values of the states before them, and the critic's values when the step began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +68,7 @@ class CriticRank(ZeroEngine):
         self._micro_batches = micro_batches
         values_by_sample: dict[str, Floats] = {}
         for rollouts in micro_batches:
-            packed = lay_out_rollouts(rollouts, self._layout)
+            packed = unscored_batch(rollouts, self._layout).packed
             state_N = state_indices(packed, rollouts)
             with torch.no_grad():
                 moved = to_device(packed, self._device), state_N.to(self._device)
@@ -79,19 +77,17 @@ class CriticRank(ZeroEngine):
             # `state_indices` has the states behind the last tokens at its end, one for each rollout.
             *token_values, ends_B = value_N.split([*sizes, len(rollouts)])
             for index, rollout in enumerate(rollouts):
-                values_by_sample[rollout.sample_id] = torch.cat(
-                    [token_values[index], ends_B[index : index + 1]]
-                ).numpy()
+                values_by_sample[rollout.sample_id] = torch.cat([token_values[index], ends_B[index : index + 1]]).numpy()
         return values_by_sample
 
     def update(self, work: UpdateWork) -> UpdateResult:
         """Take an optimiser step on all micro-batches. Raises: RunError on a non-finite gradient."""
-        total, ranks = 0.0, self._options.world_size
+        total = 0.0
         for index, rollouts in enumerate(self._micro_batches):
-            # DeepSpeed averages gradients over ranks; the weight makes a sum over all ranks a mean.
-            batch = value_batch(rollouts, work.returns, work.values, work.weight * ranks, self._layout)
-            loss = self.model(to_device(batch, self._device))
-            total += float(loss.detach()) / ranks
+            batch, ids = unscored_batch(rollouts, self._layout), [rollout.sample_id for rollout in rollouts]
+            weight_N, columns = work.component.token_weights(batch, ids), work.component.token_columns(batch, ids)
+            loss = self.model(*to_device((batch, weight_N, columns), self._device))
+            total += float(loss.detach()) / self._options.world_size
             self.add_gradients(loss, last=index == len(self._micro_batches) - 1)
         return UpdateResult(loss=total, grad_norm=self.take_step(work.step, work.lr))
 

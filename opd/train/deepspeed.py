@@ -22,13 +22,14 @@ from opd.records.types import Rollout, StepReport
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
 from opd.traces.choose import watched_samples
-from opd.train.batch import gather_samples, leave_one_out
+from opd.train.batch import DIVERGENCE, POLICY, gather_samples, leave_one_out
+from opd.train.components import Component
 from opd.train.feed import Feed
-from opd.train.policy import RankPolicy, policy_work
+from opd.train.policy import policy_component
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.ranks import Ranks, RanksSpec
 from opd.train.schedule import LearningRate
-from opd.train.totals import mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
+from opd.train.totals import RankPolicy, mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
 from opd.train.turns import first_turns
 
 
@@ -77,30 +78,44 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         skipped = StepReport(
             step=step, loss=0.0, grad_norm=0.0, lr=step_work.lr, logprob_gap=0.0, domains={}, skipped=True
         )  # fmt: skip
-        if not step_work.weights:
+        if not step_work.components:
             targets.wait_for_parts()
             targets.wait_for_sinks()
             return skipped
         plan = self.plan_micro_batches(rollouts)
         start = self._spec.rank.start
         rounds = start.scored_micro_batches(plan, rollouts) if start else frozenset()
-        self._begin_step(
-            replace(step_work, baselines=self._compute_baselines(targets), start_rounds=rounds), plan, targets
-        )
+        baselines = whole_step_baselines(targets) if self._objective.wants_baseline else None
+        step_work = replace(step_work, baselines=baselines, start_rounds=rounds)
+        for rank, part in zip(self._ranks, plan, strict=True):
+            rank.submit(TrainerRank.begin_step, step_work.select_micro_batches(part), dict(targets.heads))
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
-        scored_share = partial(_scored_share, rollouts, step_work.weights)
-        trains = self._accumulate_all(feed, len(plan[0]), targets, scored_share)
+        scored_share = partial(_scored_share, rollouts)
+        weights = step_work.components[DIVERGENCE].weights
+        trains = self._accumulate_all(feed, len(plan[0]), targets, partial(scored_share, weights))
         targets.wait_for_sinks()
         if not trains:
             return skipped
-        share = self._sum_turn_weights() if self._spec.weighs_turns else scored_share(targets.quarantined)
-        if step_work.policy is not None and targets.quarantined:
-            self._rescale_policy(
-                len(plan[0]), share, _scored_share(rollouts, step_work.policy.weights, targets.quarantined)
-            )
+        left_out = targets.quarantined
+        # Turns have changed the weights: their sum over all ranks is known once all are trained.
+        turns = self._spec.weighs_turns
+        share = math.fsum(self._call(TrainerRank.sum_weights)) if turns else scored_share(weights, left_out)
+        other_shares = {
+            n: scored_share(own.weights, left_out) for n, own in step_work.components.items() if n != DIVERGENCE
+        }
+        if other_shares and left_out:
+            self._rescale(len(plan[0]), share, other_shares)
+        companion_shares = {name: scored_share(own.weights, left_out) for name, own in step_work.companions.items()}
+        readings = self._call(TrainerRank.step_companions, companion_shares)[0] if companion_shares else {}
         report = _make_step_report(step, step_work.lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
-        return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
+        return replace(
+            report,
+            early_micro_batches=feed.early,
+            waited_s=feed.waited_s,
+            peak_bytes=feed.peak_bytes,
+            companions=readings,
+        )
 
     def _accumulate_all(
         self, feed: Feed, rounds: int, targets: TargetStream, scored_share: Callable[[Collection[str]], float]
@@ -126,59 +141,49 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             left_out = frozenset(targets.quarantined)
             if index == rounds - 1 and not scored_share(left_out):
                 return False
-            running.append((index, self._submit_micro_batch(index, left_out, handles)))
+            pending = [
+                rank.submit(TrainerRank.accumulate_micro_batch, index, left_out, *own)
+                for rank, own in zip(self._ranks, handles, strict=True)
+            ]
+            running.append((index, pending))
         while finish_oldest():
             pass
         return True
 
-    def _rescale_policy(self, rounds: int, share: float, own_share: float) -> None:
-        """Make the policy gradient a mean over the samples that were scored.
+    def _rescale(self, rounds: int, share: float, own_shares: Mapping[str, float]) -> None:
+        """Make every component beside the divergence a mean over the samples that were scored.
 
-        The optimiser divides all gradients by `share`, that of the divergence, but the policy gradient needs its `own_share`:
-        so the ranks add it a second time, times share / own_share - 1. Raises: RunError if a rank fails.
+        The optimiser divides all gradients by `share`, that of the divergence, but a component needs its own: so the ranks add
+        it a second time, times share / own share - 1. Raises: RunError if a rank fails.
         """
-        extra = share / own_share - 1 if own_share else 0.0
+        more = {name: share / own - 1 if own else 0.0 for name, own in own_shares.items()}
         for index in range(rounds):
-            self._call(TrainerRank.rescale_policy, index, extra)
+            self._call(TrainerRank.rescale, index, more)
 
     def _make_step_work(
         self, step: int, rollouts: Sequence[Rollout], stale: frozenset[str], reward: RewardStep | None
     ) -> RankWork:
-        """Return the work of all ranks, not cut into micro-batches yet; `weights` is empty if no token is trained."""
-        policy = policy_work(reward, rollouts, self._spec.domain_weights)
+        """Return the work of all ranks, not cut into micro-batches yet; `components` is empty if no token is trained."""
+        policy = policy_component(reward, rollouts, self._spec.domain_weights)
         waits = reward is not None and reward.waits
-        rewards = policy is not None and policy.weight > 0
+        rewards = policy is not None and policy.factor > 0
         teaches = not waits and (rewards or self._objective.HAS_DIVERGENCE)
         weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
-        lr = self._spec.rate.rate_at_step(step)
-        other_fields: dict[str, Any] = {"stale": stale, "policy": policy, "watched": watched_samples(rollouts)}
-        other_fields["first_turns"] = first_turns(rollouts)
-        return RankWork(step=step, lr=lr, micro_batches=(), weights=weights, **other_fields)
-
-    def _sum_turn_weights(self) -> float:
-        """Return the sum of the step's token weights over all ranks, once turns have changed them and all are trained."""
-        return math.fsum(self._call(TrainerRank.sum_weights))
-
-    def _compute_baselines(self, targets: TargetStream) -> dict[str, float] | None:
-        """Return the baselines that the objective subtracts from its advantages, by sample id; None if it has none.
-
-        Raises: as `TargetStream.take_part`.
-        """
-        return whole_step_baselines(targets) if self._objective.wants_baseline else None
-
-    def _begin_step(self, step_work: RankWork, plan: Sequence[Sequence[Sequence[str]]], targets: TargetStream) -> None:
-        """Send each rank its part of this step's work; `step_work` is the work of all ranks, without micro-batches."""
-        for rank, part in zip(self._ranks, plan, strict=True):
-            rank.submit(TrainerRank.begin_step, step_work.select_micro_batches(part), dict(targets.heads))
-
-    def _submit_micro_batch(
-        self, index: int, left_out: frozenset[str], handles: Sequence[Sequence[Any]]
-    ) -> list[Pending[None]]:
-        """Have each rank train its micro-batch `index`, with the handles of the parts that came for it; returns at once."""
-        return [
-            rank.submit(TrainerRank.accumulate_micro_batch, index, left_out, *own)
-            for rank, own in zip(self._ranks, handles, strict=True)
-        ]
+        components = {DIVERGENCE: Component(weights=weights)} if weights else {}
+        if policy and components:
+            components[POLICY] = policy
+        tokens = Component(weights=row_weights(rollouts, "token_mean", {}))
+        return RankWork(
+            step=step,
+            lr=self._spec.rate.rate_at_step(step),
+            micro_batches=(),
+            components=components,
+            companions={spec.name: tokens for spec in self._spec.rank.companions},
+            compare=reward is not None and reward.compare and POLICY in components,
+            stale=stale,
+            first_turns=first_turns(rollouts),
+            watched=watched_samples(rollouts),
+        )
 
     def _refuse_broken(self, report: StepReport) -> None:
         """Refuse to go on after a step whose numbers are impossible. Raises: RunError."""

@@ -1,4 +1,4 @@
-"""The policy gradient's part of an optimiser step: its weights, its tokens, its sums, and its gradient beside the divergence's.
+"""The policy gradient's component of a step, and its gradient beside the divergence's.
 
 Its mean is over the trained tokens that have an advantage, of the whole step: a token counts the same however long its response
 is, and however rows are cut into ranks and micro-batches. The divergence has a mean of its own.
@@ -7,63 +7,20 @@ is, and however rows are cut into ranks and micro-batches. The divergence has a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from opd.losses.chunked import RewardedStats
-from opd.records.rewards import GradientSums, PolicyStats, RewardStep
-from opd.records.sums import add_to_sums
+from opd.records.rewards import GradientSums, RewardStep
 from opd.records.types import Rollout
-from opd.train.batch import MicroBatch
-from opd.train.totals import row_weights, token_weights
-
-if TYPE_CHECKING:
-    from opd.credit.interfaces import Floats
+from opd.train.batch import ADVANTAGE
+from opd.train.components import Component
+from opd.train.totals import row_weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyWork:
-    """The policy gradient of one optimiser step, of all ranks or of one."""
-
-    weight: float
-    """Factor of the policy gradient's mean, beside the divergence's mean."""
-    weights: Mapping[str, float]
-    """Sample id -> weight of each of its trained tokens in the policy gradient's own mean."""
-    advantages: Mapping[str, Floats]
-    """Sample id -> [N] advantage of each trained token."""
-    compare: bool = False
-    """Compute the gradients of policy and divergence one after the other, so as to compare them."""
-
-    def select_samples(self, sample_ids: Sequence[str]) -> PolicyWork:
-        """Return the part of these samples."""
-        weighted_ids = [i for i in sample_ids if i in self.weights]
-        return replace(
-            self,
-            weights={i: self.weights[i] for i in weighted_ids},
-            advantages={i: self.advantages[i] for i in weighted_ids},
-        )
-
-    def token_advantages(self, batch: MicroBatch, sample_ids: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return advantage_N and weight_N of a micro-batch with these samples; 0 for samples that take no part.
-
-        The weights are those of the policy gradient's own mean.
-        """
-        columns = [
-            torch.from_numpy(self.advantages[i]) if i in self.advantages else torch.zeros(length)
-            for i, length in zip(sample_ids, batch.row_lengths, strict=True)
-        ]
-        assert tuple(len(column) for column in columns) == batch.row_lengths
-        advantage_N = torch.cat(columns) if columns else torch.zeros(0)
-        return advantage_N, token_weights(batch, [self.weights.get(i, 0.0) for i in sample_ids])
-
-
-def policy_work(
+def policy_component(
     reward: RewardStep | None, rollouts: Sequence[Rollout], domain_weights: Mapping[str, float]
-) -> PolicyWork | None:
-    """Return the policy gradient's work of all ranks; None if no trained token has an advantage."""
+) -> Component | None:
+    """Return the policy gradient of a step, of all ranks; None if no trained token has an advantage."""
     if reward is None:
         return None
     rewarded = [rollout for rollout in rollouts if rollout.sample_id in reward.advantages]
@@ -71,43 +28,7 @@ def policy_work(
     if not weights:
         return None
     advantages = {i: reward.advantages[i] for i in weights}
-    return PolicyWork(weight=reward.weight, weights=weights, advantages=advantages, compare=reward.compare)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPolicy:
-    """Sums over one rank's tokens that have an advantage."""
-
-    loss: float
-    """This rank's share of the weighted sum."""
-    weight: float
-    """The weights of its tokens; those of all ranks add up to 1 if every row was scored."""
-    domains: Mapping[str, PolicyStats]
-    compared: GradientSums | None = None
-
-
-class PolicyTotals:
-    """Sums over a rank's micro-batches."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.weight = 0.0
-        self.domains: dict[str, PolicyStats] = {}
-
-    def add(self, batch: MicroBatch, weight_N: Tensor, stats: RewardedStats) -> None:
-        """Add one micro-batch; `weight_N` as in the policy gradient's own mean."""
-        rewarded_N = weight_N != 0
-        value_N = torch.where(rewarded_N, stats.policy_N.float(), 0.0)
-        self.loss += float((value_N * weight_N).sum())
-        self.weight += float(weight_N.sum())
-        lengths = list(batch.row_lengths)
-        masked_N = (stats.masked_N != 0) & rewarded_N
-        parts = zip(value_N.split(lengths), masked_N.split(lengths), rewarded_N.split(lengths), strict=True)
-        for domain, (value, masked, rewarded) in zip(batch.domains, parts, strict=True):
-            tokens = int(rewarded.sum())
-            if tokens:
-                row = PolicyStats(tokens=tokens, loss_sum=float(value.sum()), masked=int(masked.sum()))
-                add_to_sums(self.domains, domain, row)
+    return Component(weights=weights, factor=reward.weight, columns={ADVANTAGE: advantages})
 
 
 class GradientComparison:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,17 +21,18 @@ from opd.machine.devices import to_device
 from opd.models.buckets import Bucket
 from opd.models.heads import OWN_HEAD, Head, HeadSource
 from opd.models.lora import tensor_name
-from opd.payloads.none import Unscored
-from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats
+from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats, WrittenFile
 from opd.stream.schema import TargetRow, read_stream
-from opd.train.batch import MicroBatch, Scored, gather_samples, micro_batch
+from opd.train.batch import DIVERGENCE, MicroBatch, gather_samples, micro_batch, unscored_batch
+from opd.train.companions import Companion, CompanionSpec, StudentView
+from opd.train.components import Component
 from opd.train.export import WeightSender, gather_parameters
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, add_adapters, plain_weights, write_adapter
-from opd.train.policy import GradientComparison, PolicyTotals, PolicyWork, RankPolicy
+from opd.train.policy import GradientComparison
 from opd.train.start import StartTeacher
 from opd.train.student import Student
-from opd.train.totals import Totals, token_weights
+from opd.train.totals import RankPolicy, Totals
 from opd.train.turns import TurnWeights, turn_factors
 from opd.train.zero import ModelOptions, ZeroEngine
 
@@ -43,8 +45,10 @@ class RankWork:
     lr: float
     micro_batches: tuple[tuple[str, ...], ...]
     """Sample ids of each micro-batch; every rank has the same number of them."""
-    weights: Mapping[str, float]
-    """Sample id -> weight of each of its trained tokens in the loss; over all ranks they make it a mean."""
+    components: Mapping[str, Component]
+    """Parts that the loss is the sum of, by name; `DIVERGENCE` is always among them where something is trained."""
+    compare: bool = False
+    """Compute the gradients of the divergence and of the other components one after the other, so as to compare them."""
     baselines: Mapping[str, float] | None = None
     """Sample id -> what the objective takes off its advantages, `opd.train.batch.leave_one_out` over the whole step; None
     without a baseline."""
@@ -54,8 +58,8 @@ class RankWork:
     """Sample id -> turns of its dialogue in the segments before it; only of samples that have some."""
     watched: frozenset[str] = frozenset()
     """Samples whose loss is reported token by token."""
-    policy: PolicyWork | None = None
-    """The policy gradient; None without a reward."""
+    companions: Mapping[str, Component] = field(default_factory=dict)
+    """Weights of the tokens in the loss of each companion, by its name."""
     start_rounds: frozenset[int] = frozenset()
     """Micro-batches for which all ranks ask the start student."""
 
@@ -65,12 +69,12 @@ class RankWork:
         return replace(
             self,
             micro_batches=tuple(map(tuple, part)),
-            weights={i: self.weights[i] for i in sample_ids},
+            components={name: component.of(sample_ids) for name, component in self.components.items()},
+            companions={name: component.of(sample_ids) for name, component in self.companions.items()},
             baselines=self.baselines and {i: self.baselines[i] for i in sample_ids if i in self.baselines},
             stale=self.stale.intersection(sample_ids),
             first_turns={i: self.first_turns[i] for i in sample_ids if i in self.first_turns},
             watched=self.watched.intersection(sample_ids),
-            policy=self.policy and self.policy.select_samples(sample_ids),
         )
 
 
@@ -105,6 +109,8 @@ class RankOptions(ModelOptions):
     start: StartTeacher | None = None
     """Settings for the student as the merge begins as a teacher; None if it is no teacher, or if a pool scores with it as with
     the others. Needs `lora`."""
+    companions: tuple[CompanionSpec, ...] = ()
+    """Models that learn beside the student."""
 
 
 class TrainerRank(ZeroEngine):
@@ -115,8 +121,14 @@ class TrainerRank(ZeroEngine):
     def __init__(self, options: RankOptions, rank: int) -> None:
         super().__init__(options, rank, partial(_load_student, options))
         self._heads: OrderedDict[str, Head] = OrderedDict()
+        self._companions: dict[str, Companion] = {}
         self._gathered: Bucket | None = None
         """A bucket of new weights that the driver has not fetched yet."""
+
+    def start(self, address: str, port: int) -> None:
+        super().start(address, port)
+        for spec in self._options.companions:
+            self._companions[spec.name] = spec.start(self._options, self._rank, self._engine.module, self._device)
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Take a step's work; heads, by content hash, are read when a micro-batch needs them."""
@@ -127,61 +139,59 @@ class TrainerRank(ZeroEngine):
 
         `parts` are streams of this rank's rows that came since the last call. Each is an argument of its own, because Ray hands
         over top-level arguments as views into shared memory. `left_out` are samples that one of their teachers could not score:
-        they are not trained, whatever the other teachers sent. With a reward and such samples, `rescale_policy` follows.
-        Raises: RunError if rows are missing.
+        they are not trained, whatever the other teachers sent. With other components than the divergence and such samples,
+        `rescale` follows. Raises: RunError if rows are missing.
         """
-        step = self._step
+        step, work = self._step, self._step.work
         step.keep_rows(parts)
-        ids = [i for i in step.work.micro_batches[index] if i not in left_out]
-        if index in step.work.start_rounds:
+        ids = [i for i in work.micro_batches[index] if i not in left_out]
+        if index in work.start_rounds:
             self._score_by_start(ids)
         batch = step.micro_batch(ids, self._layout)
         # Each key once: a head that several blocks share would be read a second time if others had evicted it meanwhile.
         needed = dict.fromkeys(key for block in batch.blocks for key in block.head_keys())
         heads = {key: self._fetch_head(step.heads[key]) for key in needed if key != OWN_HEAD}
-        # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
-        weight_N = token_weights(batch, [step.work.weights[i] for i in ids])
+        weights = {name: component.token_weights(batch, ids) for name, component in work.components.items()}
         if self._options.turn_weights:
-            weight_N = weight_N * self._turn_factors(batch, heads)
-        scaled_N = (weight_N * self._options.world_size).to(self._device)
-        inputs = (to_device(batch, self._device), heads, scaled_N)
-        work = step.work.policy
-        # Samples that were left out make `rescale_policy` follow, whose last pass is then the one before the optimiser steps.
-        last = index == len(step.work.micro_batches) - 1 and not (work and left_out)
-        rewarded = work.token_advantages(batch, ids) if work else ()
-        if work and work.compare:
-            inputs = self._add_divergence_gradients(*inputs)
-        loss, stats = self.model(*inputs, *self._scaled_advantages(rewarded))
-        self.add_gradients(loss, last=last)
-        if work and work.compare:
-            step.comparison.note_after_pass(self.local_gradients())
-        stale = frozenset(row for row, i in enumerate(ids) if i in step.work.stale)
+            weights[DIVERGENCE] = weights[DIVERGENCE] * self._turn_factors(batch, heads)
+        # Samples that were left out make `rescale` follow, whose last pass is then the one before the optimiser steps.
+        last = index == len(work.micro_batches) - 1 and not (len(work.components) > 1 and left_out)
+        pass_weights = weights
+        if work.compare:
+            loss, _ = self.model(*self._make_inputs(batch, ids, heads, {DIVERGENCE: weights[DIVERGENCE]}))
+            self.add_gradients(loss, last=False)
+            # It stays in the other pass, with weights of 0, so that its numbers are among the statistics.
+            pass_weights = weights | {DIVERGENCE: torch.zeros_like(weights[DIVERGENCE])}
+        view = StudentView(self._companions.values()) if self._companions else None
+        with self._note_added_gradients(pass_weights):
+            loss, stats = self.model(*self._make_inputs(batch, ids, heads, pass_weights), view)
+            self.add_gradients(loss, last=last)
+        if view:
+            self._train_companions(batch, ids, view)
+        stale = frozenset(row for row, i in enumerate(ids) if i in work.stale)
         stats = to_device(stats, torch.device("cpu"))
-        step.totals.add(batch, weight_N, stats, stale)
-        step.totals.keep_token_losses(batch, stats, {row: i for row, i in enumerate(ids) if i in step.work.watched})
-        if rewarded:
-            step.policy_totals.add(batch, rewarded[1], stats)
+        step.totals.add(batch, weights, stats, stale)
+        step.totals.keep_token_losses(batch, stats, {row: i for row, i in enumerate(ids) if i in work.watched})
 
-    def rescale_policy(self, index: int, factor: float) -> None:
-        """Add the policy gradient of the step's micro-batch `index` a second time, times `factor`.
+    def _train_companions(self, batch: MicroBatch, ids: Sequence[str], view: StudentView) -> None:
+        """Add the gradients of every companion, by what it saw of this micro-batch."""
+        moved = to_device(batch, self._device)
+        for name, companion in self._companions.items():
+            weight_N = self._step.work.companions[name].token_weights(batch, ids)
+            companion.add_gradients(moved, view.hidden, weight_N.to(self._device))
+        self._trim_memory()
 
-        All ranks do this at the same time, for every micro-batch. See `DeepSpeedTrainer._rescale_policy` for the reason.
+    def rescale(self, index: int, more: Mapping[str, float]) -> None:
+        """Add components of the step's micro-batch `index` a second time, each times its number in `more`.
+
+        All ranks do this at the same time, for every micro-batch. See `DeepSpeedTrainer._rescale` for the reason.
         """
-        step = self._step
-        work = step.work.policy
-        assert work is not None
-        rollouts = step.rewarded[index]
-        batch = micro_batch([_make_unscored_sample(rollout) for rollout in rollouts], step.dtype, layout=self._layout)
-        advantage_N, weight_N = work.token_advantages(batch, [rollout.sample_id for rollout in rollouts])
-        nothing_N = torch.zeros(len(weight_N), device=self._device)
-        if work.compare:
-            step.comparison.begin(self.local_gradients())
-        loss, _ = self.model(
-            to_device(batch, self._device), {}, nothing_N, *self._scaled_advantages((advantage_N, weight_N * factor))
-        )
-        self.add_gradients(loss, last=index == len(step.work.micro_batches) - 1)
-        if work.compare:
-            step.comparison.note_after_pass(self.local_gradients())
+        work, rollouts = self._step.work, self._step.other_rollouts[index]
+        batch, ids = unscored_batch(rollouts, self._layout), [rollout.sample_id for rollout in rollouts]
+        weights = {name: own.token_weights(batch, ids) * more.get(name, 0.0) for name, own in work.components.items()}
+        with self._note_added_gradients(weights):
+            loss, _ = self.model(*self._make_inputs(batch, ids, {}, weights))
+            self.add_gradients(loss, last=index == len(work.micro_batches) - 1)
 
     def _score_by_start(self, ids: Sequence[str]) -> None:
         """Score these samples with the student as the merge begins, and add its rows to those that other teachers sent."""
@@ -192,23 +202,27 @@ class TrainerRank(ZeroEngine):
         )
         self._trim_memory()
 
-    def _scaled_advantages(self, rewarded: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Move the result of `PolicyWork.token_advantages` to this device, and scale its weights to those of the loss."""
-        if not rewarded:
-            return ()
-        advantage_N, weight_N = rewarded
-        assert self._step.work.policy is not None
-        weight = self._step.work.policy.weight * self._options.world_size
-        return advantage_N.to(self._device), (weight_N * weight).to(self._device)
-
-    def _add_divergence_gradients(
-        self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor
+    def _make_inputs(
+        self, batch: MicroBatch, ids: Sequence[str], heads: Mapping[str, Head], weights: Mapping[str, Tensor]
     ) -> tuple[Any, ...]:
-        """Add the gradients of the divergence alone. Returns the inputs of a second pass, in which its weights are 0."""
-        loss, _ = self.model(batch, heads, weight_N)
-        self.add_gradients(loss, last=False)
-        self._step.comparison.begin(self.local_gradients())
-        return batch, heads, torch.zeros_like(weight_N)
+        """Return what `Student.forward` takes for a pass with the components that have weights, on this device."""
+        components, ranks = self._step.work.components, self._options.world_size
+        # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
+        loss_weights = {name: weight_N * (components[name].factor * ranks) for name, weight_N in weights.items()}
+        columns = {
+            k: column_N for name in weights for k, column_N in components[name].token_columns(batch, ids).items()
+        }
+        return to_device((batch, heads, loss_weights, columns), self._device)
+
+    @contextmanager
+    def _note_added_gradients(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Where gradients are compared, tell what is added within from the rest, if it is not the divergence alone."""
+        compares = self._step.work.compare and len(weights) > 1
+        if compares:
+            self._step.comparison.begin(self.local_gradients())
+        yield
+        if compares:
+            self._step.comparison.note_after_pass(self.local_gradients())
 
     def _turn_factors(self, batch: MicroBatch, heads: Mapping[str, Head]) -> torch.Tensor:
         """Return [N] the factors by which turns change the tokens' weights.
@@ -217,9 +231,9 @@ class TrainerRank(ZeroEngine):
         """
         weights, value_N = self._options.turn_weights, None
         if any(domain.divergence for domain in weights.values()):
-            ones_N = torch.ones(len(batch.token_N), device=self._device)
+            ones = {DIVERGENCE: torch.ones(len(batch.token_N), device=self._device)}
             with torch.no_grad():
-                _, stats = self._engine.module(to_device(batch, self._device), heads, ones_N)
+                _, stats = self._engine.module(to_device(batch, self._device), heads, ones)
             value_N = stats.kl_N.cpu()
         return turn_factors(batch, weights, value_N)
 
@@ -227,12 +241,19 @@ class TrainerRank(ZeroEngine):
         """Return the sum of the weights of this rank's tokens of the step."""
         return self._step.totals.weight
 
+    def step_companions(self, shares: Mapping[str, float]) -> dict[str, dict[str, float]]:
+        """Step every companion before `finish_step`, and return their numbers; `shares`: companion -> its scored part."""
+        step = self._step.work.step
+        return {name: companion.take_step(step, shares[name]) for name, companion in self._companions.items()}
+
     def finish_step(self, share: float) -> RankResult:
         """Step the optimiser with the accumulated gradients, divided by `share`, the sum of the token weights of all ranks.
 
         Raises: RunError on a non-finite gradient.
         """
-        work, totals, policy = self._step.work, self._step.totals, self._policy_result(share)
+        work, totals = self._step.work, self._step.totals
+        if totals.policy and work.compare:
+            totals.policy.compared = self._step.comparison.compare_gradients(self.local_gradients(), share)
         del self._step
         grad_norm = self.take_step(work.step, work.lr, share)
         return RankResult(
@@ -242,17 +263,28 @@ class TrainerRank(ZeroEngine):
             positions=totals.positions,
             turns=totals.turns,
             token_losses=totals.token_losses,
-            policy=policy,
+            policy=totals.policy,
         )
 
-    def _policy_result(self, share: float) -> RankPolicy | None:
-        """Return the sums of the policy gradient, before the optimiser steps; None without a policy gradient."""
-        work = self._step.work.policy
-        if work is None:
-            return None
-        totals = self._step.policy_totals
-        compared = self._step.comparison.compare_gradients(self.local_gradients(), share) if work.compare else None
-        return RankPolicy(loss=totals.loss, weight=totals.weight, domains=totals.domains, compared=compared)
+    def begin_save(self, path: Path) -> None:
+        super().begin_save(path)
+        for companion in self._companions.values():
+            companion.begin_save(path)
+
+    def saved(self, wait_s: float) -> tuple[WrittenFile, ...] | None:
+        parts = [super().saved(wait_s), *(companion.saved(wait_s) for companion in self._companions.values())]
+        return None if None in parts else tuple(file for part in parts for file in part or ())
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        for companion in self._companions.values():
+            companion.load(path)
+
+    def export_companions(self, path: Path) -> None:
+        """Let every companion write its model into a directory of its name, which is made in `path`."""
+        for name, companion in self._companions.items():
+            (path / name).mkdir(exist_ok=True)
+            companion.export(path / name)
 
     def export_adapter(self, path: Path) -> None:
         """Gather the adapters and let rank 0 write them into `path` as PEFT does."""
@@ -315,11 +347,6 @@ def _load_student(options: RankOptions) -> Student:
     return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **loss_options)
 
 
-def _make_unscored_sample(rollout: Rollout) -> Scored:
-    """Return the sample with one row without scores: its tokens take part in the policy gradient alone."""
-    return (TargetRow(rollout=rollout, teacher="", answer=Unscored()),)
-
-
 class _StepInput:
     """The step that is being trained: its work, and the rows that came and were not trained yet."""
 
@@ -333,10 +360,9 @@ class _StepInput:
         self._vocab_size = vocab_size
         self.heads = heads
         self.totals = Totals()
-        self.policy_totals = PolicyTotals()
         self.comparison = GradientComparison()
-        self.rewarded: list[tuple[Rollout, ...]] = []
-        """Per micro-batch that was trained, its rollouts that have an advantage."""
+        self.other_rollouts: list[tuple[Rollout, ...]] = []
+        """Per micro-batch that was trained, its rollouts that take part in other components than the divergence."""
         self._sample_ids = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
         self.dtype = torch.float32
@@ -368,8 +394,8 @@ class _StepInput:
         self._refuse_missing(ids)
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
         work = self.work
-        if work.policy is not None:
-            self.rewarded.append(tuple(samples[i][0].rollout for i in ids if i in work.policy.advantages))
+        others = {i for name, own in work.components.items() if name != DIVERGENCE for i in own.weights}
+        self.other_rollouts.append(tuple(samples[i][0].rollout for i in ids if i in others))
         return micro_batch([samples[i] for i in ids], self.dtype, work.baselines, layout, work.first_turns)
 
     def _refuse_missing(self, ids: Sequence[str]) -> None:

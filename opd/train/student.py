@@ -8,6 +8,8 @@ of both uses of a tied weight arrives in one accumulation.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +18,8 @@ from opd.interfaces import Objective
 from opd.losses.chunked import Loss, LossHead, Tokens, TokenStats
 from opd.models.heads import Head, logit_rule
 from opd.models.layouts import Packed
-from opd.train.batch import MicroBatch
+from opd.train.batch import ADVANTAGE, DIVERGENCE, POLICY, MicroBatch
+from opd.train.companions import StudentView
 
 
 class Student(nn.Module):
@@ -30,15 +33,23 @@ class Student(nn.Module):
         self.loss_head = LossHead(lm.get_output_embeddings().weight, loss)
 
     def forward(
-        self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor, *policy: Tensor
+        self,
+        batch: MicroBatch,
+        heads: Mapping[str, Head],
+        weights: Mapping[str, Tensor],
+        columns: Mapping[str, Tensor] = MappingProxyType({}),
+        view: StudentView | None = None,
     ) -> tuple[Tensor, TokenStats]:
         """Return the micro-batch's share of the loss, and per-token numbers.
 
-        `policy`, with a reward: advantage_N, and the tokens' weight_N in the policy gradient.
+        The loss is the sum of the components that `weights` has: component -> [N] weights of the tokens. `columns` are other
+        numbers of the tokens that components need. `view` shows companions what is computed.
         """
-        hidden_N_D = self.hidden_states(batch.packed)[batch.predict_N]
-        tokens = Tokens(batch.token_N, weight_N, batch.behaviour_N, *policy)
-        value, stats = self.loss_head(hidden_N_D, tokens, batch.blocks, heads)
+        with view.watch_layers(self.lm) if view else nullcontext():
+            hidden_N_D = self.hidden_states(batch.packed)[batch.predict_N]
+        policy = (columns[ADVANTAGE], weights[POLICY]) if POLICY in weights else ()
+        tokens = Tokens(batch.token_N, weights[DIVERGENCE], batch.behaviour_N, *policy)
+        value, stats = self.loss_head(hidden_N_D, tokens, batch.blocks, heads, view and view.show_logits)
         return value, stats
 
     def hidden_states(self, packed: Packed) -> Tensor:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.losses.chunked import TokenStats
+from opd.losses.chunked import RewardedStats, TokenStats
+from opd.records.rewards import GradientSums, PolicyStats
 from opd.records.sums import add_to_sums
 from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats
-from opd.train.batch import MicroBatch
+from opd.train.batch import DIVERGENCE, POLICY, MicroBatch
 
 LEAST_MEAN, MOST_MEAN = -1e-3, 50.0
 """Bounds of a domain's mean divergence, nats a token. A divergence is not negative, and rounding explains no more than the
@@ -135,6 +137,33 @@ def token_weights(batch: MicroBatch, weights: Sequence[float]) -> Tensor:
     return torch.repeat_interleave(torch.tensor(weights), lengths).float()
 
 
+@dataclass(slots=True, kw_only=True)
+class RankPolicy:
+    """Sums over one rank's tokens that have an advantage."""
+
+    loss: float = 0.0
+    """This rank's share of the weighted sum."""
+    weight: float = 0.0
+    """The weights of its tokens; those of all ranks add up to 1 if every row was scored."""
+    domains: dict[str, PolicyStats] = field(default_factory=dict)
+    compared: GradientSums | None = None
+
+    def add(self, batch: MicroBatch, weight_N: Tensor, stats: RewardedStats) -> None:
+        """Add one micro-batch; `weight_N` as in the policy gradient's own mean."""
+        rewarded_N = weight_N != 0
+        value_N = torch.where(rewarded_N, stats.policy_N.float(), 0.0)
+        self.loss += float((value_N * weight_N).sum())
+        self.weight += float(weight_N.sum())
+        lengths = list(batch.row_lengths)
+        masked_N = (stats.masked_N != 0) & rewarded_N
+        parts = zip(value_N.split(lengths), masked_N.split(lengths), rewarded_N.split(lengths), strict=True)
+        for domain, (value, masked, rewarded) in zip(batch.domains, parts, strict=True):
+            tokens = int(rewarded.sum())
+            if tokens:
+                row = PolicyStats(tokens=tokens, loss_sum=float(value.sum()), masked=int(masked.sum()))
+                add_to_sums(self.domains, domain, row)
+
+
 class Totals:
     """Sums over a rank's micro-batches."""
 
@@ -147,10 +176,19 @@ class Totals:
         self.turns: dict[tuple[str, int], TurnStats] = {}
         self.token_losses: dict[str, tuple[float, ...]] = {}
         """Sample id -> the objective's value at each trained token, of the samples that were asked for."""
+        self.policy: RankPolicy | None = None
+        """Sums of the policy gradient; None without one."""
 
-    def add(self, batch: MicroBatch, weight_N: Tensor, stats: TokenStats, stale: frozenset[int] = frozenset()) -> None:
-        """Add one micro-batch; `weight_N` as the objective saw it, before the factor for the ranks. `stale` are the places of
-        the rows that older weights wrote."""
+    def add(
+        self, batch: MicroBatch, weights: Mapping[str, Tensor], stats: TokenStats, stale: frozenset[int] = frozenset()
+    ) -> None:
+        """Add one micro-batch; `weights`: component -> [N] as in its own mean, before any factor. `stale` are the places of the
+        rows that older weights wrote."""
+        weight_N = weights[DIVERGENCE]
+        if POLICY in weights:
+            assert isinstance(stats, RewardedStats)
+            self.policy = self.policy or RankPolicy()
+            self.policy.add(batch, weights[POLICY], stats)
         self.loss += float(torch.where(weight_N != 0, stats.kl_N.float() * weight_N, 0.0).sum())
         self.weight += float(weight_N.double().sum())
         columns = {

@@ -7,38 +7,17 @@ any model. It begins at zero: a critic that has learnt nothing says that every s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from opd.errors import ModelError
 from opd.losses.logits import upcast_for_loss
 from opd.losses.value import value_loss
-from opd.models.layouts import LAYOUTS, Packed, predict_trained
+from opd.models.layouts import Packed, predict_trained
 from opd.records.types import Rollout
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueBatch:
-    """One micro-batch of a critic's update."""
-
-    packed: Packed
-    state_N: Tensor
-    """Flat index of the state before each trained token: the position that predicts it."""
-    return_N: Tensor
-    """Target value of each state."""
-    old_N: Tensor
-    """The critic's value of each state when the step began."""
-    weight: float
-    """Weight of each token in the loss."""
+from opd.train.batch import OLD_VALUE, RETURN, MicroBatch
 
 
 class ValueHead(nn.Module):
@@ -67,11 +46,11 @@ class Critic(nn.Module):
         self.lm = lm
         self._clip = clip
 
-    def forward(self, batch: ValueBatch) -> Tensor:
-        """Return the micro-batch's share of the loss."""
-        value_N = self.values(batch.packed, batch.state_N)
-        error_N = value_loss(value_N, batch.return_N, batch.old_N, self._clip)
-        return (error_N * batch.weight).sum()
+    def forward(self, batch: MicroBatch, weight_N: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+        """Return the micro-batch's share of the loss; `columns` are the targets, and the values when the step began."""
+        value_N = self.values(batch.packed, batch.predict_N)
+        error_N = value_loss(value_N, columns[RETURN], columns[OLD_VALUE], self._clip)
+        return (error_N * weight_N).sum()
 
     def values(self, packed: Packed, state_N: Tensor) -> Tensor:
         """Return [N] the value of each state; `state_N` are flat indices."""
@@ -103,31 +82,3 @@ def state_indices(packed: Packed, rollouts: Sequence[Rollout]) -> Tensor:
     lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rollouts]
     ends_B = torch.tensor([packed.flat_index(i, length - 1) for i, length in enumerate(lengths)], dtype=torch.long)
     return torch.cat([predict_trained(packed, rollouts), ends_B])
-
-
-def lay_out_rollouts(rollouts: Sequence[Rollout], layout: str) -> Packed:
-    """Lay the rollouts out; without rollouts it is one padding token, because all ranks have to run the forward pass."""
-    return LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in rollouts] or [[0]])
-
-
-def value_batch(
-    rollouts: Sequence[Rollout],
-    returns: Mapping[str, Floats],
-    values: Mapping[str, Floats],
-    weight: float,
-    layout: str,
-) -> ValueBatch:
-    """Build the tensors of a micro-batch; `returns` and `values` by sample id, [N] each."""
-    packed = lay_out_rollouts(rollouts, layout)
-
-    def column(by_sample: Mapping[str, Floats]) -> Tensor:
-        parts = [by_sample[r.sample_id] for r in rollouts]
-        return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.float32))
-
-    return ValueBatch(
-        packed=packed,
-        state_N=predict_trained(packed, rollouts),
-        return_N=column(returns),
-        old_N=column(values),
-        weight=weight,
-    )

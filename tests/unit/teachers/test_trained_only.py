@@ -102,10 +102,10 @@ def learned(
     heads = {key: Head(teacher_head, IDENTITY) for block in batch.blocks for key in block.head_keys()}
     mask_N = torch.tensor([m for mask in masks for m in mask], dtype=torch.bool)
     weight_N = torch.where(mask_N, token_weights(batch, [0.25, 0.5, 0.125, 0.3][: len(rows)]), 0.0)
-    loss, stats = student(batch, heads, weight_N)
+    loss, stats = student(batch, heads, {"divergence": weight_N})
     loss.backward()
     totals = Totals()
-    totals.add(batch, weight_N, stats)
+    totals.add(batch, {"divergence": weight_N}, stats)
     grads = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
     return float(loss.detach()), grads, totals
 

@@ -223,7 +223,7 @@ def trained(lm: Any, teacher: Any, batch: MicroBatch) -> tuple[Tensor, dict[str,
     weight_N = torch.linspace(0.5, 1.5, len(batch.token_N)) / len(batch.token_N)
     heads = {"h": Head(teacher.get_output_embeddings().weight.detach(), IDENTITY)}
     student = Student(lm, ReverseKL(), chunk=16, vocab_size=VOCABULARY)
-    loss, stats = student(batch, heads, weight_N)
+    loss, stats = student(batch, heads, {"divergence": weight_N})
     loss.backward()
     numbers = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}
     return loss.detach(), numbers, {name: param.grad.clone() for name, param in lm.named_parameters()}

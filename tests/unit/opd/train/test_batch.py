@@ -154,7 +154,7 @@ def losses(lm: Any, teacher: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Loss of the whole micro-batch, mean over its trained tokens, and KL of each."""
     weight = torch.full((len(batch.token_N),), 1 / len(batch.token_N))
     heads = {"h": Head(teacher.get_output_embeddings().weight.detach(), IDENTITY)}
-    loss, stats = student(lm)(batch, heads, weight)
+    loss, stats = student(lm)(batch, heads, {"divergence": weight})
     return loss, stats.kl_N
 
 
@@ -262,7 +262,7 @@ def test_untrained_tokens_move_nothing(lm: Any, teacher: Any) -> None:
 def test_an_empty_micro_batch_runs_and_moves_nothing(lm: Any) -> None:
     batch = micro_batch([])
     lm.zero_grad()
-    loss, stats = student(lm)(batch, {}, torch.zeros(0))
+    loss, stats = student(lm)(batch, {}, {"divergence": torch.zeros(0)})
     loss.backward()
     assert float(loss.detach()) == 0
     assert len(stats.kl_N) == 0
@@ -421,7 +421,7 @@ def test_a_mixtures_loss_is_the_weighted_sum_of_its_teachers_written_plainly(lm:
     for (p, qs, _, mask), shares in zip(plain_terms(lm, experts), SHARES, strict=True):
         for name, q in qs.items():
             total = total + shares[name] * (mask * (p.exp() * (p - q)).sum(-1)).sum() / num
-    loss, stats = student(lm)(batch, heads_of(experts), torch.full((num,), 1 / num))
+    loss, stats = student(lm)(batch, heads_of(experts), {"divergence": torch.full((num,), 1 / num)})
     assert_same_gradient(lm, loss, total)
     assert bool(stats.kl_N.isfinite().all())
 
@@ -439,7 +439,7 @@ def test_a_sampled_mixture_weights_its_teachers_log_probs(payload: str, lm: Any,
         ratio = (logp.detach() - mu).exp().clamp(max=2.0)
         total = total + (mask * ratio * (logp.detach() - logq) * logp).sum() / num
     sampled = Student(lm, SampledKL(ratio_clip=2.0), chunk=16, vocab_size=76)
-    loss, _ = sampled(batch, heads_of(experts), torch.full((num,), 1 / num))
+    loss, _ = sampled(batch, heads_of(experts), {"divergence": torch.full((num,), 1 / num)})
     found, want = gradient_of(lm, loss), gradient_of(lm, total)
     for name in want:
         assert float((found[name] - want[name]).norm()) < 1e-4 * float(want[name].norm()), name

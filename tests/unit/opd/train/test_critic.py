@@ -13,6 +13,7 @@ from opd.errors import ModelError
 from opd.models.layouts import LAYOUTS
 from opd.models.weights import load_causal_lm
 from opd.records.types import Rollout
+from opd.train.components import Component
 from opd.train.critic import CriticEngineSpec, DeepSpeedCritic
 from opd.train.critic_rank import UpdateResult, UpdateWork
 from opd.train.schedule import LearningRate
@@ -143,7 +144,7 @@ class FakeRank:
     def __init__(self, options: Any, index: int) -> None:
         self.index, self.works, self.asked = index, [], []
 
-    def open_meeting_point(self, address: str) -> tuple[str, int]:
+    def meeting_point(self, address: str) -> tuple[str, int]:
         return address, 1
 
     def start(self, address: str, port: int) -> None: ...
@@ -176,10 +177,13 @@ def test_each_rank_has_its_own_rows_and_the_denominator_of_all(tmp_path: Path, i
     for rank in (one, two):
         (work,) = rank.works
         assert (work.step, work.lr) == (4, 1e-2)
-        assert work.weight == pytest.approx(1 / sum(r.num_trained for r in every))
-        mine = {i for part in rank.asked for i in part}
-        assert set(work.returns) == set(work.values) == mine
-        assert all(np.all(work.values[i] == rank.index) for i in mine)
+        weights, mine = work.component.weights, {i for part in rank.asked for i in part}
+        assert [*weights.values()] == pytest.approx([2 / sum(r.num_trained for r in every)] * len(mine)), (
+            "a mean of ranks"
+        )
+        returns, old = work.component.columns["return"], work.component.columns["old_value"]
+        assert set(weights) == set(returns) == set(old) == mine
+        assert all(np.all(old[i] == rank.index) for i in mine)
 
 
 def test_a_rank_without_rows_of_its_own_runs_in_step(tiny_model_dir: Path, in_process: Any) -> None:
@@ -187,6 +191,8 @@ def test_a_rank_without_rows_of_its_own_runs_in_step(tiny_model_dir: Path, in_pr
     made = critic(tiny_model_dir)
     (rank,) = in_process.workers
     assert rank.values([[]]) == {}
-    result = rank.update(UpdateWork(step=1, lr=0.1, returns={}, values={}, weight=0.5))
+    result = rank.update(
+        UpdateWork(step=1, lr=0.1, component=Component(weights={}, columns={"return": {}, "old_value": {}}))
+    )
     assert (result.loss, result.grad_norm) == (0.0, 0.0)
     assert made.values(rollouts()[:1])["e0"].tolist() == [0.0] * 4

@@ -29,6 +29,7 @@ from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import EpisodeKey, Trace
 from opd.stream.schema import TargetRow, write_stream
 from opd.train.batch import micro_batch
+from opd.train.components import Component
 from opd.train.plan import plan_micro_batches, row_sizes
 from opd.train.rank import RankWork, TrainerRank
 from opd.train.student import Student
@@ -143,7 +144,7 @@ def moved(student: Kept, rollouts: Sequence[Rollout], layout: str) -> tuple[set[
     """Flat positions whose hidden state has a gradient that is not exactly 0, and where the tokens lie."""
     batch = micro_batch([(row(r),) for r in rollouts], torch.float32, None, layout)
     weights = row_weights(rollouts, "token_mean", DOMAIN_WEIGHTS)
-    loss, _ = student(batch, HEADS, token_weights(batch, [weights[r.sample_id] for r in rollouts]))
+    loss, _ = student(batch, HEADS, {"divergence": token_weights(batch, [weights[r.sample_id] for r in rollouts])})
     loss.backward()
     assert student.kept.grad is not None
     return set(student.kept.grad.ne(0).any(-1).nonzero()[:, 0].tolist()), batch.packed
@@ -213,7 +214,7 @@ def trained(student: Kept, cut: Cut, layout: str = "packed") -> tuple[float, flo
     """Loss as it is optimised, loss as it is reported, and gradient by parameter, of one step in these parts."""
     student.zero_grad()
     weights = row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
-    whole = RankWork(step=1, lr=0.1, micro_batches=(), weights=weights)
+    whole = RankWork(step=1, lr=0.1, micro_batches=(), components={"divergence": Component(weights=weights)})
     optimised = reported = 0.0
     for index, part in enumerate(cut):
         one = TrainerRank(dataclasses.replace(rank_options(config(), VOCABULARY), world_size=len(cut)), index)
@@ -223,9 +224,7 @@ def trained(student: Kept, cut: Cut, layout: str = "packed") -> tuple[float, flo
         one.begin_step(whole.select_micro_batches(part), {key: HeadSource(key=key, rule=IDENTITY) for key in HEADS})
         mine = write_stream([ROWS[i] for ids in part for i in ids], "float32")
         for place in range(len(part)):
-            one.accumulate_micro_batch(
-                place, frozenset(), *([np.frombuffer(mine, dtype=np.uint8)] if place == 0 else [])
-            )
+            one.accumulate_micro_batch(place, frozenset(), *([np.frombuffer(mine, dtype=np.uint8)] if place == 0 else []))
         optimised, reported = optimised + one._engine.loss, reported + one._step.totals.loss
     # A rank scales its weights by the number of ranks, because DeepSpeed takes the mean of their gradients.
     gradient = {name: p.grad / len(cut) for name, p in student.named_parameters() if p.grad is not None}

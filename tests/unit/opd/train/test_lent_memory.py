@@ -39,7 +39,7 @@ def test_after_a_step(sleep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     one = rank.TrainerRank(options(sleep=sleep, trainer_gpus=0.4), 0)
     one._engine = MagicMock()
     one._engine.get_global_grad_norm.return_value = 1.0
-    work = RankWork(step=1, lr=0.1, micro_batches=((),), weights={})
+    work = RankWork(step=1, lr=0.1, micro_batches=((),), components={})
     one._step = SimpleNamespace(work=work, totals=Totals())  # type: ignore[assignment]
     one.finish_step(1.0)
     assert len(emptied) == sleep

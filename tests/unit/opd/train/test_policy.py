@@ -16,12 +16,13 @@ from opd.records.rewards import GradientSums, PolicyReport, PolicyStats, RewardS
 from opd.stream.schema import write_stream
 from opd.train import rank
 from opd.train.batch import micro_batch
+from opd.train.components import Component
 from opd.train.deepspeed import _policy_report, _scored_share
 from opd.train.plan import RowSize, plan_micro_batches
-from opd.train.policy import GradientComparison, PolicyTotals, PolicyWork, RankPolicy, policy_work
+from opd.train.policy import GradientComparison, policy_component
 from opd.train.rank import RankWork
 from opd.train.student import Student
-from opd.train.totals import row_weights, token_weights
+from opd.train.totals import RankPolicy, row_weights, token_weights
 from tests.unit.opd.train.test_totals import DOMAIN_WEIGHTS, ROWS, STEP, heads
 
 REWARDED = ("b", "e", "f")
@@ -36,37 +37,46 @@ def asked(**changes: Any) -> RewardStep:
     return RewardStep(**{"weight": 0.5, "advantages": advantages} | changes)
 
 
-def work(**changes: Any) -> PolicyWork:
-    found = policy_work(asked(**changes), STEP, DOMAIN_WEIGHTS)
+def work(**changes: Any) -> Component:
+    found = policy_component(asked(**changes), STEP, DOMAIN_WEIGHTS)
     assert found is not None
     return found
+
+
+def both(divergence: dict[str, float]) -> dict[str, Component]:
+    return {"divergence": Component(weights=divergence), "policy": work()}
 
 
 def test_the_mean_is_over_the_tokens_that_have_an_advantage() -> None:
     total = 2.0 * 5 + 0.5 * 30 + 1.0 * 7
     assert work().weights == pytest.approx({"b": 2.0 / total, "e": 0.5 / total, "f": 1.0 / total})
-    assert work().weight == 0.5
+    assert work().factor == 0.5
 
 
 def test_without_such_tokens_there_is_no_policy_gradient() -> None:
-    assert policy_work(None, STEP, {}) is None
-    assert policy_work(asked(advantages={}), STEP, {}) is None
+    assert policy_component(None, STEP, {}) is None
+    assert policy_component(asked(advantages={}), STEP, {}) is None
     untrained = {"d": np.zeros(0, np.float32)}  # it has a reward, and no trained token
-    assert policy_work(asked(advantages=untrained), STEP, {}) is None
+    assert policy_component(asked(advantages=untrained), STEP, {}) is None
 
 
 def test_a_rank_gets_what_belongs_to_its_samples() -> None:
     whole = RankWork(
-        step=1, lr=0.1, micro_batches=(), weights=row_weights(STEP, "token_mean", {}), stale=frozenset("be"),
-        policy=work(compare=True), baselines=dict.fromkeys("abcdef", 1.0),
+        step=1, lr=0.1, micro_batches=(), components=both(row_weights(STEP, "token_mean", {})), stale=frozenset("be"),
+        compare=True, baselines=dict.fromkeys("abcdef", 1.0),
     )  # fmt: skip
     part = whole.select_micro_batches([["b", "a"], ["f"]])
-    assert part.micro_batches == (("b", "a"), ("f",)) and set(part.weights) == set("abf") and part.stale == {"b"}
-    assert part.policy is not None and set(part.policy.weights) == set(part.policy.advantages) == {"b", "f"}
+    assert (
+        part.micro_batches == (("b", "a"), ("f",))
+        and set(part.components["divergence"].weights) == set("abf")
+        and part.stale == {"b"}
+    )
+    policy = part.components["policy"]
+    assert set(policy.weights) == set(policy.columns["advantage"]) == {"b", "f"}
     assert part.baselines == dict.fromkeys("abf", 1.0)
-    assert (part.policy.compare, part.policy.weight) == (True, 0.5)
-    alone = dataclasses.replace(whole, policy=None, baselines=None).select_micro_batches([["c"]])
-    assert alone.policy is None and alone.baselines is None
+    assert (part.compare, policy.factor) == (True, 0.5)
+    alone = dataclasses.replace(whole, baselines=None).select_micro_batches([["c"]])
+    assert not alone.components["policy"].weights and alone.baselines is None
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +87,17 @@ def student(tiny_model_dir: Any) -> Student:
     return Student(lm, ReverseKL(), chunk=5, vocab_size=76, policy=PolicyGradient(low=0.99, high=1e4))
 
 
-def trained(student: Student, cuts: Sequence[Sequence[str]], given: PolicyWork) -> tuple[PolicyTotals, torch.Tensor]:
+def trained(student: Student, cuts: Sequence[Sequence[str]], given: Component) -> tuple[RankPolicy, torch.Tensor]:
     """All micro-batches one after the other, as ranks do, and the accumulated gradient of both streams."""
     student.zero_grad()
-    totals = PolicyTotals()
+    totals = RankPolicy()
     weights = row_weights(STEP, "token_mean", {})
     for ids in cuts:
         batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
-        advantage, weight = given.token_advantages(batch, ids)
+        weight = given.token_weights(batch, ids)
         divergence = token_weights(batch, [weights[i] for i in ids])
-        loss, stats = student(batch, heads(), divergence, advantage, weight * given.weight)
+        scaled = {"divergence": divergence, "policy": weight * given.factor}
+        loss, stats = student(batch, heads(), scaled, given.token_columns(batch, ids))
         loss.backward()
         totals.add(batch, weight, stats)
     return totals, torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
@@ -178,9 +189,9 @@ class Passes:
         self.seen: list[tuple[bool, bool]] = []
         """Whether the divergence had weight, and whether there was a reward."""
 
-    def __call__(self, batch: Any, known: Any, weight_N: torch.Tensor, *policy: torch.Tensor) -> Any:
-        self.seen.append((bool(weight_N.any()), bool(policy)))
-        return self.student(batch, heads(), weight_N, *policy)
+    def __call__(self, batch: Any, known: Any, weights: dict[str, torch.Tensor], *more: Any) -> Any:
+        self.seen.append((bool(weights["divergence"].any()), "policy" in weights))
+        return self.student(batch, heads(), weights, *more)
 
 
 class Rank(rank.TrainerRank):
@@ -192,6 +203,7 @@ class Rank(rank.TrainerRank):
         )
         self._device = torch.device("cpu")
         self._layout = "packed"
+        self._companions = {}
         self._engine = Passes(student)
         self._student = student
         self.lasts: list[bool] = []
@@ -207,6 +219,12 @@ class Rank(rank.TrainerRank):
         return [torch.cat([p.grad.flatten() for p in self._student.parameters() if p.grad is not None])]
 
 
+def result(one: Rank, share: float) -> RankPolicy | None:
+    """What the rank says of the policy gradient, without an optimiser that steps."""
+    one.take_step = lambda *args: 1.0  # type: ignore[method-assign]
+    return one.finish_step(share).policy
+
+
 @pytest.mark.parametrize("compare", [False, True])
 def test_a_step_that_compares_ends_with_the_same_gradient(compare: bool, student: Student) -> None:
     """Two passes for each micro-batch, first the divergence and then the reward, for the gradient of one."""
@@ -214,7 +232,7 @@ def test_a_step_that_compares_ends_with_the_same_gradient(compare: bool, student
     student.zero_grad()
     one = Rank(student)
     weights = row_weights(STEP, "token_mean", {})
-    whole = RankWork(step=1, lr=0.1, micro_batches=(), weights=weights, policy=work(compare=compare))
+    whole = RankWork(step=1, lr=0.1, micro_batches=(), components=both(weights), compare=compare)
     one.begin_step(whole.select_micro_batches(cuts), heads())  # type: ignore[arg-type]
     part = np.frombuffer(write_stream(list(ROWS.values()), "float32"), dtype=np.uint8)
     one.accumulate_micro_batch(0, frozenset(), part)
@@ -222,7 +240,7 @@ def test_a_step_that_compares_ends_with_the_same_gradient(compare: bool, student
     assert one._engine.seen == ([(True, False), (False, True)] * 2 if compare else [(True, True)] * 2)
     assert one.lasts == ([False, False, False, True] if compare else [False, True])
     (found,) = one.local_gradients()
-    sums = one._policy_result(1.0)
+    sums = result(one, 1.0)
     assert sums is not None and sums.weight == pytest.approx(1.0)
     totals, want = trained(student, cuts, work())
     assert float((found - want).norm()) < 1e-6 * float(want.norm())
@@ -252,34 +270,34 @@ def test_each_stream_is_a_mean_over_what_was_scored_of_its_own(lost: str, compar
 
     one = Rank(student)
     weights = row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
-    asks = work(compare=compare)
-    one.begin_step(RankWork(step=1, lr=0.1, micro_batches=cuts, weights=weights, policy=asks), heads())  # type: ignore[arg-type]
+    asks = RankWork(step=1, lr=0.1, micro_batches=cuts, components=both(weights), compare=compare)
+    one.begin_step(asks, heads())  # type: ignore[arg-type]
     rows = [row for i, row in ROWS.items() if i not in left_out]
     one.accumulate_micro_batch(0, left_out, np.frombuffer(write_stream(rows, "float32"), dtype=np.uint8))
     for index in (1, 2):
         one.accumulate_micro_batch(index, left_out)
-    share, own_share = (_scored_share(STEP, of, left_out) for of in (weights, asks.weights))
+    share, own_share = (_scored_share(STEP, of, left_out) for of in (weights, work().weights))
     assert share != pytest.approx(own_share, rel=0.01)
     for index in range(3):
-        one.rescale_policy(index, share / own_share - 1)
+        one.rescale(index, {"policy": share / own_share - 1})
     assert one.lasts == [False] * (len(one.lasts) - 1) + [True], "the optimiser steps once, after all of it"
     (summed,) = one.local_gradients()
 
     student.zero_grad()
-    own = policy_work(asked(), left, DOMAIN_WEIGHTS)
+    own = policy_component(asked(), left, DOMAIN_WEIGHTS)
     assert own is not None
     batch = micro_batch([(ROWS[r.sample_id],) for r in left], torch.float32)
     ids = [r.sample_id for r in left]
-    advantage, weight = own.token_advantages(batch, ids)
+    weight, columns = own.token_weights(batch, ids) * own.factor, own.token_columns(batch, ids)
     divergence = token_weights(batch, [row_weights(left, "token_mean", DOMAIN_WEIGHTS)[i] for i in ids])
-    loss, _ = student(batch, heads(), divergence, advantage, weight * own.weight)
+    loss, _ = student(batch, heads(), {"divergence": divergence, "policy": weight}, columns)
     loss.backward()
     (want,) = one.local_gradients()
     torch.testing.assert_close(summed / share, want, rtol=1e-5, atol=1e-8)
     if compare:
-        sums = one._policy_result(share)
+        sums = result(one, share)
         student.zero_grad()
-        student(batch, heads(), 0 * divergence, advantage, weight * own.weight)[0].backward()
+        student(batch, heads(), {"divergence": 0 * divergence, "policy": weight}, columns)[0].backward()
         (alone,) = one.local_gradients()
         assert sums is not None and sums.compared is not None
         assert sums.compared.policy_sq**0.5 == pytest.approx(float(alone.norm()), rel=1e-4)

@@ -11,8 +11,8 @@ import pytest
 from opd.config import PipelineConfig
 from opd.records.rewards import GradientSums, PolicyStats, RewardStep
 from opd.train import deepspeed
-from opd.train.policy import RankPolicy
 from opd.train.rank import RankResult
+from opd.train.totals import RankPolicy
 from pipelines.specs import trainer_spec
 from tests.unit.opd.train.test_rank import FakeRank, Targets, config, rollout
 
@@ -24,18 +24,19 @@ class PolicyRank(FakeRank):
         super().__init__(options, index)
         self.rescaled: list[tuple[int, float]] = []
 
-    def rescale_policy(self, index: int, more: float) -> None:
+    def rescale(self, index: int, more: dict[str, float]) -> None:
         assert len(self.rounds) == len(self.works[-1][0].micro_batches), "after the last micro-batch"
-        self.rescaled.append((index, more))
+        self.rescaled.append((index, more["policy"]))
 
     def finish_step(self, share: float) -> RankResult:
         work, _ = self.works[-1]
         found = super().finish_step(share)
-        if work.policy is None:
+        if "policy" not in work.components:
             return found
+        weights = work.components["policy"].weights
         sums = PolicyStats(tokens=2, loss_sum=1.0, masked=1)
-        compared = GradientSums(divergence_sq=1.0, policy_sq=1.0, dot=0.5) if work.policy.compare else None
-        weight = sum(work.policy.weights[i] * 2 for i in work.policy.weights)
+        compared = GradientSums(divergence_sq=1.0, policy_sq=1.0, dot=0.5) if work.compare else None
+        weight = sum(weights[i] * 2 for i in weights)
         return dataclasses.replace(
             found, policy=RankPolicy(loss=0.5 * weight, weight=weight, domains={"d": sums}, compared=compared)
         )
@@ -57,12 +58,15 @@ def test_weights_are_the_whole_steps_whatever_the_ranks(ranks: int, in_process: 
     rollouts = [rollout(i) for i in "abc"]
     report = trainer.train_step(1, rollouts, Targets(*"abc"), frozenset(), reward(*"ac", compare=True))  # type: ignore[arg-type]
     found = works(in_process)
-    assert {i: w for work in found for i, w in work.policy.weights.items()} == pytest.approx({"a": 0.25, "c": 0.25})
+    assert {i: w for work in found for i, w in work.components["policy"].weights.items()} == pytest.approx(
+        {"a": 0.25, "c": 0.25}
+    )
     for work in found:
         mine = {i for ids in work.micro_batches for i in ids}
-        assert set(work.policy.weights) == set(work.policy.advantages) == mine & {"a", "c"}
-        assert all((work.policy.advantages[i] == ord(i)).all() for i in work.policy.advantages)
-        assert (work.policy.weight, work.policy.compare) == (0.5, True)
+        policy = work.components["policy"]
+        assert set(policy.weights) == set(policy.columns["advantage"]) == mine & {"a", "c"}
+        assert all((column == ord(i)).all() for i, column in policy.columns["advantage"].items())
+        assert (policy.factor, work.compare) == (0.5, True)
     assert report.policy is not None and report.policy.loss == pytest.approx(0.5)
     assert report.policy.compared is not None and report.policy.compared.dot == 0.5 * ranks
     assert report.loss == 0.5 * ranks, "the divergence alone"
@@ -105,7 +109,7 @@ def test_without_a_reward_ranks_hear_of_none(in_process: Any) -> None:
     in_process.replace = PolicyRank
     trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(), 9))
     report = trainer.train_step(1, [rollout("a"), rollout("b")], Targets("a", "b"))  # type: ignore[arg-type]
-    assert report.policy is None and all(work.policy is None for work in works(in_process))
+    assert report.policy is None and all(set(work.components) == {"divergence"} for work in works(in_process))
 
 
 @pytest.mark.parametrize(("kind", "trains"), [("none", False), ("reverse_kl", True)])

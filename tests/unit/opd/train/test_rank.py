@@ -27,6 +27,7 @@ from opd.stream.schema import TargetRow, write_stream
 from opd.stream.targets import StreamPart
 from opd.train import deepspeed, rank, zero
 from opd.train.batch import gather_samples, leave_one_out, micro_batch
+from opd.train.components import Component
 from opd.train.optimizer import parameter_groups
 from opd.train.rank import RankResult, RankWork
 from opd.train.totals import Totals
@@ -35,7 +36,12 @@ from tests.engines import Still
 from tests.rows import changed, make_rollout, make_row, spans_of
 from tests.unit.conftest import InProcessWorker
 
-WORK = RankWork(step=3, lr=0.1, micro_batches=(("a",), ("c",)), weights={"a": 0.25, "c": 0.25})
+
+def divergence(**weights: float) -> dict[str, Component]:
+    return {"divergence": Component(weights=weights)}
+
+
+WORK = RankWork(step=3, lr=0.1, micro_batches=(("a",), ("c",)), components=divergence(a=0.25, c=0.25))
 NONE: frozenset[str] = frozenset()
 
 
@@ -109,7 +115,8 @@ def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
         student_mass_N=torch.tensor([0.5, 0.5, 0.25, 0.25, 1.0]),
         teacher_mass_N=torch.tensor([0.75, 0.5, 0.5, 0.5, 1.0]),
     )
-    totals.add(batch, torch.tensor([0.1, 0.2, 0.2, 0.1, 0.1]), stats)
+    weights = {"divergence": torch.tensor([0.1, 0.2, 0.2, 0.1, 0.1])}
+    totals.add(batch, weights, stats)
     want = {
         "x": [3, 2, 10.0, 1.0, 1.0, 4.0, 2.0, 0.0, nan, 1.75, 2.25, 0, 0.0, 0],
         "y": [2, 1, 5.0, 0.0, 0.5, 2.5, 1.0, 2.0, nan, 0.75, 1.0, 0, 0.0, 0],
@@ -119,7 +126,7 @@ def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
     }
     assert totals.loss == pytest.approx(0.1 * (1 + 4 + 5) + 0.2 * (2 + 3))
     stale = Totals()
-    stale.add(batch, torch.tensor([0.1, 0.2, 0.2, 0.1, 0.1]), stats, frozenset({0, 1}))
+    stale.add(batch, weights, stats, frozenset({0, 1}))
     assert [(s.gap_sum, s.drift_sum, s.stale_tokens, s.tokens) for s in stale.domains.values()] == [
         (0.5, 0.5, 1, 3),
         (0.0, 0.0, 2, 2),
@@ -204,9 +211,9 @@ class StillEngine(Still):
         self.seen: list[dict[str, float]] = []
         """For each micro-batch the number that fills each head."""
 
-    def __call__(self, batch: Any, heads: dict[str, Any], weight_N: torch.Tensor) -> Any:
+    def __call__(self, batch: Any, heads: dict[str, Any], *more: Any) -> Any:
         self.seen.append({key: float(head.weight_V_D.mean()) for key, head in heads.items()})
-        return self.student(batch, heads, weight_N)
+        return self.student(batch, heads, *more)
 
 
 HEAD_BYTES = 76 * 2 * 4
@@ -231,7 +238,7 @@ def test_heads_are_fetched_when_they_are_needed_and_kept_within_the_budget(
     ids = [i for part in micro_batches for i in part]
     rows = [changed(row(i), head=i[0], teacher=i[0]) for i in ids]
     work = RankWork(
-        step=1, lr=0.1, micro_batches=tuple(map(tuple, micro_batches)), weights=dict.fromkeys(ids, 0.1)
+        step=1, lr=0.1, micro_batches=tuple(map(tuple, micro_batches)), components=divergence(**dict.fromkeys(ids, 0.1))
     )  # fmt: skip
     owner = Owner()
     heads = [source_at(owner, key) for key in "abc"]
@@ -285,7 +292,7 @@ class FakeRank:
     def __init__(self, options: Any, index: int) -> None:
         self.options, self.index, self.works = options, index, []
 
-    def open_meeting_point(self, address: str) -> tuple[str, int]:
+    def meeting_point(self, address: str) -> tuple[str, int]:
         return ("127.0.0.1", 1)
 
     def start(self, address: str, port: int) -> None: ...
@@ -411,7 +418,7 @@ def test_a_step_is_the_sum_of_all_ranks(in_process: Any) -> None:
     assert sorted(i for work, _ in works for part in work.micro_batches for i in part) == ["a", "b"]
     for work, heads in works:
         assert work.lr == 0.5
-        assert dict(work.weights) == {i: 0.25 for part in work.micro_batches for i in part}
+        assert dict(work.components["divergence"].weights) == {i: 0.25 for part in work.micro_batches for i in part}
         assert heads == HEADS
     assert [w.rounds for w in in_process.workers] == [[(0, set(), ("part a",))], [(0, set(), ("part b",))]]
     assert [w.share for w in in_process.workers] == [1.0, 1.0]
@@ -580,7 +587,12 @@ def test_the_weights_follow_the_objective_and_the_domains(in_process: Any) -> No
     trainer = deepspeed.DeepSpeedTrainer(trainer_spec(PipelineConfig.model_validate(data), 9))
     rollouts = [rollout("a"), dataclasses.replace(rollout("b"), domain="e")]
     trainer.train_step(1, rollouts, Targets("a", "b"))  # type: ignore[arg-type]
-    weights = {i: w for fake in in_process.workers for work, _ in fake.works for i, w in work.weights.items()}
+    weights = {
+        i: w
+        for fake in in_process.workers
+        for work, _ in fake.works
+        for i, w in work.components["divergence"].weights.items()
+    }
     assert weights == pytest.approx({"a": 1 / 4 / 2, "b": 3 / 4 / 2})
 
 
@@ -594,7 +606,12 @@ def test_a_sampled_tokens_weight_does_not_hold_its_own_responses_length(in_proce
         long, response_ids=(1,) * 5 * num, behaviour_logprobs=(-1.0,) * 5 * num, spans=spans_of((True,) * 5 * num),
     )  # fmt: skip
     trainer.train_step(1, [short, long], Targets("a", "b"))  # type: ignore[arg-type]
-    weights = {i: w for fake in in_process.workers for work, _ in fake.works for i, w in work.weights.items()}
+    weights = {
+        i: w
+        for fake in in_process.workers
+        for work, _ in fake.works
+        for i, w in work.components["divergence"].weights.items()
+    }
     assert weights == pytest.approx({"a": 1 / (10 * num), "b": 1 / (2 * num)})
 
 
@@ -619,7 +636,7 @@ def test_ranks_meet_where_the_cluster_reaches_rank_0(
     started: list[str] = []
 
     class Rank(FakeRank):
-        def open_meeting_point(self, address: str) -> tuple[str, int]:
+        def meeting_point(self, address: str) -> tuple[str, int]:
             return rank.TrainerRank.open_meeting_point(self, address)  # type: ignore[arg-type]
 
         def node_address(self) -> str:

@@ -25,6 +25,7 @@ from opd.payloads.sampled_logprobs import SampledLogprobs
 from opd.records.types import Rollout
 from opd.stream.schema import TargetRow, write_stream
 from opd.train import deepspeed
+from opd.train.components import Component
 from opd.train.lora import add_adapters, without_adapters
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.student import Student
@@ -119,9 +120,9 @@ class Engine(Still):
         self.optimizer = Optimizer([p for p in lm.parameters() if p.requires_grad], lr=0.0)
         self.heads: list[set[str]] = []
 
-    def __call__(self, batch: Any, heads: dict[str, Any], weight_N: torch.Tensor) -> Any:
+    def __call__(self, batch: Any, heads: dict[str, Any], *more: Any) -> Any:
         self.heads.append(set(heads))
-        return self.module(batch, heads, weight_N)
+        return self.module(batch, heads, *more)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
@@ -154,7 +155,13 @@ class Case:
         rank._engine, rank._device, rank._layout = engine, torch.device("cpu"), self.layout
         rounds = start.scored_micro_batches([self.micro_batches], mine) if asks else NONE
         weights = {r.sample_id: 0.01 + 0.001 * place for place, r in enumerate(mine)}
-        work = RankWork(step=1, lr=0.0, micro_batches=self.micro_batches, weights=weights, start_rounds=rounds)
+        work = RankWork(
+            step=1,
+            lr=0.0,
+            micro_batches=self.micro_batches,
+            components={"divergence": Component(weights=weights)},
+            start_rounds=rounds,
+        )
         teaching = [name for name in self.models if not (asks and name == "student")]
         heads = [source(self.models[name], self.dtype) for name in teaching]
         rank.begin_step(work, {head.key: head for head in heads})

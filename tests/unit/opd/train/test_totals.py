@@ -142,7 +142,9 @@ def test_turns_are_counted_by_domain_whatever_the_cut() -> None:
             batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
             num = len(batch.token_N)
             stats = TokenStats(*(torch.ones(num) for _ in dataclasses.fields(TokenStats)))
-            totals.add(batch, torch.ones(num), dataclasses.replace(stats, logprob_N=batch.behaviour_N + 0.5))
+            totals.add(
+                batch, {"divergence": torch.ones(num)}, dataclasses.replace(stats, logprob_N=batch.behaviour_N + 0.5)
+            )
         assert {key: stats.tokens for key, stats in totals.turns.items()} == {
             ("math", 0): 13, ("math", 1): 2, ("code", 0): 31, ("chat", 0): 7,
         }  # fmt: skip
@@ -154,7 +156,12 @@ def test_stale_tokens_have_no_part_in_the_gap_of_their_turn() -> None:
     num = len(batch.token_N)
     stats = TokenStats(*(torch.ones(num) for _ in dataclasses.fields(TokenStats)))
     totals = Totals()
-    totals.add(batch, torch.ones(num), dataclasses.replace(stats, logprob_N=batch.behaviour_N + 0.5), frozenset({0}))
+    totals.add(
+        batch,
+        {"divergence": torch.ones(num)},
+        dataclasses.replace(stats, logprob_N=batch.behaviour_N + 0.5),
+        frozenset({0}),
+    )
     first, second = totals.turns["math", 0], totals.turns["math", 1]
     assert (first.tokens, first.stale_tokens, first.gap_sum) == (13, 10, pytest.approx(1.5))
     assert (second.tokens, second.stale_tokens, second.gap_sum) == (2, 0, pytest.approx(1.0))
@@ -180,9 +187,9 @@ def trained(student: Student, cuts: Sequence[Sequence[str]], weights: dict[str, 
     for ids in cuts:
         batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
         weight = token_weights(batch, [weights[i] for i in ids])
-        loss, stats = student(batch, heads(), weight)
+        loss, stats = student(batch, heads(), {"divergence": weight})
         loss.backward()
-        totals.add(batch, weight, stats)
+        totals.add(batch, {"divergence": weight}, stats)
     return totals, torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
 
 
@@ -212,9 +219,9 @@ def test_the_cut_into_micro_batches_does_not_matter(normalize: str, student: Stu
 def test_the_loss_by_position_counts_places_in_the_response(student: Student) -> None:
     batch = micro_batch([(ROWS[i],) for i in "abcdef"], torch.float32)
     weight = token_weights(batch, [1.0] * 6)
-    _, stats = student(batch, heads(), weight)
+    _, stats = student(batch, heads(), {"divergence": weight})
     totals = Totals()
-    totals.add(batch, weight, stats)
+    totals.add(batch, {"divergence": weight}, stats)
     want: dict[int, list[float]] = {}
     losses = iter(stats.kl_N.tolist())
     for row in STEP:

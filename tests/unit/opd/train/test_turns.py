@@ -20,6 +20,7 @@ from opd.records.types import Origin, Rollout, Span
 from opd.stream.schema import TargetRow, write_stream
 from opd.train import deepspeed, rank
 from opd.train.batch import micro_batch
+from opd.train.components import Component
 from opd.train.rank import RankWork
 from opd.train.totals import Totals, mean_gap, row_weights
 from opd.train.turns import TurnWeights, drift_before, first_turns, turn_factors
@@ -121,7 +122,7 @@ class Driven:
         one._fetch_head = lambda source: head()  # type: ignore[method-assign]
         work = RankWork(
             step=1, lr=0.1, micro_batches=tuple(map(tuple, part)), first_turns=first_turns(STEP),
-            weights={i: weights[i] for ids in part for i in ids},
+            components={"divergence": Component(weights={i: weights[i] for ids in part for i in ids})},
         )  # fmt: skip
         one.begin_step(work, {"h": HeadSource(key="h", rule=IDENTITY)})
         mine = [ROWS[i] for ids in part for i in ids]
@@ -184,7 +185,7 @@ def by_hand(model_dir: Any, weights: dict[str, TurnWeights]) -> float:
     for rollout in STEP:
         batch = micro_batch([(ROWS[rollout.sample_id],)], torch.float32)
         with torch.no_grad():
-            _, stats = student(batch, {"h": head()}, torch.ones(len(batch.token_N)))
+            _, stats = student(batch, {"h": head()}, {"divergence": torch.ones(len(batch.token_N))})
         seen: list[tuple[int, float]] = []
         for turn, value in zip(rollout.turns, stats.kl_N.tolist(), strict=True):
             before = [v for t, v in seen if t < turn]
@@ -238,7 +239,7 @@ def test_the_tokens_of_an_expert_are_trained_and_have_no_gap() -> None:
     stats = dataclasses.replace(ones, logprob_N=batch.behaviour_N + 0.25)
     for stale, gap in ((frozenset[int](), 0.25), (frozenset({0}), 0.0)):
         totals = Totals()
-        totals.add(batch, torch.ones(4), stats, stale)
+        totals.add(batch, {"divergence": torch.ones(4)}, stats, stale)
         found = totals.domains["maze"]
         assert (found.tokens, found.taught_tokens, found.stale_tokens) == (4, 2, 2 if stale else 0)
         assert mean_gap(totals.domains) == pytest.approx(gap) and found.kl_sum == 4
