@@ -30,7 +30,7 @@ from opd.train.start import StartTeacher
 from opd.train.turns import TurnWeights
 from pipelines.cores import roles_at_once
 from pipelines.inputs.environments import episode_options
-from pipelines.inputs.routes import START, asked_by_trainer
+from pipelines.routes import START, asked_by_trainer
 from teachers.flight.client import FlightSpec
 from teachers.nobody import TeacherlessSpec
 from teachers.pool import PoolSpec

@@ -36,13 +36,12 @@ from pipelines.check.judge import (
     judge_teachers,
     predicts_texts,
 )
-from pipelines.inputs.beside_gpus import Need
-from pipelines.inputs.gpu_memory import refuse_crowded_gpus
-from pipelines.inputs.machine_memory import machine_bytes
-from pipelines.inputs.memory import describe_shortage, estimate_memory, suggest_fix
 from pipelines.inputs.probes import take_missing_probes
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
 from pipelines.placement import place_rollouts
+from pipelines.sizing.gpu_memory import refuse_crowded_gpus
+from pipelines.sizing.machine import machine_bytes
+from pipelines.sizing.memory import Need, describe_shortage, estimate_memory, suggest_fix
 from pipelines.specs import scorer_options
 
 Tell = Callable[[str], None]

@@ -25,9 +25,9 @@ from opd.files import blake3_file
 from opd.records.scores import Evaluation
 from opd.settings.named import is_place
 from pipelines.cores import roles_at_once
-from pipelines.inputs.gpus import gpus_here
 from pipelines.inputs.read import Inputs
 from pipelines.merging.manifest import library_versions
+from pipelines.sizing.machine import list_gpus
 
 Measure = Callable[[Sequence[str]], Evaluation]
 """Takes the exams of the named domains."""
@@ -101,7 +101,7 @@ def _device_kind(config: PipelineConfig) -> str | None:
     if not config.cluster.rollout_gpus:
         return platform.machine()
     if config.cluster.address == LOCAL:
-        kinds = {gpu.name for gpu in gpus_here()}
+        kinds = {gpu.name for gpu in list_gpus()}
     else:
         kinds = {name for node in list_nodes() for name in node.has if name.startswith(GPU_KIND)}
     return kinds.pop() if len(kinds) == 1 else None

@@ -25,7 +25,7 @@ from opd.rollouts.divided import find_indivisible_part
 from opd.rollouts.engine_args import refused_argument
 from opd.rollouts.repairs import RESTARTED
 from opd.rollouts.served import Refusal, find_refusal
-from pipelines.inputs.routes import Expert
+from pipelines.routes import Expert
 
 
 def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:

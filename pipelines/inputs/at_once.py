@@ -25,7 +25,7 @@ from opd.settings.named import is_place
 from opd.verifiers import build_verifier
 from pipelines.inputs.prompts import prompts_of, registered_prompts
 from pipelines.inputs.read import inspect_student, names_in_use, refuse_what_is_not_here
-from pipelines.inputs.routes import Expert, route_domains
+from pipelines.routes import Expert, route_domains
 
 
 def refuse_at_once(config: PipelineConfig) -> None:

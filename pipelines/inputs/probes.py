@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from experts.probe import ProbeRecord, take_probe
@@ -15,7 +14,8 @@ from opd.files import atomic_write_text, raise_storage_errors
 from opd.records.types import Teacher, WeightedTeacher
 from opd.settings.strict import DTYPE_BYTES
 from pipelines.inputs.read import Inputs
-from pipelines.inputs.routes import START, Expert
+from pipelines.routes import START, Expert
+from pipelines.sizing.machine import free_bytes
 
 Tell = Callable[[str], None]
 RECORDS = TypeAdapter(dict[str, ProbeRecord])
@@ -36,7 +36,7 @@ def take_missing_probes(inputs: Inputs, tell: Tell, known: Path | None = None) -
             continue
         digest = expert.teacher.digest
         if digest not in records:
-            if _bytes_loaded(expert) > psutil.virtual_memory().available // 2:
+            if _bytes_loaded(expert) > free_bytes() // 2:
                 tell(f"experts.{name} has no probe: loading it here would take more than half of the free memory")
                 continue
             record = take_probe(expert.info, expert.adapter)

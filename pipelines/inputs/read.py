@@ -6,7 +6,7 @@ This reads headers, JSON and prompts. It loads no model and uses no GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from experts.checks import check_fits
 from experts.finite import check_finite
 from experts.model_dir import ModelInfo, inspect_model, refuse_other_tokens
 from experts.registry import ExpertManifest, Registry, default_root
-from experts.weight_files import Hashes, weight_tensors
+from experts.weight_files import Hashes
 from opd.config import PipelineConfig
 from opd.config.domains import ExpertConfig, RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
@@ -26,7 +26,7 @@ from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
 from opd.machine.imports import TRANSFORMERS, import_lightly
-from opd.models.lora import ADAPTER_WEIGHTS, LoraSize
+from opd.models.lora import ADAPTER_WEIGHTS
 from opd.prompts import PromptTable, encode
 from opd.prompts.chat_templates import refuse_runaway_template
 from opd.records.types import Probe, Teacher, WeightedTeacher
@@ -38,12 +38,9 @@ from pipelines.inputs.architectures import (
     refuse_unscorable,
     refuse_untrainable,
 )
-from pipelines.inputs.body import Body
 from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments
-from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.lora import size_of_lora
-from pipelines.inputs.max_memory import refuse_no_room
 from pipelines.inputs.own_engine import refuse_unfit, refuse_unplaced
 from pipelines.inputs.prompts import (
     example_ids,
@@ -55,57 +52,36 @@ from pipelines.inputs.prompts import (
     room_warnings,
 )
 from pipelines.inputs.rewards import refuse_unrewardable
-from pipelines.inputs.routes import START, Expert, route_domains, scoring_routes
 from pipelines.inputs.slow_types import slow_types
 from pipelines.inputs.tasks import refuse_other_tasks
 from pipelines.inputs.template_date import set_template_date
+from pipelines.routes import START, Expert, route_domains, scoring_routes
+from pipelines.sizing.gpu_memory import refuse_idle_gpus
+from pipelines.sizing.memory import refuse_no_room
+from pipelines.sizing.models import MergeModels
 from teachers.flight.access import read_roots, read_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class Teaching(MergeModels):
+    """The checked assignment of teachers to domains: the part of `Inputs` that needs no prompts."""
+
+    routes: dict[str, tuple[WeightedTeacher, ...]]
+    """Domain -> its experts, the heaviest first; their weights add up to 1. `scoring` is the same but for domains whose target lies
+    beyond the experts."""
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs(Teaching):
     """The inputs of a merge, checked."""
 
-    student: ModelInfo
-    scorers: dict[str, Expert]
-    """Name -> every teacher who scores a domain: experts, and the start student if a domain's target lies beyond its experts
-    and the trainer does not ask it."""
-    routes: dict[str, tuple[WeightedTeacher, ...]]
-    """Domain -> its experts, the heaviest first; their weights add up to 1."""
-    scoring: dict[str, tuple[WeightedTeacher, ...]]
-    """Domain -> who scores its responses, with which weight: the same but for domains whose target lies beyond the experts."""
-    prompts: dict[str, PromptTable]
-    """Domain -> training prompts; each `Prompt` is made on demand."""
     exams: dict[str, DomainExam]
     untrained: dict[str, frozenset[int]]
     """Domain -> token ids that one of its teachers never writes."""
     tokenizer: Any
-    warnings: tuple[str, ...]
-    lora: LoraSize | None = None
-    """How much of the student is trained and pushed; None if all of it is."""
     template_date: date | None = None
     """The day that the chat template writes into prompts; None if the student's template asks for no date."""
-    bodies: Mapping[str, Body] = field(default_factory=dict)
-    """Directory -> sizes of the layers of a model whose weights are not on this machine."""
-
-    def read_body(self, model: ModelInfo) -> Body:
-        """Sizes of a model's layers. Raises: ModelError for weights that cannot be read."""
-        return self.bodies.get(model.path) or Body.of(weight_tensors(Path(model.path)))
-
-    @property
-    def trained(self) -> int:
-        """Numbers that the optimiser has a state for."""
-        return self.lora.trained if self.lora else self.student.parameters
-
-    @property
-    def pushed(self) -> int:
-        """Numbers that a push brings to the rollout engines."""
-        return self.lora.pushed if self.lora else self.student.parameters
-
-    @property
-    def experts(self) -> dict[str, Expert]:
-        """Name -> expert, for experts that score a domain."""
-        return {name: one for name, one in self.scorers.items() if name != START}
 
     @property
     def teachers(self) -> dict[str, Teacher]:
@@ -115,18 +91,6 @@ class Inputs:
     def registered_prompts(self, domain: str) -> Path | None:
         """The prompts that the domain's leading expert was registered with, if it was."""
         return _registered_prompts(self.experts, self.routes, domain)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Teaching:
-    """The checked assignment of teachers to domains: the part of `Inputs` that needs no prompts."""
-
-    student: ModelInfo
-    scorers: dict[str, Expert]
-    routes: dict[str, tuple[WeightedTeacher, ...]]
-    scoring: dict[str, tuple[WeightedTeacher, ...]]
-    """These three are as in `Inputs`."""
-    warnings: tuple[str, ...]
 
 
 def read_teachers(config: PipelineConfig) -> Teaching:

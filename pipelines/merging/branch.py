@@ -26,8 +26,6 @@ from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths, step_name
 from opd.settings.yaml_files import validate_section
 from opd.stream import written
-from pipelines.inputs.gpu_memory import refuse_crowded_gpus
-from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.merging.changes import (
@@ -44,6 +42,8 @@ from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
 from pipelines.merging.origin import Origin
 from pipelines.merging.run import MergeRun
 from pipelines.placement import refuse_unplaceable
+from pipelines.sizing.gpu_memory import refuse_crowded_gpus
+from pipelines.sizing.memory import refuse_too_large
 
 DECIDE_ROLLOUTS = (
     "seed",

@@ -15,7 +15,7 @@ from opd.models.lora import ADAPTER_WEIGHTS
 from opd.report import domain_rows, markdown_table
 from opd.run.lineage import LINEAGE, format_events, list_commands
 from pipelines.inputs.read import Inputs
-from pipelines.inputs.routes import Expert
+from pipelines.routes import Expert
 
 NAME = "README.md"
 RESULTS = ("Domain", "Student before", "Expert", "This model", "Headroom recovered")

@@ -29,8 +29,6 @@ from opd.run.paths import EXAMS, RunPaths
 from opd.settings.yaml_files import validate_section
 from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
 from pipelines.evaluation.models import evaluate_models
-from pipelines.inputs.gpu_memory import refuse_crowded_gpus
-from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.read import Inputs, read_inputs, read_rounds
 from pipelines.inputs.template_date import as_recorded, on_day
 from pipelines.interrupts import Interrupted
@@ -45,6 +43,8 @@ from pipelines.merging.directory import link_files, lock_run_directory, new_dire
 from pipelines.merging.manifest import manifest_of, with_absolute_paths, write_inputs
 from pipelines.merging.run import MergeRun
 from pipelines.merging.surroundings import TERMINAL, MergeCallbacks
+from pipelines.sizing.gpu_memory import refuse_crowded_gpus
+from pipelines.sizing.memory import refuse_too_large
 
 FORMAT = 1
 """The format of `rounds.json`."""

@@ -35,8 +35,6 @@ from opd.sinks import open_sinks
 from opd.text import as_typed
 from pipelines.build import build_merge, num_workers
 from pipelines.evaluation.lm_eval import lm_eval_merge
-from pipelines.inputs.gpu_memory import refuse_crowded_gpus
-from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.probes import take_missing_probes
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.template_date import as_recorded
@@ -78,6 +76,8 @@ from pipelines.merging.manifest import (
 from pipelines.merging.results import of_merged, take_back, trained_so_far
 from pipelines.merging.surroundings import TERMINAL, MergeCallbacks
 from pipelines.placement import beside_the_driver, refuse_unplaceable, reserve_places
+from pipelines.sizing.gpu_memory import refuse_crowded_gpus
+from pipelines.sizing.memory import refuse_too_large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,12 +148,6 @@ class Places:
         found = cls(rollout=rollout, teachers=teachers, trainer=trainer, shared=shared)
         return found if beside == 1 else replace(found, crowd=max(1.0, rollout.used + max(teachers.used, trainer.used)))
 
-    @property
-    def devices(self) -> float:
-        """Devices that all roles need."""
-        each = [place.workers * place.devices for place in (self.rollout, self.teachers, self.trainer)]
-        return max(each) if self.shared else sum(each)
-
 
 def _worker_cores(spec: ClusterSpec, workers: int, beside: int) -> float:
     """The share of a machine's cores that one of a role's workers computes with, where `beside` roles do at the same time: its

@@ -19,16 +19,15 @@ from opd.models.packing import pack_into_rows
 from opd.payloads import answer_class
 from opd.settings.strict import DTYPE_BYTES
 from opd.train.plan import RowSize, plan_micro_batches
-from pipelines.inputs.max_memory import in_memory, off_gpus
-from pipelines.inputs.memory import SCORED_AT_ONCE
-from pipelines.inputs.routes import asked_by_trainer
 from pipelines.plan.cost import Places, Seconds
 from pipelines.plan.engine import EngineCost, EngineTimeline, simulate_writing
 from pipelines.plan.lengths import StepLengths
-from pipelines.plan.memory import cache_copies
 from pipelines.plan.models import Models
 from pipelines.plan.push import Push
 from pipelines.plan.spec import ClusterSpec
+from pipelines.routes import asked_by_trainer
+from pipelines.sizing.cache import cache_copies
+from pipelines.sizing.memory import SCORED_AT_ONCE, in_memory, off_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ class StepCost:
         dtype = self.config.rollout.dtype
         width = DTYPE_BYTES[dtype]
         factors, extra = spec.factors, spec.overheads
-        copies = cache_copies(self.config, self.models, spec)
+        copies = cache_copies(self.config, shape.attention, spec.machine.gpus)
 
         def prefill(tokens: int) -> Seconds:
             flops = shape.forward(tokens, prompt / 2)
@@ -118,7 +117,7 @@ class StepCost:
 
     def _rows_of(self, name: str, lengths: StepLengths) -> list[int]:
         """Sizes of the units of the domains that a teacher scores."""
-        scoring = self.models.inputs.scoring
+        scoring = self.models.merge.scoring
         mine = {domain for domain, given in scoring.items() if name in [one.teacher.name for one in given]}
         return [unit.length for unit, _ in lengths.units if unit.domain in mine]
 
@@ -162,7 +161,7 @@ class StepCost:
         teachers, links = self.config.teachers, self.spec.links
         if not self.spec.machine.gpus or not isinstance(teachers, TransformersTeachers) or not teachers.max_memory:
             return 0.0
-        weights = self.models.inputs.scorers[name].info.parameters * DTYPE_BYTES[teachers.dtype]
+        weights = self.models.merge.scorers[name].info.parameters * DTYPE_BYTES[teachers.dtype]
         off = off_gpus(teachers, weights)
         on_disk = off - in_memory(teachers, weights)
         return (off / links.load + on_disk / links.disk) / self.spec.factors.link.share
@@ -214,7 +213,7 @@ class StepCost:
     @property
     def _passes(self) -> float:
         """Forward passes whose products a training step's body costs: a backward pass costs two, one where the weights stay."""
-        backward = 1.0 if self.models.inputs.lora else 2.0
+        backward = 1.0 if self.models.merge.lora else 2.0
         return 1.0 + backward + (1.0 if self.config.trainer.gradient_checkpointing else 0.0)
 
     def phase_flops(self, lengths: StepLengths) -> dict[str, float]:
@@ -235,7 +234,7 @@ class StepCost:
 
     def _head_passes(self) -> float:
         """Products of a trained token's states with an output head: the student's there and back, each teacher's there."""
-        back = 1 if self.models.inputs.lora else 2
+        back = 1 if self.models.merge.lora else 2
         return 1 + back + self._teacher_heads()
 
     def _teacher_heads(self) -> float:
@@ -254,7 +253,7 @@ class StepCost:
     def reduce_gradients_seconds(self) -> float:
         """Seconds to add up gradients, each rank its shard."""
         place = self.places.trainer
-        nbytes = self.models.inputs.trained * DTYPE_BYTES[self.config.trainer.grad_accum_dtype]
+        nbytes = self.models.merge.trained * DTYPE_BYTES[self.config.trainer.grad_accum_dtype]
         return place.collective_seconds(nbytes, place.workers) if self._is_sharded() else 0.0
 
     def _is_sharded(self) -> bool:
@@ -271,7 +270,7 @@ class StepCost:
         """One pass over gradient, master, both moments and compute copy of a shard."""
         place, trainer = self.places.trainer, self.config.trainer
         each = 2 * 12 + 2 * DTYPE_BYTES[trainer.grad_accum_dtype] + DTYPE_BYTES[trainer.dtype]
-        nbytes = self.models.inputs.trained * each / place.workers
+        nbytes = self.models.merge.trained * each / place.workers
         return Seconds(
             memory=place.copy_seconds(nbytes),
             overhead=self.spec.overheads.phase.s + place.crowd * self.spec.overheads.step.s,
@@ -290,7 +289,7 @@ class StepCost:
             spec=self.spec,
             shape=self.models.student,
             places=self.places,
-            pushed=self.models.inputs.pushed,
+            pushed=self.models.merge.pushed,
         )
 
 
@@ -298,7 +297,7 @@ def teacher_bytes(config: PipelineConfig, models: Models) -> dict[str, int]:
     """Bytes that a teacher's turn brings in: an adapter where its base is another teacher's too."""
     width = DTYPE_BYTES[config.teachers.dtype]
     found = {}
-    for name, expert in models.inputs.scorers.items():
+    for name, expert in models.merge.scorers.items():
         found[name] = width * (expert.adapter.parameters if expert.adapter else expert.info.parameters)
     return found
 

@@ -8,17 +8,18 @@ from typing import Any
 
 from opd.config import PipelineConfig
 from opd.config.pipeline import rounds_of
-from pipelines.inputs.idle_gpus import refuse_idle_gpus
-from pipelines.inputs.max_memory import refuse_no_room
 from pipelines.plan.cost import Places, Seconds, apply_placement
 from pipelines.plan.lengths import draw_responses, stated_lengths
-from pipelines.plan.memory import Held, Room, cache_bytes, cache_tokens, fullest_workers, memory_parts, memory_rooms
 from pipelines.plan.models import Models, read_models
 from pipelines.plan.phases import StepCost
 from pipelines.plan.push import refuse_apart
 from pipelines.plan.simulate import SimulatedStep, role_timeline, simulate_steps
 from pipelines.plan.spec import ClusterSpec
 from pipelines.plan.traffic import Sent, step_traffic
+from pipelines.sizing.cache import cache_bytes, cache_tokens
+from pipelines.sizing.gpu_memory import Room, count_gpus, fits_machine, memory_rooms, refuse_idle_gpus
+from pipelines.sizing.memory import fullest_workers, refuse_no_room
+from pipelines.sizing.parts import Held, worker_parts
 
 SIMULATED = 20
 """Steps that are simulated at most; the others are taken to be like them."""
@@ -96,7 +97,7 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
     models = _read_models(config)
     places = Places.of(config, spec)
     refuse_apart(config, spec, places)
-    cache = cache_bytes(config, models, spec)
+    cache = cache_bytes(config, models.merge, spec.machine.gpu_memory)
     slots, notes = _engine_slots(config, models, spec, cache)
     work = StepCost(config=config, spec=spec, models=models, places=places, slots=max(1, slots))
     total = sum(one.trainer.steps for one in rounds_of(config))
@@ -104,20 +105,22 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
     first = draw_responses(config, models, spec.lengths, 0)
     phases = tuple(_phase_row(name, steps, flops) for name, flops in work.phase_flops(first).items())
     step_s = sum(step.wall for step in steps) / len(steps)
-    room = tuple(memory_rooms(config, models, spec, places.shared))
+    room = tuple(memory_rooms(config, models.merge, spec.hardware, shared=spec.takes_turns))
     return MergePlan(
         pipeline=config.name,
         cluster=spec.name,
         parameters=models.student.parameters,
         active=models.student.active + models.student.head,
-        experts=len(models.inputs.experts),
+        experts=len(models.merge.experts),
         steps=total,
         samples=config.trainer.samples_per_step,
         prompt=stated_lengths(config, spec.lengths)[1],
         response=sum(step.response_tokens for step in steps) / len(steps) / config.trainer.samples_per_step,
         sequences=sum(step.sequences for step in steps) / len(steps),
-        memory=tuple(memory_parts(config, models, spec, cache)),
-        fullest={} if spec.machine.gpus else fullest_workers(config, models),
+        memory=tuple(
+            worker_parts(config, models.merge, on_gpus=spec.machine.gpus > 0, cache=cache, rows=models.opinions)
+        ),
+        fullest={} if spec.machine.gpus else fullest_workers(config, models.merge),
         room=room,
         traffic=tuple(step_traffic(work, first)),
         phases=phases,
@@ -127,8 +130,8 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
         devices=_spec_gpus(spec),
         device_hours=total * step_s / HOUR * _spec_gpus(spec),
         limit=_limiting_phase(phases),
-        fits=_fits_places(room, places, spec, slots),
-        notes=(*models.notes, *notes, *_plan_notes(config, spec, places)),
+        fits=_fits_spec(config, models, spec, slots),
+        notes=(*models.notes, *notes, *_plan_notes(config, models, spec, places)),
     )
 
 
@@ -137,19 +140,19 @@ def fits_cluster(config: PipelineConfig, spec: ClusterSpec) -> bool:
     config = apply_placement(config, spec)
     models, places = _read_models(config), Places.of(config, spec)
     refuse_apart(config, spec, places)
-    slots, _ = _engine_slots(config, models, spec, cache_bytes(config, models, spec))
-    return _fits_places(list(memory_rooms(config, models, spec, places.shared)), places, spec, slots)
+    slots, _ = _engine_slots(config, models, spec, cache_bytes(config, models.merge, spec.machine.gpu_memory))
+    return _fits_spec(config, models, spec, slots)
 
 
-def _fits_places(room: Sequence[Room], places: Places, spec: ClusterSpec, slots: int) -> bool:
-    return all(one.fits for one in room) and places.devices <= spec.devices + 1e-9 and slots > 0
+def _fits_spec(config: PipelineConfig, models: Models, spec: ClusterSpec, slots: int) -> bool:
+    return slots > 0 and fits_machine(config, models.merge, spec.hardware, shared=spec.takes_turns)
 
 
 def _read_models(config: PipelineConfig) -> Models:
     """The models of a pipeline whose GPUs and sizes a merge would take too. Raises: OpdError."""
     refuse_idle_gpus(config)
     models = read_models(config)
-    refuse_no_room(config, models.inputs.scorers)
+    refuse_no_room(config, models.merge.scorers)
     return models
 
 
@@ -162,7 +165,10 @@ def _engine_slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cac
     merge does not fit, and is planned as if it had room for one, to say what is missing."""
     lengths = draw_responses(config, models, spec.lengths, 0)
     each = lengths.tokens / len(lengths.responses)
-    room, wanted = int(cache_tokens(config, models, spec, cache) / each), config.rollout.max_num_seqs
+    room, wanted = (
+        int(cache_tokens(config, models.student.attention, spec.machine.gpus, cache) / each),
+        config.rollout.max_num_seqs,
+    )
     if room >= min(wanted, len(lengths.responses)):
         return wanted, []
     if not room:
@@ -191,7 +197,7 @@ def _limiting_phase(phases: Sequence[PhasePlan]) -> str:
     return f"{longest.name}: {longest.limit}"
 
 
-def _plan_notes(config: PipelineConfig, spec: ClusterSpec, places: Places) -> Iterator[str]:
+def _plan_notes(config: PipelineConfig, models: Models, spec: ClusterSpec, places: Places) -> Iterator[str]:
     """Return notes on what the plan leaves out, or what a merge of today does not do."""
     acting = [name for name, domain in config.domains.items() if domain.has_episodes]
     if acting:
@@ -202,8 +208,9 @@ def _plan_notes(config: PipelineConfig, spec: ClusterSpec, places: Places) -> It
         yield "the critic's memory is planned, its time is not"
     if config.teachers.elsewhere:
         yield "teachers elsewhere are planned as if they scored at once"
-    if places.devices > spec.devices:
-        yield f"{places.devices:g} devices are placed, the cluster has {spec.devices}"
+    gpus = count_gpus(config, models.merge, shared=spec.takes_turns)
+    if spec.machine.gpus and gpus > spec.devices:
+        yield f"{gpus} devices are placed, the cluster has {spec.devices}"
     if spec.machine.gpus and places.rollout.devices > spec.machine.gpus:
         yield "a rollout engine on several machines is planned; `opd merge` starts each on one"
     if spec.machine.gpus and places.teachers.devices > spec.machine.gpus:

@@ -16,8 +16,8 @@ from opd.models.buckets import BUCKET_BYTES
 from opd.settings.strict import DTYPE_BYTES
 from opd.sync.proof import PROBE_SEQUENCES
 from pipelines.plan.cost import Places, Seconds, WorkerHardware
-from pipelines.plan.shapes import Shape
 from pipelines.plan.spec import ClusterSpec
+from pipelines.sizing.shape import Shape
 
 WIRE = 4.01 / 4
 """Bytes that cross a network for each byte of new weights: `python -m benchmarks.push`, float32."""

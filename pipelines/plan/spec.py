@@ -14,6 +14,7 @@ from opd.errors import ConfigError
 from opd.settings.strict import DType, Strict
 from opd.settings.yaml_files import load_yaml, validate_section
 from pipelines.catalog import PLANS
+from pipelines.sizing.machine import Machine
 
 DEFAULT = "two-cores"
 """The shipped spec with which a merge is planned if nobody names one; a measured spec has its overheads."""
@@ -199,6 +200,17 @@ class ClusterSpec(Strict):
     def devices(self) -> int:
         """GPUs, or machines without any."""
         return self.machines * max(1, self.machine.gpus)
+
+    @property
+    def hardware(self) -> Machine:
+        """All machines as one."""
+        gpus = (int(self.machine.gpu_memory),) * (self.machines * self.machine.gpus)
+        return Machine(cores=self.machines * self.machine.cores, memory=self.machines * self.machine.memory, gpus=gpus)
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if the placement puts the roles on the same GPUs."""
+        return self.placement is not None and self.placement.shared
 
 
 def shipped_specs() -> dict[str, Path]:

@@ -99,8 +99,8 @@ def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) ->
     from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks
     from pipelines.inputs.read import load_tokenizer
     from pipelines.propose.domains import look_at_domains
-    from pipelines.propose.machine import this_machine
     from pipelines.propose.plan import Seen, in_short, propose_pipeline, with_objective
+    from pipelines.sizing.machine import this_machine
 
     tokenizer, machine = load_tokenizer(given.student), this_machine()
     domains = look_at_domains(given, sources, tokenizer, ask, tell)

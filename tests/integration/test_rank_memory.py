@@ -33,8 +33,8 @@ from opd.train.lora import LoraOptions, add_adapters
 from opd.train.optimizer import AdamWOptions
 from opd.train.ranks import FREES_MEMORY
 from opd.train.zero import ZeroEngine, ZeroOptions
-from pipelines.inputs import memory
-from pipelines.inputs.body import Body
+from pipelines.sizing import memory
+from pipelines.sizing.shape import Body
 from tests.integration.limited_rank import MIB, kept
 from tests.integration.test_shards import Says
 

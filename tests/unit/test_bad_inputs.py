@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 import yaml
 
-import pipelines.inputs.memory
 import pipelines.interrupts
 import pipelines.merging.run
+import pipelines.sizing.memory
 from experts.registry import Registry
 from opd import cluster
 from opd.cluster.watching import WorkerWatch
@@ -803,7 +803,7 @@ def disk_full(b: Bench) -> None:
 
 
 def too_little_memory(b: Bench) -> None:
-    b.patch.setattr(pipelines.inputs.memory, "machine_bytes", lambda: 3 << 30)
+    b.patch.setattr(pipelines.sizing.memory, "machine_bytes", lambda: 3 << 30)
     b.data["rollout"]["kv_cache_gib"] = 2
     b.refused(
         "memory",
@@ -812,7 +812,7 @@ def too_little_memory(b: Bench) -> None:
         "lower ",
         "rollout.kv_cache_gib",
     )
-    b.patch.setattr(pipelines.inputs.memory, "machine_bytes", lambda: 32 << 30)
+    b.patch.setattr(pipelines.sizing.memory, "machine_bytes", lambda: 32 << 30)
     b.starts()
 
 

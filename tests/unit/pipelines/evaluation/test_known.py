@@ -20,9 +20,9 @@ from opd.report.run import read_run
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from pipelines.evaluation import known
-from pipelines.inputs.gpus import GPU
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.exams import StartingExams
+from pipelines.sizing.machine import GPU
 
 ALL = ["student before", "hold rev", "expert rev", "hold up", "expert up", "load base"]
 NONE: list[str] = []
@@ -204,10 +204,10 @@ H100, H200 = (GPU(uuid=f"GPU-{name}", nbytes=80 << 30, name=f"NVIDIA {name}") fo
 
 def test_another_gpu_is_asked_again(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     runs.world.data["cluster"] = {"rollout_gpus": 1}
-    monkeypatch.setattr(known, "gpus_here", lambda: [H100, H100])
+    monkeypatch.setattr(known, "list_gpus", lambda: [H100, H100])
     assert runs.begin() == ALL
     assert runs.begin() == NONE
-    monkeypatch.setattr(known, "gpus_here", lambda: [H200])
+    monkeypatch.setattr(known, "list_gpus", lambda: [H200])
     assert runs.begin() == ALL
     assert runs.begin() == NONE
 
@@ -215,7 +215,7 @@ def test_another_gpu_is_asked_again(runs: Runs, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("gpus", [[H100, H200], []], ids=["several", "unknown"])
 def test_without_one_kind_of_gpu_nothing_is_kept(gpus: list[GPU], runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     runs.world.data["cluster"] = {"rollout_gpus": 1}
-    monkeypatch.setattr(known, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(known, "list_gpus", lambda: gpus)
     assert runs.begin() == ALL
     assert runs.begin() == ALL
 
@@ -226,7 +226,7 @@ def test_of_a_cluster_the_nodes_tell_which_gpus_it_has(runs: Runs, monkeypatch: 
         return lambda: [node]
 
     runs.world.data["cluster"] = {"rollout_gpus": 1, "address": "10.0.0.1:6379"}
-    monkeypatch.setattr(known, "gpus_here", lambda: pytest.fail("they are other machines'"))
+    monkeypatch.setattr(known, "list_gpus", lambda: pytest.fail("they are other machines'"))
     for resources, asked in (
         (("accelerator_type:H100", "GPU"), ALL),
         (("accelerator_type:H100", "GPU"), NONE),

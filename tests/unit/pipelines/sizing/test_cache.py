@@ -1,4 +1,4 @@
-"""Sizes that follow from a model's files."""
+"""The key-value cache, from a model's files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipelines.propose.sizes import cache_gib
+from pipelines.sizing.cache import cache_gib
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi3", "gpt_neox"])

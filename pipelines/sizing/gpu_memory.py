@@ -5,7 +5,7 @@
     rollout engine    its whole share, even if it needs less; with rollout.sleep only while it writes
 
 vLLM takes its share of the whole GPU no matter who else is on it, so where roles share a GPU, shares and needs must add up.
-This is an upper estimate, like that of `pipelines/inputs/memory.py`. Roles are placed as Ray places them: a worker that wants a
+This is an upper estimate, like that of `pipelines/sizing/memory.py`. Roles are placed as Ray places them: a worker that wants a
 fraction goes to the GPU with the least room that suffices.
 """
 
@@ -13,18 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
 from opd.config.drift import engines_of_worker
-from opd.config.teachers import TransformersTeachers, VLLMTeachers
+from opd.config.teachers import OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.payloads import answer_class
+from opd.settings.named import is_place
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.inputs.gpus import gpus_here
-from pipelines.inputs.memory import (
+from pipelines.sizing.machine import Machine, gpu_sizes
+from pipelines.sizing.memory import (
     critic_state_bytes,
+    engine_weights,
+    estimate_memory,
+    format_gib,
     gathered_bytes,
     heads_bytes,
     micro_batch_bytes,
@@ -33,9 +38,8 @@ from pipelines.inputs.memory import (
     teacher_sizes,
     trainer_state_bytes,
 )
-from pipelines.inputs.read import Inputs
+from pipelines.sizing.models import MergeModels
 
-GIB = 1 << 30
 CONTEXT = 600 << 20
 """Memory that CUDA and its libraries take for a process before the first tensor."""
 ASLEEP = 900 << 20
@@ -81,18 +85,59 @@ class Phase:
         words = []
         for what, nbytes, share in self.parts:
             if size:
-                words.append(f"{_gib(nbytes + round(share * size))} {what}")
+                words.append(f"{format_gib(nbytes + round(share * size))} {what}")
             else:
-                words.append(f"{_gib(nbytes)} GiB{f' and {share:g} of the GPU' if share else ''} for the {what}")
+                words.append(f"{format_gib(nbytes)} GiB{f' and {share:g} of the GPU' if share else ''} for the {what}")
         return " + ".join(words)
 
 
-def refuse_crowded_gpus(config: PipelineConfig, inputs: Inputs) -> list[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Memory of one GPU, or of machines beside their GPUs."""
+
+    what: str
+    needed: float
+    there: int
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.there
+
+
+def fits_machine(config: PipelineConfig, models: MergeModels, machine: Machine, *, shared: bool = False) -> bool:
+    """Return True if a machine has the memory and the GPUs that a merge needs: what `opd merge` and `opd check` demand, `opd plan` plans
+    with and `opd init` aims at. Of a machine without GPUs only the memory is looked at. `shared`: as in `place_roles`.
+
+    Raises: ModelError.
+    """
+    enough = not machine.gpus or count_gpus(config, models, shared=shared) <= len(machine.gpus)
+    return enough and all(room.fits for room in memory_rooms(config, models, machine, shared=shared))
+
+
+def count_gpus(config: PipelineConfig, models: MergeModels, *, shared: bool = False) -> int:
+    """Return how many GPUs the roles need. `shared`: as in `place_roles`. Raises: ModelError."""
+    return len(place_roles(gpu_roles(config, models), shared=shared))
+
+
+def memory_rooms(config: PipelineConfig, models: MergeModels, machine: Machine, *, shared: bool = False) -> list[Room]:
+    """Return what is needed and what is there: on the smallest GPU, for everything that some GPU holds, and in the machine's own memory.
+
+    `shared`: as in `place_roles`. Raises: ModelError.
+    """
+    crowds = place_roles(gpu_roles(config, models), shared=shared) if machine.gpus else []
+    rooms = [room for crowd in crowds for room in _share_rooms(crowd, min(machine.gpus))]
+    rooms += [_crowd_room(crowd, min(machine.gpus)) for crowd in crowds]
+    what = "all machines, beside their GPUs" if machine.gpus else "all machines"
+    needed = sum(need.nbytes for need in estimate_memory(config, models))
+    return [*dict.fromkeys(rooms), Room(what=what, needed=needed, there=machine.memory)]
+
+
+def refuse_crowded_gpus(config: PipelineConfig, models: MergeModels) -> list[str]:
     """Check GPU memory; returns what the user should know although nothing is wrong.
 
     Raises: ConfigError with the sum if roles do not fit on the GPU that they share, or if there are too few GPUs.
     """
-    wanted = gpu_roles(config, inputs)
+    wanted = gpu_roles(config, models)
     if not wanted:
         return []
     sizes = gpu_sizes() if config.cluster.address == LOCAL else []
@@ -115,9 +160,29 @@ def refuse_crowded_gpus(config: PipelineConfig, inputs: Inputs) -> list[str]:
     return []
 
 
-def gpu_roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
+def refuse_idle_gpus(config: PipelineConfig) -> None:
+    """Refuse more than one GPU for a process. `opd plan` takes such a pipeline, and plans for all of them.
+
+    Raises: ConfigError.
+    """
+    gpus = config.cluster
+    if not is_place(config.rollout.engine):  # a user's engine may use what it asks for
+        _refuse_gpus("cluster.rollout_gpus", gpus.rollout_gpus, "a rollout engine", _wants_several("rollout"))
+    if isinstance(config.teachers, VLLMTeachers):
+        _refuse_gpus("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", _wants_several("teachers"))
+    elif isinstance(config.teachers, TransformersTeachers) and config.teachers.device_map is None:
+        fix = "set it to 1, and teachers.workers for more of them; or teachers.device_map to auto, which divides a teacher's layers"
+        _refuse_gpus("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", fix)
+    elif isinstance(config.teachers, OpenAITeachers):
+        fix = "set it to 0, and teachers.workers for more of them: the teachers compute elsewhere"
+        _refuse_gpus("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", fix)
+    fix = "set it to 1, and trainer.ranks to the number of GPUs to train on"
+    _refuse_gpus("cluster.trainer_gpus", gpus.trainer_gpus, "a trainer rank", fix)
+
+
+def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[Role]:
     """Every worker on a GPU. Reads headers only. Raises: ModelError."""
-    cluster, student, found = config.cluster, inputs.student, []
+    cluster, student, found = config.cluster, models.student, []
     if cluster.rollout_gpus:
         engines = engines_of_worker(config.domains)
         engine = Role(
@@ -128,22 +193,22 @@ def gpu_roles(config: PipelineConfig, inputs: Inputs) -> list[Role]:
             engines=engines,
             sleeps=config.rollout.sleep,
             may_sleep=engines == 1 and config.schedule.mode == "sync" and config.schedule.score_early is None,
-            least=student.parameters * DTYPE_BYTES[config.rollout.dtype] // config.rollout.tensor_parallel_size,
+            least=engine_weights(config, models) // config.rollout.tensor_parallel_size,
         )
         found += [engine] * config.rollout.workers
     if cluster.teacher_gpus and not config.teachers.elsewhere:
-        found += [_teacher_memory(config, inputs)] * config.teachers.scoring_workers
+        found += [_teacher_memory(config, models)] * config.teachers.scoring_workers
     if cluster.trainer_gpus:
-        heads = heads_bytes(config, inputs) if answer_class(config.teachers.payload).SENDS_HEADS else 0
-        rank = _rank_memory(config, inputs, "trainer rank", trainer_state_bytes(config, inputs), inputs.trained)
+        heads = heads_bytes(config, models) if answer_class(config.teachers.payload).SENDS_HEADS else 0
+        rank = _rank_memory(config, models, "trainer rank", trainer_state_bytes(config, models), models.trained)
         found += [replace(rank, kept=rank.kept + heads)] * config.trainer.ranks
         if config.objective.has_critic:
-            critic, every = critic_state_bytes(config, inputs), student.parameters
-            found += [_rank_memory(config, inputs, "critic rank", critic, every)] * config.trainer.ranks
+            critic, every = critic_state_bytes(config, models), student.parameters
+            found += [_rank_memory(config, models, "critic rank", critic, every)] * config.trainer.ranks
     return found
 
 
-def _rank_memory(config: PipelineConfig, inputs: Inputs, what: str, state: int, trained: int) -> Role:
+def _rank_memory(config: PipelineConfig, models: MergeModels, what: str, state: int, trained: int) -> Role:
     """A rank of an engine whose ranks hold `state` bytes together, and train so many weights."""
     ranks, summed = config.trainer.ranks, summed_bytes(config, trained)
     # Gradients are copied to be added up, and converted to float32 for the optimiser.
@@ -152,13 +217,13 @@ def _rank_memory(config: PipelineConfig, inputs: Inputs, what: str, state: int, 
         what=what,
         gpus=config.cluster.trainer_gpus,
         kept=state // ranks + summed,
-        passing=gathered_bytes(config, inputs) + max(micro_batch_bytes(config, inputs), copied),
+        passing=gathered_bytes(config, models) + max(micro_batch_bytes(config, models), copied),
     )
 
 
-def _teacher_memory(config: PipelineConfig, inputs: Inputs) -> Role:
+def _teacher_memory(config: PipelineConfig, models: MergeModels) -> Role:
     if isinstance(config.teachers, VLLMTeachers):
-        weights, _ = scoring_bytes(config, inputs)
+        weights, _ = scoring_bytes(config, models)
         return Role(
             what="scoring engine",
             gpus=teacher_devices(config.cluster, config.teachers),
@@ -166,21 +231,21 @@ def _teacher_memory(config: PipelineConfig, inputs: Inputs) -> Role:
             share_key="teachers.gpu_memory_utilization",
             least=weights // config.teachers.tensor_parallel_size,
         )
-    kept, passing = scoring_gpu_bytes(config, inputs)
+    kept, passing = scoring_gpu_bytes(config, models)
     return Role(what="scoring worker", gpus=config.cluster.teacher_gpus, kept=kept, passing=passing)
 
 
-def scoring_gpu_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]:
+def scoring_gpu_bytes(config: PipelineConfig, models: MergeModels) -> tuple[int, int]:
     """(weights of teachers, activations of one pass) on the fullest GPU of a scoring worker of engine `transformers`."""
-    weights, passing = scoring_bytes(config, inputs)
+    weights, passing = scoring_bytes(config, models)
     teachers, gpus = config.teachers, config.cluster.teacher_gpus
     if not isinstance(teachers, TransformersTeachers):
         return weights, passing
     if teachers.device_map is None:
-        sizes, adapters = teacher_sizes(config, inputs)
+        sizes, adapters = teacher_sizes(config, models)
         return max(weights, min(teachers.gpu_memory, sum(sizes) + adapters)), passing
-    largest = max((expert.info for expert in inputs.scorers.values()), key=lambda info: info.parameters)
-    body = inputs.read_body(largest)
+    largest = max((expert.info for expert in models.scorers.values()), key=lambda info: info.parameters)
+    body = models.read_body(largest)
     # Layers are not cut: accelerate lets a GPU have a quarter more than the largest layer beyond its equal share.
     layer = max(body.largest, largest.parameters // body.blocks) * DTYPE_BYTES[teachers.dtype]
     equal = int(weights / gpus + 1.25 * layer) if gpus > 1 else weights
@@ -188,21 +253,24 @@ def scoring_gpu_bytes(config: PipelineConfig, inputs: Inputs) -> tuple[int, int]
     return min(weights, equal, most), passing
 
 
-def place_roles(wanted: Sequence[Role]) -> list[list[Role]]:
-    """The roles on each GPU. A worker with several GPUs is on each of them."""
-    shared: list[list[Role]] = []
-    whole: list[list[Role]] = []
+def place_roles(wanted: Sequence[Role], *, shared: bool = False) -> list[list[Role]]:
+    """Return the roles on each GPU. A worker with several GPUs is on each of them.
+
+    `shared`: workers of different roles take turns on the same whole GPUs, as a cluster spec of `opd plan` may have it.
+    """
+    fractions: list[list[Role]] = []
+    whole: dict[str, list[Role]] = {}
     for role in wanted:
         if role.gpus >= 1:
-            whole += [[role]] * round(role.gpus)
+            whole.setdefault(role.what if shared else "", []).extend([role] * round(role.gpus))
             continue
         # 1e-9: three fractions that add up to 1 are a little more in floating point.
-        room = [gpu for gpu in shared if sum(r.gpus for r in gpu) + role.gpus <= 1 + 1e-9]
+        room = [gpu for gpu in fractions if sum(r.gpus for r in gpu) + role.gpus <= 1 + 1e-9]
         if room:
             max(room, key=lambda gpu: sum(r.gpus for r in gpu)).append(role)
         else:
-            shared.append([role])
-    return [*shared, *whole]
+            fractions.append([role])
+    return [*fractions, *([role for role in gpu if role] for gpu in zip_longest(*whole.values()))]
 
 
 def memory_phases(together: Sequence[Role]) -> list[Phase]:
@@ -224,21 +292,41 @@ def _role_memory(role: Role, *, writing: bool) -> tuple[str, int, float]:
     return (role.what, CONTEXT + role.kept + (0 if writing else role.passing), 0.0)
 
 
+def _share_rooms(together: Sequence[Role], size: int) -> list[Room]:
+    """Return the weights of each engine, and what its share of a GPU holds. CUDA's own memory lies beside the share."""
+    return [
+        Room(what=f"{role.what}: its share and its weights", needed=role.least, there=round(role.share * size))
+        for role in together
+        if role.share
+    ]
+
+
+def _crowd_room(together: Sequence[Role], size: int) -> Room:
+    worst = _fullest_phase(together, size)
+    return Room(what=" + ".join(name for name, _, _ in worst.parts), needed=worst.total(size), there=size)
+
+
+def _fullest_phase(together: Sequence[Role], size: int) -> Phase:
+    return max(memory_phases(together), key=lambda phase: phase.total(size))
+
+
 def _refuse_crowd(together: Sequence[Role], size: int) -> None:
     """Raises: ConfigError with the sum if the roles do not fit."""
-    for role in together:
-        if role.share and role.least > role.share * size:
+    engines = [role for role in together if role.share]
+    for role, room in zip(engines, _share_rooms(engines, size), strict=True):
+        if not room.fits:
             raise ConfigError.at(
                 role.share_key,
-                found=f"{role.share:g} of {_gib(size)} GiB, and weights of {_gib(role.least)}",
+                found=f"{role.share:g} of {format_gib(size)} GiB, and weights of {format_gib(role.least)}",
                 wanted="a share that holds the weights and a key-value cache",
                 fix=f"raise {role.share_key}, or use a larger GPU",
             )
-    worst = max(memory_phases(together), key=lambda phase: phase.total(size))
-    if worst.total(size) > size:
+    room = _crowd_room(together, size)
+    if not room.fits:
+        worst = _fullest_phase(together, size)
         raise ConfigError.at(
             "GPU memory",
-            found=f"about {_gib(worst.total(size))} GiB on a GPU with {_gib(size)}: {worst.shown(size)}",
+            found=f"about {format_gib(room.needed)} GiB on a GPU with {format_gib(size)}: {worst.shown(size)}",
             wanted="shares and needs that add up to what the GPU has",
             fix=_suggest_fix(together, worst, size),
         )
@@ -258,10 +346,11 @@ def _suggest_fix(together: Sequence[Role], worst: Phase, size: int) -> str:
     return "; or ".join(ways)
 
 
-def gpu_sizes() -> list[int]:
-    """Bytes of every GPU that this process may use."""
-    return [gpu.nbytes for gpu in gpus_here()]
+def _wants_several(section: str) -> str:
+    return f"set it to 1, and {section}.tensor_parallel_size to the number of GPUs that each engine is to have"
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f}"
+def _refuse_gpus(key: str, gpus: float, who: str, fix: str) -> None:
+    if gpus > 1:
+        wanted = f"at most 1: {who} of one process computes on one GPU, and the others would be reserved for nobody"
+        raise ConfigError.at(key, found=f"{gpus:g}", wanted=wanted, fix=fix)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from opd.errors import ModelError
-from pipelines.plan.shapes import KINDS, read_shape, shape_of
-from pipelines.plan.shapes.config import ShapeConfig
+from pipelines.sizing.formulas import KINDS, ShapeConfig, shape_of
+from pipelines.sizing.models import read_shape
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
@@ -72,7 +72,7 @@ def test_a_cache_of_groups_and_of_latent_vectors() -> None:
 
 def test_a_pass_reads_the_experts_that_its_tokens_touch() -> None:
     mixtral = shape(MIXTRAL)
-    one, all_of_them = mixtral.touched(1), mixtral.touched(1000)
+    one, all_of_them = mixtral.numbers_read(1), mixtral.numbers_read(1000)
     experts = 8 * 3 * 4096 * 14336 * 32
     assert all_of_them - one == pytest.approx(experts * 3 / 4)
     assert one - mixtral.head == pytest.approx(mixtral.active)
@@ -109,7 +109,7 @@ def test_adapters_of_all_linear_modules_are_those_of_transformers(kind: str) -> 
         sum(8 * (m.in_features + m.out_features) for m in linear.values()),
         sum(m.weight.numel() for m in linear.values()),
     )
-    assert found.lora(8, None) == found.lora(8, sorted({name.rpartition(".")[2] for name in linear})) == wanted
+    assert found.lora_numbers(8, None) == found.lora_numbers(8, sorted({name.rpartition(".")[2] for name in linear})) == wanted
     assert found.parameters == model.num_parameters()
 
 

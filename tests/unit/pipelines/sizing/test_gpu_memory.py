@@ -13,8 +13,9 @@ import pytest
 from opd.config import PipelineConfig, load_pipeline
 from opd.environments.maze import Maze
 from opd.errors import ConfigError
-from pipelines.inputs import gpu_memory, memory
-from pipelines.inputs.gpu_memory import (
+from pipelines.inputs.read import Inputs, read_inputs
+from pipelines.sizing import gpu_memory, memory
+from pipelines.sizing.gpu_memory import (
     ASLEEP,
     CONTEXT,
     Role,
@@ -24,7 +25,6 @@ from pipelines.inputs.gpu_memory import (
     place_roles,
     refuse_crowded_gpus,
 )
-from pipelines.inputs.read import Inputs, read_inputs
 
 GIB = 1 << 30
 PARAMETERS = 87_104
@@ -147,7 +147,7 @@ def test_a_divided_teacher_has_its_share_on_each_gpu_and_the_rest_in_memory(inpu
         needs = memory.estimate_memory(changed(config, teachers=given, cluster={"teacher_gpus": gpus}), found)
         return one.kept, sum(need.nbytes for need in needs if need.what.startswith("teachers"))
 
-    body = found.body(found.student)
+    body = found.read_body(found.student)
     layer = 4 * max(body.largest, PARAMETERS // body.blocks)
     assert teacher(1, {}) == (weights, 0)
     assert teacher(8, {}) == (int(weights / 8 + 1.25 * layer), 0)
