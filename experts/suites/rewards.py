@@ -29,7 +29,7 @@ from opd.environments.unique import take_unique
 DRAWS_PER_ROW = 50
 LETTERS = string.ascii_lowercase
 ASCENDING, AVOIDING = 3, 3
-VERIFIER = "experts.suites.rewards:is_right_answer"
+VERIFIER = "experts.suites.rewards:judge"
 """What a pipeline names as the verifier of the domains of one turn: `{kind: python, function: ...}`."""
 
 
@@ -48,7 +48,7 @@ class Skill:
     """Different tasks at most; a domain that has fewer than are asked for gives these."""
 
 
-def is_right_answer(text: str, answer: str, metadata: Mapping[str, Any]) -> float:
+def judge(text: str, answer: str, metadata: Mapping[str, Any]) -> float:
     """Return True if the text is one of the right answers: the verifier of the domains of one turn."""
     return float(SKILLS[metadata["domain"]].right(metadata["task"], text.strip()))
 

@@ -114,7 +114,7 @@ class Engines:
         """Return the answers of all workers; `ask` sends a worker its request, and gets its index too.
 
         A worker that dies is started again, once a call. The programs of its agents are ended, the new worker gets the weights
-        that the others hold and does its part anew. Seeds belong to requests, so its answers are the same. Raises: what `opd.cluster.wait` raises.
+        that the others hold and does its part anew. Seeds belong to requests, so its answers are the same. Raises: what `opd.cluster.wait_for_all` raises.
         """
         pending = [ask(worker, index) for index, worker in enumerate(self._workers)]
         restarted: set[int] = set()
@@ -150,7 +150,7 @@ def as_they_come(
 
     `begin` has a worker begin; `again` starts one anew that died, and returns its index. That one writes all of its part again,
     because the last bits of a response depend on the batch; what it had given already is left out.
-    Raises: what `again` and `opd.cluster.first` raise.
+    Raises: what `again` and `opd.cluster.wait_first` raise.
     """
 
     def ask(index: int) -> deque[Pending[Part | None]]:

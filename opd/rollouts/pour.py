@@ -33,7 +33,7 @@ def pass_buckets(workers: Sequence[Engine], stream: WeightStream, *, timeout_s: 
 
     A worker that dies misses the rest, and the others go on: vLLM cannot give up a reload in the middle. If a machine dies with
     buckets that others are to get from it, they get them from the machine before.
-    `timeout_s`: deadline of each worker with each bucket. Raises: what `opd.cluster.wait` raises, but for the death of one of
+    `timeout_s`: deadline of each worker with each bucket. Raises: what `opd.cluster.wait_for_all` raises, but for the death of one of
     these workers.
     """
     alive = list(workers)

@@ -38,7 +38,7 @@ class DeepSpeedCritic(Ranks[CriticRank]):
     def values(self, rollouts: Sequence[Rollout]) -> dict[str, Floats]:
         """Return sample id -> [N + 1] the value of the state before each trained token, and of the state behind the last token.
 
-        Raises: what `opd.cluster.wait` raises.
+        Raises: what `opd.cluster.wait_for_all` raises.
         """
         by_id = {rollout.sample_id: rollout for rollout in rollouts}
         self._plan = self.plan_micro_batches(rollouts)
@@ -55,7 +55,7 @@ class DeepSpeedCritic(Ranks[CriticRank]):
         """Take one optimiser step toward the returns of the rollouts of the last `values` call.
 
         `returns` and `values` are [N] by sample id. Returns the mean squared error before it, and the gradient's norm. Raises: RunError on a
-        non-finite gradient, and what `opd.cluster.wait` raises.
+        non-finite gradient, and what `opd.cluster.wait_for_all` raises.
         """
         weight = 1 / sum(len(part) for part in returns.values())
         pending = []

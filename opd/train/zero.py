@@ -132,7 +132,7 @@ class ZeroEngine:
         """Measure the error of a layout for this model: see `opd.models.layouts.layout_error`."""
         module = self._engine.module
         return layout_error(
-            lambda packed: module.hidden(to_device(packed, self._device)),
+            lambda packed: module.hidden_states(to_device(packed, self._device)),
             layout,
             self._options.vocab_size,
             self._dtype,

@@ -377,8 +377,8 @@ def test_a_worker_searches_the_current_directory_last(variables: dict[str, str],
         "            import mine, teachers\n"
         "            return mine.FOUND, teachers.__file__\n"
         "    with cluster.ray_session(ClusterConfig(), 1):\n"
-        "        worker = cluster.spawn(Looking, name='looking worker', env={})\n"
-        "        print(*worker.submit(Looking.look).result(timeout_s=120))\n"
+        "        worker = cluster.spawn_worker(Looking, name='looking worker', env={})\n"
+        "        print(*worker.submit(Looking.look).wait_for_result(timeout_s=120))\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, str(script)], cwd=here, env=env, capture_output=True, text=True, timeout=300)

@@ -108,7 +108,7 @@ def test_each_machine_gets_buckets_from_the_one_before_it_alone(
     for name, had in given:
         assert had in where[node[name]], name
     assert Counter(name for name, _ in given) == dict.fromkeys(node, COUNT)
-    assert [worker.submit(Taker.sums).result(timeout_s=60) for worker in workers] == [WANTED] * 4
+    assert [worker.submit(Taker.sums).wait_for_result(timeout_s=60) for worker in workers] == [WANTED] * 4
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_a_machine_that_dies_in_the_middle_costs_the_others_nothing(four_nodes: 
 
     pass_buckets(workers, stream(before), timeout_s=120)
     left = [worker for worker in workers if worker is not workers[1]]
-    assert [worker.submit(Taker.sums).result(timeout_s=60) for worker in left] == [WANTED] * 3
+    assert [worker.submit(Taker.sums).wait_for_result(timeout_s=60) for worker in left] == [WANTED] * 3
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def play(student: Path, tokenizer: Any, config: PipelineConfig) -> tuple[Rollout
     engine.wait_ready()
     batch = engine.generate(prompts(tokenizer), step=1, policy_version=0)
     worker: Any = engine._workers[0]
-    told: list[Told] = worker.submit(TellingWorker.told).result(timeout_s=60)
+    told: list[Told] = worker.submit(TellingWorker.told).wait_for_result(timeout_s=60)
     stop(engine)
     return batch, told
 

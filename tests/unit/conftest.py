@@ -46,10 +46,10 @@ class InProcess:
         return InProcessWorker(made, self.killed)
 
     def wait_for_all(self, pending: Sequence[Answered], *, timeout_s: float) -> list[Any]:
-        return [one.result(timeout_s=timeout_s) for one in pending]
+        return [one.wait_for_result(timeout_s=timeout_s) for one in pending]
 
     def wait_first(self, pending: Sequence[Answered], *, timeout_s: float, since: float | None = None) -> int:
-        pending[0].result(timeout_s=timeout_s)
+        pending[0].wait_for_result(timeout_s=timeout_s)
         return 0
 
     def fetch_object(self, handle: Any) -> Any:

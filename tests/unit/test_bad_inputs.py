@@ -523,7 +523,7 @@ def trainer(b: Bench, mean: float, objective: str = "reverse_kl") -> Any:
 def no_parts() -> Any:
     """Targets of which all that there is was taken."""
     none: Any = SimpleNamespace(quarantined={}, heads={}, arrived=True)
-    none.take = none.collect = none.settle = lambda: None
+    none.take_part = none.wait_for_parts = none.wait_for_sinks = lambda: None
     none.has = lambda ids: True
     return none
 

@@ -158,9 +158,9 @@ from pipelines.interrupts import Interrupted
 
 
 def steps(run, checkpoint, notices, signals):
-    with signals.asking(print):
+    with signals.handle_first_signal(print):
         print("a step", flush=True)
-        while not signals.asked():
+        while not signals.should_leave():
             time.sleep(0.05)
     raise Interrupted(1, run.paths.root, signals.number)
 

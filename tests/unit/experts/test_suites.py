@@ -254,7 +254,7 @@ def test_the_judge_is_right_about_attempts_and_about_anything_else(domain: str) 
     for i, row in enumerate(rows):
         task = row["metadata"]["task"]
         for text in (row["completion"], rows[i - 1]["completion"], *WRONG):
-            assert rewards.is_right_answer(text, "", row["metadata"]) == float(rule(task, text.strip())), (task, text)
+            assert rewards.judge(text, "", row["metadata"]) == float(rule(task, text.strip())), (task, text)
         right += rule(task, row["completion"])
     assert least < right / len(rows) < most, "a base that learns these has a reward now and then"
     assert all(set(row["prompt"] + row["completion"]) <= set(CHARACTERS) for row in rows)
@@ -263,9 +263,7 @@ def test_the_judge_is_right_about_attempts_and_about_anything_else(domain: str) 
 @pytest.mark.parametrize("domain", MANY)
 def test_no_answer_is_right_everywhere(domain: str) -> None:
     rows = SUITES["rewards"](domain, 300, 3)
-    best = max(
-        sum(rewards.is_right_answer(one["completion"], "", row["metadata"]) for row in rows) for one in rows[:100]
-    )
+    best = max(sum(rewards.judge(one["completion"], "", row["metadata"]) for row in rows) for one in rows[:100])
     assert best / len(rows) < 0.5, "who does not read the task must not get far"
 
 

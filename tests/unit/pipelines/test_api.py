@@ -56,7 +56,7 @@ def test_a_merge_is_quiet_and_takes_no_signal(world: Any, sessions: list[Any], c
     assert (result.before, result.expert, result.after) == ({"reverse": 0.25}, {"reverse": 1.0}, {"reverse": 0.75})
     assert result.mean_headroom == pytest.approx(2 / 3)
     assert result.model == world.root / "run" / "model" and [r.step for r in result.records] == [1, 2]
-    assert sessions[0][2] is before and not sessions[0][1].asked()
+    assert sessions[0][2] is before and not sessions[0][1].should_leave()
     assert capsys.readouterr() == ("", "")
 
 

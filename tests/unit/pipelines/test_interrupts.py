@@ -88,7 +88,7 @@ from opd.machine import leftovers
 from pipelines.interrupts import interrupts
 
 with interrupts():
-    with leftovers.marked():
+    with leftovers.mark_children():
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         print(child.pid, flush=True)

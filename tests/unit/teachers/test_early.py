@@ -91,7 +91,7 @@ class Meeting(Mortal):
         self.teachers_asked.append([teacher.name for teacher, _, _ in groups])
         self.begins.release()
         assert self.may.wait(20)
-        super().begin(groups, worker)
+        super().begin_groups(groups, worker)
 
 
 def meeting(in_process: Any) -> type[Meeting]:

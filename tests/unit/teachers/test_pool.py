@@ -183,7 +183,7 @@ class Mortal(TeacherWorker):
         self.begun += 1
         self.asked = 0
         self._may_die("begin")
-        super().begin(groups, worker)
+        super().begin_groups(groups, worker)
 
     def next_part(self) -> Any:
         self.asked += 1
@@ -192,7 +192,7 @@ class Mortal(TeacherWorker):
 
     def read_head(self, teacher: Teacher) -> Any:
         self._may_die("head")
-        return super().head(teacher)
+        return super().read_head(teacher)
 
     def _may_die(self, method: str) -> None:
         self.dead |= method == self.dies_in

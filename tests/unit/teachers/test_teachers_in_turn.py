@@ -50,7 +50,7 @@ def worker(memory_bytes: int, dtype: str = "float32") -> Any:
 
 def score(scoring: Any, groups: list[ScoringGroup]) -> list[bytes]:
     """All parts of a step."""
-    scoring.begin(groups, 0)
+    scoring.begin_groups(groups, 0)
     parts = []
     while (part := scoring.next_part()) is not None:
         parts.append(bytes(part))
@@ -147,6 +147,6 @@ def test_a_teacher_with_other_tensors_takes_the_long_way(groups: list[ScoringGro
     architecture = scoring._scorer._architecture(groups[0][0].model_dir)
     state = load_file(groups[0][0].model_dir / "model.safetensors")
     first = next(iter(state))
-    assert not architecture.put({name: tensor for name, tensor in state.items() if name != first})
-    assert not architecture.put({**state, first: state[first][:1]})
-    assert architecture.put(state)
+    assert not architecture.replace_tensors({name: tensor for name, tensor in state.items() if name != first})
+    assert not architecture.replace_tensors({**state, first: state[first][:1]})
+    assert architecture.replace_tensors(state)

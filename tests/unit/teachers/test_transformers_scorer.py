@@ -75,7 +75,7 @@ def test_responses_to_one_prompt_are_scored_in_one_row_as_if_they_were_alone(
     scoring, teacher = scorer(share_prompts=True), teachers["reverse"]
     assert scoring.layout(teacher).layout == "shared"
     computed: list[int] = []
-    states = scoring._states
+    states = scoring._compute_states
 
     def noted_states(packed: Any) -> Any:
         assert packed.paths

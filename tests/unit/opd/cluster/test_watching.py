@@ -150,7 +150,7 @@ def test_one_that_is_never_heard_is_given_up_after_its_deadline_and_its_place_sa
     """Ray has nowhere to start it, and would wait for ever."""
     listening.watch._start_timeout_s = 90
     listening.watch.places["two"] = cast(
-        Any, SimpleNamespace(problem=lambda: "two asks for 1 CPU; nodes: 10.0.0.1 (0 CPU)")
+        Any, SimpleNamespace(describe_problem=lambda: "two asks for 1 CPU; nodes: 10.0.0.1 (0 CPU)")
     )
     speak(listening, 88, b"one")
     assert listening.killed == []

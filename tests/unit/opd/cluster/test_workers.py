@@ -151,7 +151,7 @@ def test_an_answer_that_is_lost_with_its_node_is_the_death_of_its_worker(
         worker.submit(Counter.add, 1).wait_for_result(timeout_s=1)
     assert death.value.worker is worker and killed == ["counter 7"]
     with pytest.raises(WorkerDied, match=r"^counter 7: `add` was given a value that is lost$") as other:
-        worker.submit(Counter.add, 1).result(timeout_s=1)
+        worker.submit(Counter.add, 1).wait_for_result(timeout_s=1)
     assert other.value.worker is None, "another one of its kind would be given the same"
 
 

@@ -181,11 +181,11 @@ import sys, time
 from pathlib import Path
 from opd.live.displays import Beginning, open_silent_display
 from opd.run.paths import RunPaths
-from pipelines.merging.directory import locked
+from pipelines.merging.directory import lock_run_directory
 from pipelines.merging.journal import Journal
 
 paths = RunPaths(Path(sys.argv[1]))
-with locked(paths), Journal(paths) as journal, journal.beside(open_silent_display)(Beginning("two", paths.root, 20)) as shown:
+with lock_run_directory(paths), Journal(paths) as journal, journal.write_beside(open_silent_display)(Beginning("two", paths.root, 20)) as shown:
     shown.say("about to die")
     shown.doing("train")
     print("ready", flush=True)

@@ -20,11 +20,11 @@ DRIVER = """
 import subprocess, sys, time
 from opd.machine import leftovers
 if {marked}:
-    with leftovers.marked():
+    with leftovers.mark_children():
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 else:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(child.pid, leftovers.prefix(), flush=True)
+print(child.pid, leftovers.directory_prefix(), flush=True)
 time.sleep(600)
 """
 

@@ -145,7 +145,7 @@ def test_one_that_is_sent_twice_is_taken_once(module: str, monkeypatch: pytest.M
 
 def test_another_signal_does_not_wait_for_an_import_that_hangs(module: str, tmp_path: Path) -> None:
     (tmp_path / f"{module}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(600)\n")
-    code = f"from opd.machine.signals import patient\nwith patient():\n    import {module}"
+    code = f"from opd.machine.signals import postpone_interrupts\nwith postpone_interrupts():\n    import {module}"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     )

@@ -18,8 +18,8 @@ from opd.rollouts.own_files import own_files
 ROOT = Path(__file__).parents[4]
 WORKER = """
 import time
-from opd.rollouts.own_files import _folder
-print(_folder().name, flush=True)
+from opd.rollouts.own_files import _own_folder
+print(_own_folder().name, flush=True)
 time.sleep(600 if {stays} else 0)
 """
 

@@ -179,5 +179,5 @@ def test_the_clock_adds_up_a_phase_and_starts_again(monkeypatch: pytest.MonkeyPa
         pass
     with pytest.raises(KeyError), clock("train"):
         raise KeyError
-    assert clock.take() == {"rollout": 3.5, "train": 0.25}
-    assert clock.take() == {}
+    assert clock.take_seconds() == {"rollout": 3.5, "train": 0.25}
+    assert clock.take_seconds() == {}

@@ -190,10 +190,10 @@ class Student:
         self._merge.moment("train", step)
         self._merge.trained |= {r.sample_id: r for r in rollouts}
         said = blake3(self.weights.encode())
-        while (part := targets.take()) is not None:
+        while (part := targets.take_part()) is not None:
             for row in read_stream(memoryview(part.handle)).rows:
                 said.update(repr((row.rollout, row.answer)).encode())
-        targets.settle()
+        targets.wait_for_sinks()
         self.weights = said.hexdigest()
         self._merge.moment("trained", step)
         tokens = {d: sum(r.num_trained for r in rollouts if r.domain == d) for d in DOMAINS}

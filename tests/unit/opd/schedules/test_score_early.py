@@ -45,7 +45,7 @@ class Scorer:
         self._parts: Iterator[np.ndarray] = iter(())
         self._dies, self._dead = merge.teacher_dies_at, False
 
-    def begin(self, groups: Sequence[ScoringGroup], worker: int) -> None:
+    def begin_groups(self, groups: Sequence[ScoringGroup], worker: int) -> None:
         self._merge.asked.append(len(groups))
         self._merge.scoring.set()
         self._dead = len(self._merge.asked) == self._dies

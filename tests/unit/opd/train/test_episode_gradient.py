@@ -109,7 +109,7 @@ class Kept(Student):
     """Keeps the hidden states of its last forward pass, from which the loss reads, with their gradient."""
 
     def hidden_states(self, packed: Packed) -> Tensor:
-        self.kept = super().hidden(packed)
+        self.kept = super().hidden_states(packed)
         self.kept.retain_grad()
         return self.kept
 

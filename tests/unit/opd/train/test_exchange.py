@@ -88,7 +88,7 @@ from pathlib import Path
 import torch
 
 from opd.train.exchange import gather_in_place
-from opd.train.network import listening, meet
+from opd.train.network import join_ranks, open_listener
 
 def most(what):
     return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if what in line)
@@ -106,11 +106,11 @@ def beside(gather):
     assert [half.unique().tolist() for half in whole_N.chunk(2)] == [[1.0], [2.0]]
     return needed / whole_N.nbytes
 
-door = listening("127.0.0.1")
+door = open_listener("127.0.0.1")
 port, rank = door.getsockname()[1], int(os.fork() == 0)
 if rank:
     door.close()
-meet("127.0.0.1", port, rank, 2, timedelta(seconds=60), None if rank else door)
+join_ranks("127.0.0.1", port, rank, 2, timedelta(seconds=60), None if rank else door)
 beside(gather_in_place)  # connects
 found = beside(gather_in_place), beside(torch.distributed.all_gather_into_tensor)
 os.write(1, "{:.2f} {:.2f}\\n".format(*found).encode())  # at once: both write to one pipe

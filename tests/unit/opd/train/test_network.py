@@ -60,13 +60,13 @@ from datetime import timedelta
 import psutil
 import torch
 
-from opd.train.network import listening, meet
+from opd.train.network import join_ranks, open_listener
 
-door = listening("127.0.0.1")
+door = open_listener("127.0.0.1")
 port, rank = door.getsockname()[1], int(os.fork() == 0)
 if rank:
     door.close()
-meet("127.0.0.1", port, rank, 2, timedelta(seconds=60), None if rank else door)
+join_ranks("127.0.0.1", port, rank, 2, timedelta(seconds=60), None if rank else door)
 sum_1 = torch.full((1,), rank + 1.0)
 torch.distributed.all_reduce(sum_1)
 hosts = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}

@@ -160,7 +160,7 @@ class Owner:
 
 
 def source_at(owner: Owner, key: str, rule: LogitRule = IDENTITY) -> HeadSource:
-    return HeadSource(key=key, rule=rule, handle=InProcessWorker(owner).on_demand(1.0, Owner.head, key))
+    return HeadSource(key=key, rule=rule, handle=InProcessWorker(owner).on_demand(1.0, Owner.read_head, key))
 
 
 class Optimizer(torch.optim.SGD):

@@ -295,7 +295,7 @@ def test_a_layout_of_nothing_is_a_padding_token(models: dict[str, Path]) -> None
         return torch.zeros(packed.input_ids_B_T.numel(), 64)
 
     assert options.start is not None
-    student: Any = SimpleNamespace(lm=Engine(options).module.lm, hidden=hidden)
+    student: Any = SimpleNamespace(lm=Engine(options).module.lm, hidden_states=hidden)
     plain = [r for r in ROLLOUTS if r.domain == "plain"]
     for layout in LAYOUTS:
         assert options.start.score_rollouts(student, plain, layout, torch.float32, torch.device("cpu")) == []

@@ -253,7 +253,9 @@ def test_a_round_that_was_killed_goes_on(
     assert engines.events == []
 
 
-@pytest.mark.parametrize("where", ["_begin", "known_evaluations", "_finish", "_take_model", "write_report"])
+@pytest.mark.parametrize(
+    "where", ["_begin_round", "known_evaluations", "_finish_rounds", "_take_model", "write_report"]
+)
 def test_killed_between_rounds(
     where: str, engines: Engines, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

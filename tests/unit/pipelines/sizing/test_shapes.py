@@ -109,7 +109,11 @@ def test_adapters_of_all_linear_modules_are_those_of_transformers(kind: str) -> 
         sum(8 * (m.in_features + m.out_features) for m in linear.values()),
         sum(m.weight.numel() for m in linear.values()),
     )
-    assert found.lora_numbers(8, None) == found.lora_numbers(8, sorted({name.rpartition(".")[2] for name in linear})) == wanted
+    assert (
+        found.lora_numbers(8, None)
+        == found.lora_numbers(8, sorted({name.rpartition(".")[2] for name in linear}))
+        == wanted
+    )
     assert found.parameters == model.num_parameters()
 
 

@@ -152,7 +152,7 @@ class Scored:
 def score(pool: Any, rollouts: list[Rollout] = ROLLOUTS) -> Scored:
     targets = pool.score(rollouts)
     parts = []
-    while (part := targets.take()) is not None:
+    while (part := targets.take_part()) is not None:
         parts.append(bytes(cluster.fetch_object(part.handle)))
     return Scored(parts, dict(targets.heads), dict(targets.quarantined), targets.rows)
 
@@ -454,7 +454,7 @@ class Answer:
     def __init__(self, parts: list[Any]) -> None:
         self._parts = parts
 
-    def take(self) -> StreamPart | None:
+    def take_part(self) -> StreamPart | None:
         return StreamPart(handle=self._parts.pop(0), nbytes=1, samples=()) if self._parts else None
 
 
@@ -465,7 +465,7 @@ class Tampered:
         self, pool: Pool, change: Callable[[list[TargetRow]], list[TargetRow]], parts: Any = None, **record: Any
     ) -> None:
         self._pool, self._change, self._parts, self._record = pool, change, parts, record
-        self.heads, self.head, self.head_of = pool.heads, pool.read_head, pool.head_of
+        self.heads, self.read_head, self.head_of = pool.heads, pool.read_head, pool.head_of
 
     def score(self, rollouts: Any) -> Any:
         rows = self._change(
@@ -730,7 +730,7 @@ class Wavering:
         self._targets, self._taken = self._pool.score(rollouts), 0
         return self
 
-    def take(self) -> Any:
+    def take_part(self) -> Any:
         if self.calls == 1 and self._taken == 1:
             raise flight.FlightUnavailableError("the line is dead")
         part = self._targets.take_part()
@@ -802,7 +802,7 @@ class Slow:
 
     def __init__(self, pool: Pool, seconds: float) -> None:
         self._pool, self._seconds = pool, seconds
-        self.heads, self.head, self.head_of = pool.heads, pool.read_head, pool.head_of
+        self.heads, self.read_head, self.head_of = pool.heads, pool.read_head, pool.head_of
         self.inside = self.most = self.calls = 0
 
     def score(self, rollouts: Any) -> Any:
@@ -880,14 +880,14 @@ class Large:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self.head_of, self.head = pool.head_of, pool.read_head
+        self.head_of, self.read_head = pool.head_of, pool.read_head
         self.calls = self.taken = 0
 
     def score(self, rollouts: Any) -> Any:
         self.calls += 1
         return self if self.calls == 1 else self._pool.score(rollouts)
 
-    def take(self) -> Any:
+    def take_part(self) -> Any:
         self.taken += 1
         raw = np.zeros(4 << 20, np.uint8)
         return StreamPart(handle=cluster.put_object(raw), nbytes=raw.nbytes, samples=()) if self.taken < 100 else None

@@ -57,7 +57,7 @@ def test_records() -> None:
         b"{}",
         b'{"sizes": ["x"]}',
     ):
-        with pytest.raises(ProtocolError, match="no Reply of protocol 3"):
+        with pytest.raises(ProtocolError, match="no ScoreReply of protocol 3"):
             parse_record(ScoreReply, raw)
 
 

@@ -111,7 +111,7 @@ def test_a_history_that_continues_the_tokens_continues_the_segment() -> None:
     assert not first.busy
     again = trace.continue_or_fork([1, 2, 3, 9, 9])
     assert again is first and again.ids == [1, 2, 3, 9, 9]
-    again.sampled(turn(4))
+    again.append_policy_turn(turn(4))
     assert trace.audit == Audit(segments=1, turns=2, sampled=2, trained=2)
 
 
