@@ -14,7 +14,7 @@ from opd.config.objectives import DEFAULT_KIND
 from opd.config.prompts import PromptsConfig
 from pipelines.propose.domains import SeenDomain, can_split, choose_share, wants_share
 from pipelines.propose.models import SeenExpert
-from pipelines.propose.sizes import choose_lengths, choose_sizes, fit_check, longest_prompt
+from pipelines.propose.sizes import choose_lengths, choose_sizes, has_room, longest_prompt, merge_models
 from pipelines.propose.text import Flow, on_one_line
 from pipelines.sizing.cache import cache_gib
 from pipelines.sizing.machine import Machine
@@ -59,8 +59,10 @@ def propose_pipeline(name: str, seen: Seen, *, lora: bool = False) -> Proposal:
         data = apply_change(data, ADAPTERS)
     if not seen.machine.gpus:
         data["rollout"]["kv_cache_gib"] = cache_gib(seen.student_dir, data["rollout"])
-    fits = fit_check(seen.student, seen.experts, seen.domains, seen.machine)
-    data, smaller, enough = shrink_to_fit(data, fits, gpus=bool(seen.machine.gpus))
+    models = merge_models(seen.student, seen.experts, seen.domains)
+    data, smaller, enough = shrink_to_fit(
+        data, lambda changed: has_room(changed, models, seen.machine), gpus=bool(seen.machine.gpus)
+    )
     warnings = [_no_exam(domain, one) for domain, one in seen.domains.items() if "eval" not in data["domains"][domain]]
     if not enough:
         warnings.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from experts.model_dir import ModelInfo
@@ -109,21 +109,21 @@ def _on_gpus(num: int, domains: int) -> Data:
     }
 
 
-def fit_check(
-    student: ModelInfo, experts: Mapping[str, SeenExpert], domains: Mapping[str, SeenDomain], machine: Machine
-) -> Callable[[Data], bool]:
-    """Return what tells if a pipeline's merge has room on this machine. Every domain has its expert."""
+def merge_models(
+    student: ModelInfo, experts: Mapping[str, SeenExpert], domains: Mapping[str, SeenDomain]
+) -> MergeModels:
+    """Return the models of a merge in which every domain has the expert of its name."""
     scorers = {name: unhashed_expert(name, name, seen.info, seen.adapter) for name, seen in experts.items()}
-    models = MergeModels(
+    return MergeModels(
         student=student,
         scorers=scorers,
         scoring={name: (WeightedTeacher(teacher=one.teacher, weight=1.0),) for name, one in scorers.items()},
         prompts={name: seen.table for name, seen in domains.items()},
     )
 
-    def fits(data: Data) -> bool:
-        config = PipelineConfig.model_validate(data)
-        lora = size_of_lora(config, student) if config.student.lora else None  # imports torch
-        return fits_machine(config, replace(models, lora=lora), machine)
 
-    return fits
+def has_room(data: Data, models: MergeModels, machine: Machine) -> bool:
+    """Return True if a machine has room for a pipeline's merge."""
+    config = PipelineConfig.model_validate(data)
+    lora = size_of_lora(config, models.student) if config.student.lora else None  # imports torch
+    return fits_machine(config, replace(models, lora=lora), machine)
