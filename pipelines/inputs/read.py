@@ -26,6 +26,7 @@ from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
 from opd.machine.imports import TRANSFORMERS, import_lightly
+from opd.machine.processor import slow_bf16
 from opd.models.lora import ADAPTER_WEIGHTS
 from opd.prompts import PromptTable, encode
 from opd.prompts.chat_templates import refuse_runaway_template
@@ -52,7 +53,6 @@ from pipelines.inputs.prompts import (
     room_warnings,
 )
 from pipelines.inputs.rewards import refuse_unrewardable
-from pipelines.inputs.slow_types import slow_types
 from pipelines.inputs.tasks import refuse_other_tasks
 from pipelines.inputs.template_date import set_template_date
 from pipelines.routes import START, Expert, route_domains, scoring_routes
@@ -144,7 +144,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     refuse_unread_variables(config, tokenizer)
     config = set_template_date(config, tokenizer)
     sources = {d: prompts_of(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
-    notices = slow_types(config)
+    notices = _warn_of_slow_types(config)
     every = load_training(config, sources, tokenizer, notices.append)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
     refuse_leaks(exams, every)
@@ -336,6 +336,17 @@ def _warn_of_twins(experts: Mapping[str, Expert]) -> list[str]:
         for name, digest in ((name, expert.teacher.digest) for name, expert in experts.items())
         if first.setdefault(digest, name) != name
     ]
+
+
+def _warn_of_slow_types(config: PipelineConfig) -> list[str]:
+    """Return a warning if a role on this machine's cores computes in bfloat16 and they cannot; empty if there is none."""
+    gpus, teachers = config.cluster, config.teachers
+    asked = {
+        "rollout.dtype": not gpus.rollout_gpus and config.rollout.dtype == "bfloat16",
+        "teachers.dtype": not gpus.teacher_gpus and not teachers.elsewhere and teachers.dtype == "bfloat16",
+        "trainer.dtype": not gpus.trainer_gpus and config.trainer.dtype == "bfloat16",
+    }
+    return slow_bf16([key for key, slow in asked.items() if slow])
 
 
 def _left_out(prompts: PromptTable) -> list[str]:

@@ -27,7 +27,8 @@ from pipelines.plan.push import Push
 from pipelines.plan.spec import ClusterSpec
 from pipelines.routes import asked_by_trainer
 from pipelines.sizing.cache import cache_copies
-from pipelines.sizing.memory import SCORED_AT_ONCE, in_memory, off_gpus
+from pipelines.sizing.memory import in_memory, off_gpus
+from teachers.scorers import SCORE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ class StepCost:
         place, shape, dtype = self.places.teachers, self.models.scorers[name], self.config.teachers.dtype
         extra = self.spec.overheads
         compute, read, passes = 0.0, 0, 0
-        for batch in cut_into_runs(sorted(sizes), SCORED_AT_ONCE):
+        for batch in cut_into_runs(sorted(sizes), SCORE_TOKENS):
             tokens, wide = computed_tokens(batch)
             read += tokens
             flops = shape.forward(tokens, wide / 2)

@@ -48,7 +48,7 @@ class ShapeConfig(Lenient):
 
 
 def grouped_attention(config: ShapeConfig) -> Attention:
-    """Query heads that share keys and values in groups."""
+    """Return the attention of query heads that share keys and values in groups."""
     layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
     head = config.head_dim or width // heads
     queries, keys = heads * head, (config.num_key_value_heads or heads) * head
@@ -66,7 +66,7 @@ def grouped_attention(config: ShapeConfig) -> Attention:
 
 
 def fused_attention(config: ShapeConfig) -> Attention:
-    """The same with queries, keys and values in one matrix."""
+    """Return the same with queries, keys and values in one matrix."""
     found = grouped_attention(config)
     queries, keys, values, out = found.parts
     outputs = queries.outputs + keys.outputs + values.outputs
@@ -74,7 +74,7 @@ def fused_attention(config: ShapeConfig) -> Attention:
 
 
 def latent_attention(config: ShapeConfig) -> Attention:
-    """Multi-head latent attention: one small vector of keys and values for all heads, and a rotary key beside it."""
+    """Return multi-head latent attention: one small vector of keys and values for all heads, and a rotary key beside it."""
     layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
     nope, rope, value, kept = (
         config.qk_nope_head_dim,
@@ -107,18 +107,18 @@ def latent_attention(config: ShapeConfig) -> Attention:
 
 
 def dense_layers(config: ShapeConfig) -> tuple[ShapePart, ...]:
-    """Gate, up and down in every layer."""
+    """Return gate, up and down in every layer."""
     return _gated_parts("", config.hidden_size, config.intermediate_size, config.num_hidden_layers)
 
 
 def fused_layers(config: ShapeConfig) -> tuple[ShapePart, ...]:
-    """The same with gate and up in one matrix."""
+    """Return the same with gate and up in one matrix."""
     gate, _, down = dense_layers(config)
     return replace(gate, name="gate_up_proj", outputs=2 * gate.outputs), down
 
 
 def mixture_layers(config: ShapeConfig) -> tuple[ShapePart, ...]:
-    """Routed experts, shared experts and a router; the first layers may be dense."""
+    """Return routed experts, shared experts and a router; the first layers may be dense."""
     width, first = config.hidden_size, config.first_k_dense_replace
     layers, experts = config.num_hidden_layers - first, config.experts
     inner = config.moe_intermediate_size or config.intermediate_size
@@ -156,7 +156,7 @@ KINDS: dict[str, tuple[Callable[[ShapeConfig], Attention], Callable[[ShapeConfig
 
 
 def shape_of(config: ShapeConfig, where: object) -> Shape:
-    """The shape that a config describes. Raises: ModelError for a kind without formulas."""
+    """Return the shape that a config describes. Raises: ModelError for a kind without formulas."""
     if config.model_type not in KINDS:
         raise ModelError.at(
             f"{where}: model_type",

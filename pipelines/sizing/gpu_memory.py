@@ -65,7 +65,7 @@ class Role:
     sleeps: bool = False
     """Holds its share only while the others do not compute."""
     may_sleep: bool = False
-    """Whether it could be told to."""
+    """True if `rollout.sleep` could make it."""
     least: int = 0
     """Bytes without which an engine does not start."""
 
@@ -81,7 +81,7 @@ class Phase:
         return sum(nbytes + round(share * size) for _, nbytes, share in self.parts)
 
     def shown(self, size: int | None = None) -> str:
-        """The sum in words, in GiB; a share of a GPU of unknown size is shown as a share."""
+        """Return the sum in words, in GiB; a share of a GPU of unknown size is shown as a share."""
         words = []
         for what, nbytes, share in self.parts:
             if size:
@@ -181,7 +181,7 @@ def refuse_idle_gpus(config: PipelineConfig) -> None:
 
 
 def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[Role]:
-    """Every worker on a GPU. Reads headers only. Raises: ModelError."""
+    """Return every worker on a GPU. Reads headers only. Raises: ModelError."""
     cluster, student, found = config.cluster, models.student, []
     if cluster.rollout_gpus:
         engines = engines_of_worker(config.domains)
@@ -209,7 +209,7 @@ def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[Role]:
 
 
 def _rank_memory(config: PipelineConfig, models: MergeModels, what: str, state: int, trained: int) -> Role:
-    """A rank of an engine whose ranks hold `state` bytes together, and train so many weights."""
+    """Return a rank of an engine whose ranks hold `state` bytes together, and train so many weights."""
     ranks, summed = config.trainer.ranks, summed_bytes(config, trained)
     # Gradients are copied to be added up, and converted to float32 for the optimiser.
     copied = max(summed, 4 * trained // ranks)
@@ -236,7 +236,7 @@ def _teacher_memory(config: PipelineConfig, models: MergeModels) -> Role:
 
 
 def scoring_gpu_bytes(config: PipelineConfig, models: MergeModels) -> tuple[int, int]:
-    """(weights of teachers, activations of one pass) on the fullest GPU of a scoring worker of engine `transformers`."""
+    """Return (weights of teachers, activations of one pass) on the fullest GPU of a scoring worker of engine `transformers`."""
     weights, passing = scoring_bytes(config, models)
     teachers, gpus = config.teachers, config.cluster.teacher_gpus
     if not isinstance(teachers, TransformersTeachers):
@@ -274,14 +274,14 @@ def place_roles(wanted: Sequence[Role], *, shared: bool = False) -> list[list[Ro
 
 
 def memory_phases(together: Sequence[Role]) -> list[Phase]:
-    """Two phases: engines write, the others compute. One phase if no engine sleeps."""
+    """Return two phases: engines write, the others compute. One phase if no engine sleeps."""
     awake = any(role.sleeps for role in together)
     times = (True, False) if awake else (False,)
     return [Phase(parts=tuple(_role_memory(role, writing=writing) for role in together)) for writing in times]
 
 
 def _role_memory(role: Role, *, writing: bool) -> tuple[str, int, float]:
-    """One role's part of the GPU. While `writing`, engines that sleep are awake and other roles hold only what they keep."""
+    """Return one role's part of the GPU. While `writing`, engines that sleep are awake and other roles hold only what they keep."""
     if role.share:
         asleep = role.sleeps and not writing
         return (

@@ -32,6 +32,7 @@ from opd.settings.strict import DTYPE_BYTES
 from pipelines.routes import Expert
 from pipelines.sizing.machine import machine_bytes
 from pipelines.sizing.models import MergeModels
+from teachers.scorers import SCORE_TOKENS
 
 MIB, GIB = 1 << 20, 1 << 30
 # Unique memory of processes with a model of 3 MB, measured. Shared memory, such as libraries, counts with the driver.
@@ -41,8 +42,6 @@ TEACHER_PROCESS = 340 * MIB
 DRIVER_AND_RAY = 1100 * MIB
 LOGIT_COPIES = 20
 """Bytes for each logit of a chunk: logits, log-softmax, probabilities and gradient of student and teacher."""
-SCORED_AT_ONCE = 4096
-"""Tokens of one forward pass of the scorer."""
 MASK_COPIES = 5
 """Bytes for each pair of columns of a row: one says whether they see each other, four are what attention adds for it."""
 PREFILLED_AT_ONCE = 2048
@@ -68,7 +67,7 @@ class Need:
 
 
 def estimate_memory(config: PipelineConfig, models: MergeModels) -> list[Need]:
-    """The lines of the sum. Reads headers only. Raises: ModelError."""
+    """Return the lines of the sum. Reads headers only. Raises: ModelError."""
     trainer = [] if config.cluster.trainer_gpus else _trainer_needs(config, models)
     rollout = [] if config.cluster.rollout_gpus else _rollout_needs(config, models)
     teachers = (_off_gpus if config.cluster.teacher_gpus else _teacher_needs)(config, models)
@@ -77,7 +76,7 @@ def estimate_memory(config: PipelineConfig, models: MergeModels) -> list[Need]:
 
 
 def describe_shortage(config: PipelineConfig, needs: Sequence[Need], limit: int) -> str | None:
-    """The sum in words if it is more than `limit`; None if it fits, or if other machines share the load."""
+    """Return the sum in words if it is more than `limit`; None if it fits, or if other machines share the load."""
     total = sum(need.nbytes for need in needs)
     if total <= limit or config.cluster.address != LOCAL:
         return None
@@ -86,7 +85,7 @@ def describe_shortage(config: PipelineConfig, needs: Sequence[Need], limit: int)
 
 
 def suggest_fix(needs: Sequence[Need]) -> str:
-    """The keys to change, in words; those of the largest parts come first."""
+    """Return the keys to change, in words; those of the largest parts come first."""
     largest = sorted(needs, key=lambda need: -need.nbytes)
     keys = dict.fromkeys(key for need in largest[:3] for key in need.knobs.split(", "))
     return f"lower {', '.join(keys)}"
@@ -127,7 +126,7 @@ def refuse_no_room(config: PipelineConfig, scorers: Mapping[str, Expert]) -> Non
 
 
 def need_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
-    """Part, GiB, keys; the last rows are the sum and the machine's memory."""
+    """Return part, GiB, keys; the last rows are the sum and the machine's memory."""
     rows = [(need.what, format_gib(need.nbytes), need.knobs) for need in needs]
     if any(need.ranks for need in needs):
         rows.append(
@@ -141,7 +140,7 @@ def need_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
 
 
 def rank_bytes(needs: Sequence[Need]) -> int:
-    """Most memory of a trainer rank, its process included; shared memory, such as libraries, is not."""
+    """Return the most memory of a trainer rank, its process included; shared memory, such as libraries, is not."""
     return TRAINER_PROCESS + sum(need.nbytes // need.ranks for need in needs if need.ranks)
 
 
@@ -203,8 +202,11 @@ def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
 
 
 def _critic_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
-    """The critic computes while the student's trainer does not, so it adds what it keeps, and a copy while a checkpoint is written,
-    which is there beside the trainer's."""
+    """Return the critic's part.
+
+    It computes while the student's trainer does not, so it adds what it keeps, and a copy while a checkpoint is written, which
+    is there beside the trainer's.
+    """
     if not config.objective.has_critic:
         return []
     every = models.student.parameters
@@ -220,20 +222,20 @@ def _critic_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
 
 
 def critic_state_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Bytes that all ranks of the critic hold together: those of a student of which every weight is trained."""
+    """Return the bytes that all ranks of the critic hold together: those of a student of which every weight is trained."""
     trainer = config.trainer
     copy, gradients = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[trainer.grad_accum_dtype]
     return models.student.parameters * (copy + 4 + 8 + gradients)
 
 
 def trainer_state_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Bytes that all ranks hold together."""
+    """Return the bytes that all ranks hold together."""
     return sum(trainer_state(config, models).values())
 
 
 def trainer_state(config: PipelineConfig, models: MergeModels) -> dict[str, int]:
-    """Bytes that all ranks hold together: compute copy, float32 master, both moments, gradients in the type of their sum, and
-    three float32 copies of these in a run that compares gradients. Weights that LoRA leaves alone have a compute copy only.
+    """Return the bytes that all ranks hold together: compute copy, float32 master, both moments, gradients in the type of their
+    sum, and three float32 copies of these in a run that compares gradients. Weights that LoRA leaves alone have a compute copy only.
 
     Of gradients that are summed in another type the optimiser also makes a float32 copy. It is smaller than the memory for writing
     a checkpoint, which is counted, and exists at another time.
@@ -251,19 +253,19 @@ def trainer_state(config: PipelineConfig, models: MergeModels) -> dict[str, int]
 
 
 def gathered_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Weights that one rank has gathered from the others at a time: what fits the bucket, and one that does not."""
+    """Return the bytes of weights that one rank has gathered from the others: what fits the bucket, and one that does not."""
     bucket, largest = config.trainer.bucket, models.read_body(models.student).largest
     most = max(GATHERED_AT_ONCE, largest) if bucket is None else bucket + largest
     return min(models.student.parameters, most) * DTYPE_BYTES[config.trainer.dtype]
 
 
 def summed_bytes(config: PipelineConfig, trained: int) -> int:
-    """Gradients that one rank keeps until the ranks add them up; the memory for them stays."""
+    """Return the bytes of gradients that one rank keeps until the ranks add them up; the memory for them stays."""
     return min(trained, config.trainer.bucket or SUMMED_AT_ONCE) * DTYPE_BYTES[config.trainer.grad_accum_dtype]
 
 
 def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Bytes that one rank adds while it works on a micro-batch: activations, logits, the gradient of a trained head."""
+    """Return the bytes that one rank adds while it works on a micro-batch: activations, logits, the gradient of a trained head."""
     student, trainer, width = models.student, config.trainer, DTYPE_BYTES[config.trainer.dtype]
     # A unit that is trained together may begin just below the limit. What is left of a row is computed, too.
     unit = widest_unit(config)
@@ -282,7 +284,7 @@ def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
 
 
 def widest_unit(config: PipelineConfig) -> int:
-    """Tokens of the longest response with its prompt, or of the largest tree where responses share a prompt.
+    """Return the tokens of the longest response with its prompt, or of the largest tree where responses share a prompt.
 
     What a tree saves is not subtracted from anything: a micro-batch has the same limit in tokens that are computed, and fits
     more responses. An architecture that trees are wrong for, which only the started model tells, needs less.
@@ -292,12 +294,12 @@ def widest_unit(config: PipelineConfig) -> int:
 
 
 def tree_mask_bytes(config: PipelineConfig, tokens: int) -> int:
-    """Bytes of the mask of so many tokens in trees; all layers share it."""
+    """Return the bytes of the mask of so many tokens in trees; all layers share it."""
     return MASK_COPIES * tokens * widest_unit(config) if config.rollout.shares_prefixes else 0
 
 
 def heads_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Teachers' output heads that one rank keeps."""
+    """Return the bytes of teachers' output heads that one rank keeps."""
     width = DTYPE_BYTES[config.teachers.dtype]
     sizes = [expert.info.vocab_rows * expert.info.hidden_size * width for expert in models.scorers.values()]
     return max(max(sizes, default=0), min(sum(sizes), int(config.trainer.head_memory)))
@@ -374,7 +376,7 @@ def _teacher_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
 
 
 def _off_gpus(config: PipelineConfig, models: MergeModels) -> list[Need]:
-    """Layers of teachers on GPUs that wait in this machine's memory. What is on GPUs is mapped besides."""
+    """Return the layers of teachers on GPUs that wait in this machine's memory. What is on GPUs is mapped besides."""
     waiting = in_memory(config.teachers, scoring_bytes(config, models)[0]) if models.scorers else 0
     nbytes = config.teachers.scoring_workers * waiting
     knobs = "teachers.max_memory, teachers.dtype"
@@ -382,7 +384,7 @@ def _off_gpus(config: PipelineConfig, models: MergeModels) -> list[Need]:
 
 
 def _waiting_for_gpus(config: PipelineConfig, models: MergeModels) -> list[Need]:
-    """What trainer ranks copy from their GPUs while a checkpoint is written, and the weights of engines that sleep."""
+    """Return the copy that trainer ranks make of their GPUs for a checkpoint, and the weights of engines that sleep."""
     found = []
     if config.cluster.trainer_gpus:
         trained = models.trained + (models.student.parameters if config.objective.has_critic else 0)
@@ -396,30 +398,30 @@ def _waiting_for_gpus(config: PipelineConfig, models: MergeModels) -> list[Need]
 
 
 def off_gpus(teachers: TransformersTeachers, weights: int) -> int:
-    """Bytes of a teacher's weights for which `teachers.max_memory` has no room on GPUs; all of them if it names none."""
+    """Return the bytes of a teacher's weights for which `teachers.max_memory` has no room on GPUs; all of them if it names none."""
     return max(0, weights - sum(size for device, size in teachers.max_memory.items() if isinstance(device, int)))
 
 
 def in_memory(teachers: Teachers, weights: int) -> int:
-    """Bytes of them that `teachers.max_memory` puts into the machine's memory; what is left stays in the files."""
+    """Return the bytes of them that `teachers.max_memory` puts into the machine's memory; what is left stays in the files."""
     if not isinstance(teachers, TransformersTeachers):
         return 0
     return min(off_gpus(teachers, weights), teachers.max_memory.get("cpu", 0))
 
 
 def scoring_bytes(config: PipelineConfig, models: MergeModels) -> tuple[int, int]:
-    """(weights of the largest teacher, activations of one pass) of one scoring worker."""
+    """Return (weights of the largest teacher, activations of one pass) of one scoring worker."""
     width = DTYPE_BYTES[config.teachers.dtype]
     largest = max((expert.info for expert in models.scorers.values()), key=lambda info: info.parameters)
     adapter = max((expert.adapter.parameters for expert in models.scorers.values() if expert.adapter), default=0)
-    tokens = min(SCORED_AT_ONCE, config.trainer.samples_per_step * config.rollout.max_model_len)
+    tokens = min(SCORE_TOKENS, config.trainer.samples_per_step * config.rollout.max_model_len)
     widest = models.read_body(largest).widest or largest.hidden_size
     activations = tokens * widest * 6 * width + tree_mask_bytes(config, tokens)
     return (largest.parameters + adapter) * width, activations
 
 
 def teacher_sizes(config: PipelineConfig, models: MergeModels) -> tuple[list[int], int]:
-    """(bytes of each model among the teachers, a base that several have once; bytes of all adapters)."""
+    """Return (bytes of each model among the teachers, a base that several have once; bytes of all adapters)."""
     width = DTYPE_BYTES[config.teachers.dtype]
     infos = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in models.scorers.values()}
     adapters = sum(expert.adapter.parameters for expert in models.scorers.values() if expert.adapter)
@@ -450,7 +452,7 @@ def target_bytes(config: PipelineConfig, models: MergeModels) -> int:
 
 
 def _longest_sample(config: PipelineConfig, domain: DomainConfig) -> int:
-    """Tokens that the student writes for one sample at most."""
+    """Return the tokens that the student writes for one sample at most."""
     acts, turn = domain.environment, config.rollout.max_new_tokens
     if acts is None or acts.replay:
         return turn
@@ -486,7 +488,7 @@ def _process_needs(config: PipelineConfig, models: MergeModels) -> Need:
 
 
 def _engine_processes(size: int) -> int:
-    """Processes of a worker with an engine; one that is divided lies beside the worker's own."""
+    """Return the processes of a worker with an engine; one that is divided lies beside the worker's own."""
     return 1 if size == 1 else 1 + size
 
 

@@ -49,7 +49,7 @@ class Body:
         )
 
     def activation_width(self, hidden_size: int, *, checkpointing: bool) -> int:
-        """Values that the backward pass needs for one token: inputs and outputs of every linear layer.
+        """Return the values that the backward pass needs for one token: inputs and outputs of every linear layer.
 
         With checkpointing, the hidden state between blocks and the inside of one block.
         """
@@ -81,7 +81,7 @@ class ShapePart:
         return self.inputs * self.outputs * self.used * self.layers
 
     def numbers_read(self, tokens: float) -> float:
-        """Numbers that a pass over so many tokens reads, if a mixture's router spreads them evenly."""
+        """Return the numbers that a pass over so many tokens reads, if a mixture's router spreads them evenly."""
         return self.parameters * (1 - (1 - self.used / self.stored) ** tokens)
 
 
@@ -149,13 +149,13 @@ class Shape:
         return sum(p.layers for p in self.parts) + 2 * self.layers + (2 if self.tied else 3)
 
     def forward(self, tokens: float, seen: float) -> float:
-        """FLOPs of the body for so many tokens, each of which looks at `seen` others on average."""
+        """Return the FLOPs of the body for so many tokens, each of which looks at `seen` others on average."""
         looked_at = min(seen, self.attention.window or seen)
         pairs = self.attention.pair * looked_at + self.attention.index_pair * seen
         return 2 * tokens * (self.active + pairs)
 
     def numbers_read(self, tokens: float) -> float:
-        """Numbers that the matrices of one pass over so many tokens read, the output head included."""
+        """Return the numbers that the matrices of one pass over so many tokens read, the output head included."""
         return sum(p.numbers_read(tokens) for p in self.parts) + self.head
 
     @property
@@ -174,14 +174,14 @@ class Shape:
         )
 
     def lora_numbers(self, rank: int, targets: Iterable[str] | None) -> tuple[int, int]:
-        """(numbers of the adapters, numbers of the matrices that they change); `targets` None: all linear modules but the
+        """Return (numbers of the adapters, numbers of the matrices that they change); `targets` None: all linear modules but the
         output head and routers."""
         adapted = [(p, self._adapted_layers(p, targets)) for p in self.parts]
         adapters = sum(rank * (p.inputs + p.outputs) * p.stored * layers for p, layers in adapted)
         return adapters, sum(p.parameters // p.layers * layers for p, layers in adapted)
 
     def _adapted_layers(self, part: ShapePart, targets: Iterable[str] | None) -> int:
-        """Layers whose matrix of this kind gets an adapter; a target is the end of a module's full name."""
+        """Return the layers whose matrix of this kind gets an adapter; a target is the end of a module's full name."""
         if targets is None:
             return 0 if part.name == "router" else part.layers
         block = "self_attn" if part in self.attention.parts else "mlp"

@@ -31,13 +31,10 @@ from opd.payloads.answer import Answer, Said
 from opd.records.types import LayoutProof, Rollout, Teacher
 from opd.stream.schema import TargetRow
 from teachers.near import DeviceCache
-from teachers.scorers import ScorerOptions
+from teachers.scorers import SCORE_TOKENS, ScorerOptions
 from teachers.scorers.division import DeviceName, Division, measure_free_memory, remove_hooks
 from teachers.scorers.rows import split_batches
 from teachers.weights import State, WeightCache, base_key, read_tensors, weight_key, weights_nbytes
-
-SCORE_TOKENS = 4096
-"""Tokens of one forward pass; more does not get faster on a CPU."""
 
 
 class TransformersScorer:
