@@ -56,6 +56,7 @@ from pipelines.inputs.rewards import refuse_unrewardable
 from pipelines.inputs.tasks import refuse_other_tasks
 from pipelines.inputs.template_date import set_template_date
 from pipelines.routes import START, Expert, route_domains, scoring_routes
+from pipelines.sizing.cache import refuse_small_cache
 from pipelines.sizing.gpu_memory import refuse_idle_gpus
 from pipelines.sizing.memory import refuse_no_room
 from pipelines.sizing.models import MergeModels
@@ -138,6 +139,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     teaching = read_teachers(config)
     by_name, routes = teaching.scorers, teaching.routes
     refuse_untrainable(config, teaching.student)
+    refuse_small_cache(config, teaching)
     lora = size_of_lora(config, teaching.student)
     refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
     tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)

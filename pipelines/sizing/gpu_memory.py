@@ -24,10 +24,10 @@ from opd.errors import ConfigError
 from opd.payloads import answer_class
 from opd.settings.named import is_place
 from opd.settings.strict import DTYPE_BYTES
+from pipelines.sizing.cache import has_cpu_cache, least_bytes, sequence_bytes
 from pipelines.sizing.machine import Machine, gpu_sizes
 from pipelines.sizing.memory import (
     critic_state_bytes,
-    engine_weights,
     estimate_memory,
     format_gib,
     gathered_bytes,
@@ -68,6 +68,8 @@ class Role:
     """True if `rollout.sleep` could make it."""
     least: int = 0
     """Bytes without which an engine does not start."""
+    least_of: str = "weights"
+    """Their contents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +131,11 @@ def memory_rooms(config: PipelineConfig, models: MergeModels, machine: Machine, 
     rooms += [_crowd_room(crowd, min(machine.gpus)) for crowd in crowds]
     what = "all machines, beside their GPUs" if machine.gpus else "all machines"
     needed = sum(need.nbytes for need in estimate_memory(config, models))
-    return [*dict.fromkeys(rooms), Room(what=what, needed=needed, there=machine.memory)]
+    rooms.append(Room(what=what, needed=needed, there=machine.memory))
+    if has_cpu_cache(config):
+        what, there = "rollout engine: its cache and the longest sequence", config.rollout.kv_cache_gib << 30
+        rooms.append(Room(what=what, needed=sequence_bytes(config, models), there=there))
+    return list(dict.fromkeys(rooms))
 
 
 def refuse_crowded_gpus(config: PipelineConfig, models: MergeModels) -> list[str]:
@@ -193,7 +199,8 @@ def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[Role]:
             engines=engines,
             sleeps=config.rollout.sleep,
             may_sleep=engines == 1 and config.schedule.mode == "sync" and config.schedule.score_early is None,
-            least=engine_weights(config, models) // config.rollout.tensor_parallel_size,
+            least=least_bytes(config, models),
+            least_of="weights, activations and the longest sequence",
         )
         found += [engine] * config.rollout.workers
     if cluster.teacher_gpus and not config.teachers.elsewhere:
@@ -293,9 +300,9 @@ def _role_memory(role: Role, *, writing: bool) -> tuple[str, int, float]:
 
 
 def _share_rooms(together: Sequence[Role], size: int) -> list[Room]:
-    """Return the weights of each engine, and what its share of a GPU holds. CUDA's own memory lies beside the share."""
+    """Return what each engine needs to start, and what its share of a GPU holds. CUDA's own memory lies beside the share."""
     return [
-        Room(what=f"{role.what}: its share and its weights", needed=role.least, there=round(role.share * size))
+        Room(what=f"{role.what}: its share and its {role.least_of}", needed=role.least, there=round(role.share * size))
         for role in together
         if role.share
     ]
@@ -317,7 +324,7 @@ def _refuse_crowd(together: Sequence[Role], size: int) -> None:
         if not room.fits:
             raise ConfigError.at(
                 role.share_key,
-                found=f"{role.share:g} of {format_gib(size)} GiB, and weights of {format_gib(role.least)}",
+                found=f"{role.share:g} of {format_gib(size)} GiB, and {role.least_of} of {format_gib(role.least)}",
                 wanted="a share that holds the weights and a key-value cache",
                 fix=f"raise {role.share_key}, or use a larger GPU",
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from experts.adapter import AdapterInfo
@@ -125,17 +125,8 @@ def read_body(model_dir: Path) -> Body:
     try:
         return read_shape(model_dir).body
     except ModelError:
-        return Body.of(tensors)
-
-
-def read_kv_values(model_dir: Path) -> int:
-    """Return how many numbers a key-value cache has for one token, in all layers. Raises: as `weight_tensors`."""
-    tensors = weight_tensors(model_dir)
-    try:
-        return read_shape(model_dir).attention.kv_values
-    except ModelError:
-        keys = sum(tensor.shape[0] for name, tensor in tensors.items() if name.endswith("k_proj.weight"))
-        return 2 * (keys or _keys_by_config(model_dir))
+        body = Body.of(tensors)
+        return body if body.kv_values else replace(body, kv_values=2 * _keys_by_config(model_dir))
 
 
 def _keys_by_config(model_dir: Path) -> int:

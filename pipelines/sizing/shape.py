@@ -29,12 +29,14 @@ class Body:
     largest: int
     """Numbers of the largest weight of the whole model: no rank gathers less at a time. The experts of a layer are one, because
     transformers keeps them in one tensor or module."""
+    kv_values: int
+    """Values that a key-value cache has for one token, in all layers."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
         """Read the sizes from the header of the weights, as if a token passed every matrix: a mixture without formulas gets too much."""
         matrices = [
-            tensor.shape
+            (name, tensor.shape)
             for name, tensor in tensors.items()
             if len(tensor.shape) == 2 and not name.endswith((*EMBEDDINGS, *HEADS))
         ]
@@ -42,10 +44,11 @@ class Body:
         for name, tensor in tensors.items():
             sizes[re.sub(r"\.experts\.\d.*", "", name)] += tensor.numel
         return cls(
-            inside=sum(outputs + inputs for outputs, inputs in matrices),
+            inside=sum(outputs + inputs for _, (outputs, inputs) in matrices),
             blocks=max(1, len({part for name in sizes for part in name.split(".") if part.isdigit()})),
-            widest=max((side for shape in matrices for side in shape), default=0),
+            widest=max((side for _, shape in matrices for side in shape), default=0),
             largest=max(sizes.values(), default=0),
+            kv_values=2 * sum(shape[0] for name, shape in matrices if name.endswith("k_proj.weight")),
         )
 
     def activation_width(self, hidden_size: int, *, checkpointing: bool) -> int:
@@ -171,6 +174,7 @@ class Shape:
             blocks=self.layers,
             widest=max(side for p in self.parts for side in (p.inputs, p.outputs)),
             largest=max(self.head, *(p.parameters // p.layers for p in self.parts), self._experts),
+            kv_values=self.attention.kv_values,
         )
 
     def lora_numbers(self, rank: int, targets: Iterable[str] | None) -> tuple[int, int]:
