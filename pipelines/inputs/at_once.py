@@ -19,13 +19,13 @@ from opd.config.domains import DomainConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
 from opd.environments import find_environment, place_of
 from opd.prompts.rows import refuse_wrong_start
-from opd.records.types import Teacher
 from opd.run.paths import RunPaths
 from opd.settings.named import is_place
 from opd.verifiers import build_verifier
 from pipelines.inputs.prompts import prompts_of, registered_prompts
 from pipelines.inputs.read import inspect_student, names_in_use, refuse_what_is_not_here
-from pipelines.routes import Expert, route_domains
+from pipelines.routes import route_domains
+from pipelines.sizing.models import unhashed_expert
 
 
 def refuse_at_once(config: PipelineConfig) -> None:
@@ -61,8 +61,7 @@ def refuse_wrong_models(config: PipelineConfig) -> None:
     experts = {}
     for name, (info, adapter, domain) in _named_experts(config).items():
         check_fits(student, info, name)
-        teacher = Teacher(name=name, model_dir=Path(info.path))
-        experts[name] = Expert(teacher=teacher, domain=domain, info=info, adapter=adapter, prompts=None)
+        experts[name] = unhashed_expert(name, domain, info, adapter)
     if not isinstance(config.teachers, NoTeachers):
         route_domains(config, experts)
 

@@ -40,7 +40,7 @@ from pipelines.inputs.architectures import (
     refuse_untrainable,
 )
 from pipelines.inputs.drift import check_drift
-from pipelines.inputs.environments import check_environments
+from pipelines.inputs.environments import check_environments, refuse_other_tasks
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.own_engine import refuse_unfit, refuse_unplaced
 from pipelines.inputs.prompts import (
@@ -50,16 +50,15 @@ from pipelines.inputs.prompts import (
     prompts_of,
     refuse_leaks,
     refuse_unread_variables,
+    refuse_unrewardable,
     room_warnings,
 )
-from pipelines.inputs.rewards import refuse_unrewardable
-from pipelines.inputs.tasks import refuse_other_tasks
 from pipelines.inputs.template_date import set_template_date
 from pipelines.routes import START, Expert, route_domains, scoring_routes
 from pipelines.sizing.cache import refuse_small_cache
 from pipelines.sizing.gpu_memory import refuse_idle_gpus
 from pipelines.sizing.memory import refuse_no_room
-from pipelines.sizing.models import MergeModels
+from pipelines.sizing.models import MergeModels, refuse_past_context
 from teachers.flight.access import read_roots, read_token
 
 
@@ -197,13 +196,7 @@ def refuse_without_experts(config: PipelineConfig, command: str) -> None:
 def inspect_student(config: PipelineConfig, hash_weights: bool = True) -> ModelInfo:
     """The student's facts. Raises: ModelError, ConfigError if the rollout context is longer than the model's."""
     student = inspect_model(config.student.model, hash_weights)
-    if student.context is not None and config.rollout.max_model_len > student.context:
-        raise ConfigError.at(
-            "rollout.max_model_len",
-            found=str(config.rollout.max_model_len),
-            wanted=f"at most {student.context}, the context of {config.student.model}",
-            fix=f"set rollout.max_model_len to {student.context} or less",
-        )
+    refuse_past_context(config, student)
     return student
 
 

@@ -16,7 +16,15 @@ from opd.errors import ConfigError
 from opd.models.lora import ADAPTER_CONFIG, LoraConfig, LoraSize
 from opd.prompts.balance import round_counts, samples_by_weight
 from pipelines.routes import START, Expert, route_domains, scoring_routes
-from pipelines.sizing.models import MergeModels, has_weights, locate_file, model_facts, read_shape, unhashed_expert
+from pipelines.sizing.models import (
+    MergeModels,
+    has_weights,
+    locate_file,
+    model_facts,
+    read_shape,
+    refuse_past_context,
+    unhashed_expert,
+)
 from pipelines.sizing.shape import Shape
 
 
@@ -55,13 +63,7 @@ def read_models(config: PipelineConfig) -> Models:
     """Read configs of student and experts. Raises: OpdError for a config that is missing or has no formulas."""
     shape = read_shape(config.student.model)
     student = model_facts(config.student.model, shape)
-    if shape.context is not None and config.rollout.max_model_len > shape.context:
-        raise ConfigError.at(
-            "rollout.max_model_len",
-            found=str(config.rollout.max_model_len),
-            wanted=f"at most {shape.context}, the context of {config.student.model}",
-            fix=f"set rollout.max_model_len to {shape.context} or less",
-        )
+    refuse_past_context(config, student)
     shapes, experts, notes = {START: shape}, dict[str, Expert](), list[str]()
     for name, expert, own in _expert_shapes(config, shape, notes):
         experts[name], shapes[name] = expert, own

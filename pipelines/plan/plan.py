@@ -8,22 +8,34 @@ from typing import Any
 
 from opd.config import PipelineConfig
 from opd.config.pipeline import rounds_of
+from opd.settings.strict import DTYPE_BYTES
 from pipelines.plan.cost import Places, Seconds, apply_placement
-from pipelines.plan.lengths import draw_responses, stated_lengths
+from pipelines.plan.lengths import StepLengths, draw_responses, stated_lengths
 from pipelines.plan.models import Models, read_models
-from pipelines.plan.phases import StepCost
+from pipelines.plan.phases import StepCost, teacher_bytes
 from pipelines.plan.push import refuse_apart
 from pipelines.plan.simulate import SimulatedStep, role_timeline, simulate_steps
 from pipelines.plan.spec import ClusterSpec
-from pipelines.plan.traffic import Sent, step_traffic
 from pipelines.sizing.cache import cache_bytes, cache_tokens
 from pipelines.sizing.gpu_memory import Room, count_gpus, fits_machine, memory_rooms, refuse_idle_gpus
-from pipelines.sizing.memory import fullest_workers, refuse_no_room
+from pipelines.sizing.memory import fullest_workers, refuse_no_room, target_bytes
 from pipelines.sizing.parts import Held, worker_parts
 
 SIMULATED = 20
 """Steps that are simulated at most; the others are taken to be like them."""
 HOUR = 3600
+ROW = 100
+"""Bytes of a row beside its tokens: its id, its span, and its place in the dictionary. See "Rows on the way" in docs/architecture.md."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A transfer of one step."""
+
+    what: str
+    link: str
+    nbytes: float
+    """The sum over all workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +134,7 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
         ),
         fullest={} if spec.machine.gpus else fullest_workers(config, models.merge),
         room=room,
-        traffic=tuple(step_traffic(work, first)),
+        traffic=tuple(_step_traffic(work, first)),
         phases=phases,
         roles=tuple(_role_rows(steps, places)),
         step_s=step_s,
@@ -130,7 +142,7 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
         devices=_spec_gpus(spec),
         device_hours=total * step_s / HOUR * _spec_gpus(spec),
         limit=_limiting_phase(phases),
-        fits=_fits_spec(config, models, spec, slots),
+        fits=slots > 0 and fits_machine(config, models.merge, spec.hardware, shared=spec.takes_turns),
         notes=(*models.notes, *notes, *_plan_notes(config, models, spec, places)),
     )
 
@@ -141,10 +153,6 @@ def fits_cluster(config: PipelineConfig, spec: ClusterSpec) -> bool:
     models, places = _read_models(config), Places.of(config, spec)
     refuse_apart(config, spec, places)
     slots, _ = _engine_slots(config, models, spec, cache_bytes(config, models.merge, spec.machine.gpu_memory))
-    return _fits_spec(config, models, spec, slots)
-
-
-def _fits_spec(config: PipelineConfig, models: Models, spec: ClusterSpec, slots: int) -> bool:
     return slots > 0 and fits_machine(config, models.merge, spec.hardware, shared=spec.takes_turns)
 
 
@@ -181,6 +189,31 @@ def _engine_slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cac
 def _phase_row(name: str, steps: Sequence[SimulatedStep], flops: float) -> PhasePlan:
     mean = sum((step.phases[name] for step in steps), Seconds()).times(1 / len(steps))
     return PhasePlan(name=name, seconds=mean.total, **mean.parts(), limit=mean.limit, flops=flops)
+
+
+def _step_traffic(work: StepCost, lengths: StepLengths) -> Iterator[Sent]:
+    """Everything of size that a step moves between processes."""
+    config, models = work.config, work.models
+    shape, merge = models.student, models.merge
+    rows, responses = len(lengths.responses), sum(lengths.responses)
+    rollouts = rows * ROW + 4 * rows * lengths.prompt + 8 * responses
+    yield Sent(what="rollouts", link="engines → driver → teachers", nbytes=rollouts)
+    if models.scorers:
+        opinions = models.opinions / rows
+        targets = opinions * (rollouts + target_bytes(config, merge) * responses)
+        yield Sent(what="target rows", link="teachers → driver, log → ranks", nbytes=targets)
+        turns = teacher_bytes(config, models)
+        yield Sent(what="teachers' weights", link="host or storage → scoring workers", nbytes=sum(turns.values()))
+    ranks, copy = config.trainer.ranks, DTYPE_BYTES[config.trainer.dtype]
+    if ranks > 1:
+        trained = work.train_seconds(lengths)
+        parts = len(trained.micro_batches)
+        gathered = trained.gathers * shape.parameters * copy * (ranks - 1)
+        summed = parts * merge.trained * DTYPE_BYTES[config.trainer.grad_accum_dtype] * (ranks - 1)
+        yield Sent(what="gathered weights", link="rank ↔ rank", nbytes=gathered)
+        yield Sent(what="summed gradients", link="rank ↔ rank", nbytes=summed)
+    way = "rank 0 → object stores → engines" if work.push.over_network else "rank 0 → engines"
+    yield Sent(what="new weights", link=way, nbytes=work.push.sent)
 
 
 def _role_rows(steps: Sequence[SimulatedStep], places: Places) -> list[RoleRow]:

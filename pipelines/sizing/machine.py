@@ -30,11 +30,8 @@ class Machine:
     """The cores multiply in bfloat16."""
 
     def __str__(self) -> str:
-        gpus = (
-            f"{len(self.gpus)} GPU{'s' if len(self.gpus) > 1 else ''} of {min(self.gpus) >> 30} GiB"
-            if self.gpus
-            else "no GPU"
-        )
+        several = "s" if len(self.gpus) > 1 else ""
+        gpus = f"{len(self.gpus)} GPU{several} of {min(self.gpus) >> 30} GiB" if self.gpus else "no GPU"
         return f"{self.cores} core{'s' if self.cores > 1 else ''}, {self.memory >> 30} GiB of memory, {gpus}"
 
 

@@ -10,7 +10,8 @@ from experts.adapter import AdapterInfo
 from experts.json_files import read_json, validate_json
 from experts.model_dir import ModelInfo, inspect_model
 from experts.weight_files import weight_tensors
-from opd.errors import ModelError
+from opd.config import PipelineConfig
+from opd.errors import ConfigError, ModelError
 from opd.models.lora import LoraSize
 from opd.prompts import PromptTable
 from opd.records.types import Teacher, WeightedTeacher
@@ -58,6 +59,17 @@ class MergeModels:
     def experts(self) -> dict[str, Expert]:
         """Name -> expert, for experts that score a domain."""
         return {name: expert for name, expert in self.scorers.items() if name != START}
+
+
+def refuse_past_context(config: PipelineConfig, student: ModelInfo) -> None:
+    """Raises: ConfigError if the rollout context is longer than the student's."""
+    if student.context is not None and config.rollout.max_model_len > student.context:
+        raise ConfigError.at(
+            "rollout.max_model_len",
+            found=str(config.rollout.max_model_len),
+            wanted=f"at most {student.context}, the context of {config.student.model}",
+            fix=f"set rollout.max_model_len to {student.context} or less",
+        )
 
 
 def unhashed_expert(name: str, domain: str, info: ModelInfo, adapter: AdapterInfo | None = None) -> Expert:
