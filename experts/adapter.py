@@ -71,7 +71,7 @@ def inspect_expert(
 ) -> tuple[ModelInfo, AdapterInfo | None]:
     """Read and hash a full model, or an adapter's base and the adapter.
 
-    `base` is explained at `inspect_adapter`, `known` at `weight_hashes`; without `hash_files` headers alone are read. Raises: ModelError, also if `base` is given for a
+    `base` is explained at `inspect_adapter`, `hash_cache` at `weight_hashes`; without `hash_files` headers alone are read. Raises: ModelError, also if `base` is given for a
     full model.
     """
     if is_adapter(path):
@@ -125,7 +125,7 @@ def inspect_adapter(path: Path, base: Path | None = None, hash_files: bool = Tru
 
 
 def adapter_hashes(path: Path) -> dict[str, str]:
-    """File name -> BLAKE3 of an adapter's two files, as far as they exist."""
+    """Return file name -> BLAKE3 of an adapter's two files, as far as they exist."""
     files = [path / ADAPTER_CONFIG, path / ADAPTER_WEIGHTS]
     return {file.name: blake3_file(file) for file in files if file.is_file()}
 
@@ -155,6 +155,7 @@ def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
                 if change is not None:
                     weight = source.get_tensor(name)
                     target.seek(data_start(shard) + tensor.data_offsets[0])
+                    # As bytes: numpy has no bfloat16.
                     target.write(merge_update(weight, change).contiguous().view(torch.uint8).numpy().data)
     assert not changes, f"modules that the base lacks: {sorted(changes)}"
 
@@ -234,7 +235,7 @@ def _find_base(file: Path, data: Mapping[str, Any], given: Path | None) -> Path:
 
 
 def _check_tensors(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base: Path) -> dict[str, int]:
-    """Module → rank. Raises: ModelError for a tensor that plain LoRA does not have, or that does not fit the base."""
+    """Return module → rank. Raises: ModelError for a tensor that plain LoRA does not have, or that does not fit the base."""
     theirs = weight_tensors(base)
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -291,8 +292,8 @@ def _check_module(
 
 @contextmanager
 def whole_model(teacher: Teacher, scratch: Path) -> Iterator[Path]:
-    """A directory with the full model: the teacher's own, or `scratch` with its adapter merged into its base, removed at the
-    end."""
+    """Yield a directory with the full model: the teacher's own, or `scratch`, into which its adapter is merged with its base and
+    which is removed at the end."""
     if teacher.adapter_dir is None:
         yield teacher.model_dir
         return

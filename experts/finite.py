@@ -30,6 +30,7 @@ def check_finite(path: Path, names: list[str]) -> None:
     for file in (path / name for name in names):
         data = np.memmap(file, dtype=np.uint8, mode="r")
         tensors = read_header(file)
+        # Offsets count from the end of the header, and the last tensor ends with the file.
         start = len(data) - max((t.data_offsets[1] for t in tensors.values()), default=0)
         for name, tensor in tensors.items():
             bad = _not_finite(data[start:], tensor)
@@ -50,6 +51,7 @@ def _not_finite(data: np.ndarray, tensor: Tensor) -> int:
         return 0
     kind, bits = _EXPONENTS[tensor.dtype]
     exponent = np.dtype(kind).type(bits)
+    # As integers, whose bits are looked at: numpy has no bfloat16.
     numbers = data[slice(*tensor.data_offsets)].view(kind)
     parts = (numbers[i : i + CHUNK] for i in range(0, len(numbers), CHUNK))
     return sum(int(np.count_nonzero((part & exponent) == exponent)) for part in parts)

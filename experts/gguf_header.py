@@ -127,6 +127,7 @@ def _read_tensor_shapes(reader: _Reader, count: int, alignment: object) -> dict[
                 f"rows of whole blocks of {block}, at a multiple of {alignment} bytes",
             )
         shapes[name], ends[name] = shape, offset + math.prod(shape) // block * nbytes
+    # Tensors begin at the first multiple of the alignment after the header: division rounds up.
     start = -(-reader.at // alignment) * alignment
     last = max(ends, key=lambda name: ends[name])
     if start + ends[last] > len(reader.data):

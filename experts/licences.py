@@ -66,7 +66,7 @@ class Licence:
 
 
 def licences_of(directory: Path) -> list[Licence]:
-    """Return the licences that a model's directory names, each once; two that differ are both of it. Raises: OSError."""
+    """Return the licences that a model's directory names, each once; if two differ, both hold. Raises: OSError."""
     found: dict[str, Licence] = {}
     for one in (*_of_header(directory / "README.md"), *_of_texts(directory)):
         found.setdefault(one.name, one)
@@ -76,7 +76,7 @@ def licences_of(directory: Path) -> list[Licence]:
 
 
 def list_concerns(found: Mapping[str, Sequence[Licence]]) -> list[str]:
-    """List what to look at before a model made from these is passed on, a sentence each. `found`: who -> its licences."""
+    """List what to look at before a model made from these is passed on, a sentence each. `licences_by_model`: model -> its licences."""
     by_name: dict[str, list[str]] = {}
     for who, licences in found.items():
         for one in licences:

@@ -172,7 +172,7 @@ def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = 
 
 
 def token_map(path: Path) -> dict[int, str]:
-    """Id → token of the directory's tokenizer, added tokens included, in the order of the ids.
+    """Return id → token of the directory's tokenizer, added tokens included, in the order of the ids.
 
     Raises: ModelError if tokenizer.json is missing or is not a tokenizer.
     """
@@ -238,7 +238,7 @@ def _read_config(path: Path) -> _Config:
 
 
 def _read_tokenizer_files(path: Path) -> dict[str, dict[str, Any]]:
-    """File -> content, of the files beside tokenizer.json that transformers reads: two of them only where
+    """Return file -> content of the files beside tokenizer.json that transformers reads: two of them only where
     tokenizer_config.json has no list of added tokens. Raises: ModelError."""
     files = {TOKENIZER_CONFIG: read_json(path / TOKENIZER_CONFIG)} if (path / TOKENIZER_CONFIG).is_file() else {}
     for file, data in files.items():
@@ -264,7 +264,7 @@ def _refuse_unlisted(path: Path, files: Mapping[str, Mapping[str, Any]], tokens:
 
 
 def _named_tokens(files: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """File and field, and the token that it names."""
+    """Yield file and field, and the token that it names."""
     for file, data in files.items():
         for field, value in data.items():
             if file == ADDED:  # token -> id
@@ -374,7 +374,7 @@ def _is_tied(config: _Config, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _embedding_and_head(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
-    """Their names; empty for one that the files do not hold under a known name."""
+    """Return the names of both; empty for one that the files do not hold under a known name."""
     embedding = next((name for name in tensors if name.endswith(EMBEDDINGS)), "")
     return embedding, next((name for name in tensors if name.endswith("lm_head.weight")), "")
 

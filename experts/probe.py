@@ -105,7 +105,7 @@ def _attach_adapter(model: Any, adapter: Path) -> None:
 
 
 def _compute_logprobs(model: Any, token_ids: list[int], vocab_size: int) -> list[float]:
-    """Log-prob of each id after the ids before it, by a plain forward pass; rows beyond the vocabulary are cut off."""
+    """Return the log-prob of each id after the ids before it, by a plain forward pass; rows beyond the vocabulary are cut off."""
     import torch
 
     ids_T = torch.tensor(token_ids)

@@ -85,7 +85,7 @@ def training_record(directory: Path) -> dict[str, Any] | None:
 
 
 def default_root() -> Path:
-    """`OPD_REGISTRY`, else ./registry."""
+    """Return `OPD_REGISTRY`, else ./registry."""
     return Path(os.environ.get("OPD_REGISTRY") or "registry")
 
 
@@ -164,9 +164,9 @@ class Registry:
         return [self.get(name) for name in self.names()]
 
     def verify(self, name: str, known: Hashes | None = None) -> list[str]:
-        """Compare the files with the manifest; returns one sentence for each difference.
+        """Compare the files with the manifest; return one sentence for each difference.
 
-        Pass one dictionary as `known` to several calls, so that a base that adapters share is read once.
+        Pass one dictionary as `hash_cache` to several calls, so that a base that adapters share is read once.
         Raises: RegistryError if the name is unknown or its manifest cannot be read.
         """
         manifest = self.get(name)
@@ -179,7 +179,7 @@ class Registry:
         )
 
     def list_duplicates(self, manifest: ExpertManifest) -> list[str]:
-        """Other experts with the same weights, byte for byte. Raises: RegistryError if a manifest cannot be read."""
+        """Return the other experts with the same weights, byte for byte. Raises: RegistryError if a manifest cannot be read."""
         return [
             m.name
             for m in self.all()

@@ -54,13 +54,13 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 
 def data_start(file: Path) -> int:
-    """First byte after the header, from which offsets count. The header has been checked before."""
+    """Return the first byte after the header, from which offsets count. The header has been checked before."""
     with file.open("rb") as stream:
         return 8 + _read_length(stream.read(8))
 
 
 def _read_length(prefix: bytes) -> int:
-    """Length of the header in bytes; 0 if the file ends before the length."""
+    """Return the length of the header in bytes; 0 if the file ends before the length."""
     length: int = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
     return length
 

@@ -243,7 +243,7 @@ def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
         return
     from transformers import set_seed
 
-    set_seed(spec.training_seed)
+    set_seed(spec.training_seed)  # first: a base from scratch draws its weights
     model, tokenizer, stored = _start_of(spec.base)
     front: list[int] = []
     if job.train:
@@ -405,7 +405,7 @@ def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job:
 
 
 def publish_model(directory: Path, job: TrainingJob, more: Mapping[str, Any]) -> None:
-    """Add the record to a finished model's files and put them in their place. `more` is stored beside what the spec says: `RESULT`,
+    """Add the record to a finished model's files and put them in their place. `extra` is stored beside what the spec says: `RESULT`,
     to be read by people, or `IN_FRONT`."""
     record = {**job.record, **more}
     atomic_write_text(directory / RECORD, json.dumps(record, indent=2) + "\n")

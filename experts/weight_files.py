@@ -39,9 +39,9 @@ OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 
 
 def weight_hashes(path: Path, known: Hashes | None = None) -> dict[str, str]:
-    """File name → BLAKE3 of every file that holds the model, as far as it is there.
+    """Return file name → BLAKE3 of every file that holds the model, as far as it is there.
 
-    Hashes in `known` are not computed again, and new ones are added to it: adapters with one base read it once. Raises: OSError;
+    Hashes in `hash_cache` are not computed again, and new ones are added to it: adapters with one base read it once. Raises: OSError;
     ModelError for an index that is none.
     """
     known = {} if known is None else known

@@ -28,7 +28,7 @@ class OpdError(ValueError):
 
     @classmethod
     def at(cls, where: object, *, found: str, wanted: str, fix: str) -> Self:
-        """`where` is the field or file; the three sentences become one message of four lines.
+        """Make the error. `where` is the field or file; the three sentences become one message of four lines.
 
         `found` may quote text of others. Its further lines are indented, so that it cannot forge a `fix` line.
         """

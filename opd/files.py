@@ -34,7 +34,7 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path` to write to, which takes its place when the block ends well and is deleted otherwise. Raises: OSError."""
+    """Yield a file beside `path` to write to, which takes its place when the block ends well and is deleted otherwise. Raises: OSError."""
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with tmp.open("wb") as file:
@@ -83,7 +83,7 @@ def place_dir(tmp: Path, final: Path) -> None:
 
 def sweep_temporary_files(directory: Path) -> list[str]:
     """Clear what a killed process left in a directory: temporary files and directories, and what `replace_dir` moved
-    aside, which is put back if its successor never came. Returns the names that were found. Raises: OSError.
+    aside, which is put back if its successor never came. Return the names that were found. Raises: OSError.
     """
     found = [p for p in directory.iterdir() if _LEFTOVER.match(p.name)] if directory.is_dir() else []
     for path in found:
@@ -122,19 +122,19 @@ def raise_storage_errors(path: Path) -> Iterator[None]:
 
 
 def cache_dir() -> Path:
-    """Where the platform has caches, the directory of ours. It need not exist."""
+    """Return our directory among the platform's caches. It need not exist."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "opd-merge"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opd-merge"
 
 
 def blake3_json(data: Any) -> str:
-    """Hash of what can be JSON, as 64 hexadecimal digits; the order of keys does not matter."""
+    """Return the hash of what can be JSON, as 64 hexadecimal digits; the order of keys does not matter."""
     return blake3(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def blake3_file(path: Path, threads: int = blake3.AUTO) -> str:
-    """Hash of a file's bytes as 64 hexadecimal digits, read through a memory map. Raises: OSError."""
+    """Return the hash of a file's bytes as 64 hexadecimal digits, read through a memory map. Raises: OSError."""
     return blake3(max_threads=threads).update_mmap(path).hexdigest()
 
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     from opd.models.logit_rule import LogitRule
     from opd.prompts.conversation import Messages
     from opd.records.rewards import RewardStep
-    from opd.rollouts.groups import Early
-    from opd.rollouts.partial import Cuts
     from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
 
@@ -50,11 +48,9 @@ class PromptSource(Protocol):
 
 
 class RolloutEngine(Protocol):
-    def generate(
-        self, prompts: Sequence[Prompt], *, step: int, policy_version: int, cuts: Cuts = ..., early: Early | None = ...
-    ) -> RolloutBatch:
+    def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
         """Sample one response per prompt. Prompts that do not fit come back as quarantined. A schedule may call this in a thread,
-        and no other method until it has returned. `cuts` comes only with `schedule.partial_rollout`, `early` with `score_early`."""
+        and no other method until it has returned."""
         ...
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
@@ -171,7 +167,7 @@ class Schedule(Protocol):
     max_staleness: int
     """Pushes that may lie between the writing of a token and its training; the loop refuses rows that are older."""
 
-    def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt], early: Early | None) -> RolloutBatch:
+    def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
         """Return the responses of this step; `policy_version` is the version of the weights that it trains."""
         ...
 
@@ -179,9 +175,8 @@ class Schedule(Protocol):
         """Let engines sleep that do: this step is trained from the log, so that nothing is written for it."""
         ...
 
-    def begin_next(self, step: int, policy_version: int, unfinished: Sequence[Rollout]) -> None:
-        """Begin to write the responses of `step` while the step before, which left `unfinished` responses, is scored and
-        trained. Returns at once."""
+    def begin_next(self, step: int, policy_version: int) -> None:
+        """Begin to write the responses of `step` while the step before is scored and trained. Returns at once."""
         ...
 
     def finish_writing(self) -> None:

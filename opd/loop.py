@@ -7,8 +7,7 @@
 
 The schedule decides at which time the student writes (`opd.schedules`). With `sync` every sample trains the very weights that
 wrote it. With `one_step_off` the next step's samples are written meanwhile, and teachers begin to score them while the weights
-are pushed. With `score_early` teachers score the first samples of a step while the others are still being written. Scored rows stream to the trainer, which with `overlap` begins
-before the last teacher is done; without, these two take turns on the same cores. Either way it is the same arithmetic.
+are pushed. Scored rows stream to the trainer, which with `overlap` begins before the last teacher is done; without, these two take turns on the same cores. Either way it is the same arithmetic.
 Prompts and seeds are functions of (seed, step); with `balance`, prompts also depend on the records of steps before. The
 only state of a run is the trainer's weights and optimiser, the step, the policy version, what was written ahead, and, with
 rewards, what a baseline has learned.
@@ -41,7 +40,6 @@ from opd.records.staleness import refuse_stale, stale_samples
 from opd.records.step import StepRecord, seconds_at_work, step_record
 from opd.records.types import Prompt, PushReport, RolloutBatch, SavedCheckpoint, StepReport
 from opd.reward.interfaces import Rewards
-from opd.rollouts.groups import Early
 from opd.run.metrics import PhaseClock
 from opd.run.paths import step_name
 
@@ -68,8 +66,6 @@ class Parts:
     reporter: Reporter
     rewards: Rewards | None = None
     """Rewards, for the policy gradient beside the divergence; None without `objective.reward`."""
-    early: Callable[[Sequence[Prompt], int], Early] | None = None
-    """Begins the scoring of a step whose responses are scored as they come (`schedule.score_early`); None: all at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +96,7 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
     for step in range(plan.first_step, plan.last_step + 1):
         scored = following or _scored_rollouts(parts, step, version, clock)
         if step < plan.last_step:
-            parts.schedule.begin_next(step + 1, version, scored.batch.unfinished)
+            parts.schedule.begin_next(step + 1, version)
         if not plan.overlap:
             with clock("score"):
                 scored.targets.wait_for_parts()
@@ -108,6 +104,7 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
         with clock("train"):
             trained = parts.trainer.train_step(step, scored.batch.rollouts, scored.targets, scored.stale, reward)
         with clock("rollout"):
+            # The push below replaces the weights that an engine may still be writing with.
             parts.schedule.finish_writing()
         version += 1
         following = _scored_rollouts(parts, step + 1, version, clock) if _begins_ahead(parts, plan, step) else None
@@ -165,22 +162,21 @@ def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -
     with clock("rollout"):
         prompts = parts.prompts.take(step)
         logged = parts.log.replay(step, version, prompts)
-        early = parts.early(prompts, step) if parts.early and not logged else None
-        batch = logged[0] if logged else _roll_out(parts, step, version, prompts, early)
+        batch = logged[0] if logged else _roll_out(parts, step, version, prompts)
         refuse_stale(batch.rollouts, version, parts.schedule.max_staleness)
         stale = stale_samples(batch.rollouts, version)
     if logged:
         parts.schedule.rest()
         return _Scored(batch=batch, targets=logged[1], stale=stale, replayed=True)
     with clock("score"):
-        targets = early.stream(batch.rollouts) if early else parts.teachers.score(batch.rollouts)
+        targets = parts.teachers.score(batch.rollouts)
         parts.log.record(step, version, prompts, batch, targets)
     return _Scored(batch=batch, targets=targets, stale=stale, replayed=False)
 
 
-def _roll_out(parts: Parts, step: int, version: int, prompts: Sequence[Prompt], early: Early | None) -> RolloutBatch:
+def _roll_out(parts: Parts, step: int, version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
     """Have the student write the step's rollouts, and judge them if there are rewards."""
-    batch = parts.schedule.rollouts(step, version, prompts, early)
+    batch = parts.schedule.rollouts(step, version, prompts)
     return batch if parts.rewards is None else parts.rewards.judged(batch, prompts)
 
 

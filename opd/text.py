@@ -11,7 +11,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def escape_control_characters(text: str) -> str:
-    """The text with every control, escape, invisible and direction-changing character spelt out, such as `\\x1b`.
+    """Return the text with every control, escape, invisible and direction-changing character spelt out, such as `\\x1b`.
 
     Prompts, file names, model names and a server's words may hold sequences that move the cursor, change the window's title
     or reverse the text that follows; a lone surrogate could not even be encoded. Line ends and tabs stay.
@@ -20,7 +20,7 @@ def escape_control_characters(text: str) -> str:
 
 
 def one_line(text: str, limit: int) -> str:
-    """The text as `escape_control_characters` gives it, on one line, cut to its first `limit` characters."""
+    """Return the text as `escape_control_characters` gives it, on one line, cut to its first `limit` characters."""
     return escape_control_characters(" ".join(text[:limit].split()))
 
 
@@ -30,20 +30,20 @@ def control_in(text: str) -> re.Match[str] | None:
 
 
 def readable(text: str) -> str:
-    """The text without such characters."""
+    """Return the text without the characters that `find_control_character` finds."""
     return _CONTROL.sub("", text)
 
 
 def or_dash(value: float | None, form: str) -> str:
-    """A number in this format; `-` where there is none."""
+    """Return a number in this format; `-` where there is none."""
     return "-" if value is None else format(value, form)
 
 
 def with_home(path: str) -> str:
-    """The path with the home directory in place of `~`, as a shell has it; `~` of nobody stays."""
+    """Return the path with the home directory in place of `~`, as a shell has it; `~` of nobody stays."""
     return os.path.expanduser(path)  # noqa: PTH111 (that of pathlib raises for nobody's home)
 
 
 def as_typed(path: object) -> str:
-    """A path in a command that a user is to copy into a shell."""
+    """Return a path for a command that a user is to copy into a shell."""
     return shlex.quote(str(path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,9 @@ from opd.live.progress import RunReporter
 from opd.loop import Parts
 from opd.monitors.acting import RunMonitors
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts, samples_by_weight
-from opd.records.types import Prompt
 from opd.reward.stream import CREDIT, RewardStream
 from opd.reward.verified import VerifiedRewards
 from opd.rollouts.episodes.drift import DriftOptions
-from opd.rollouts.groups import Early
-from opd.rollouts.partial import Cuts
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run.checkpoints import CheckpointSource, CheckpointStore, CompanionSaver
 from opd.run.metrics import MetricsFile
@@ -78,7 +74,7 @@ POOLS: dict[str, Callable[[PipelineConfig, Routes, int], AnyPool]] = {
 
 
 def num_workers(config: PipelineConfig) -> int:
-    """Processes that a merge runs beside the driver."""
+    """Return the number of processes that a merge runs beside the driver."""
     trained = 2 if config.objective.has_critic else 1
     return config.rollout.workers + config.teachers.scoring_workers + trained * config.trainer.ranks
 
@@ -118,27 +114,17 @@ def build_merge(
         ),
         reporter=RunReporter(metrics, paths, shown, sinks),
         rewards=_build_rewards(config, inputs, credit) if credit else None,
-        early=_build_early_scoring(config, pool),
     )
 
 
-def _build_early_scoring(config: PipelineConfig, pool: AnyPool) -> Callable[[Sequence[Prompt], int], Early] | None:
-    """Return the object that starts scoring a step while it is being written; None where teachers wait for all of it."""
-    size = config.schedule.score_early
-    return partial(pool.early, size=size) if size is not None and isinstance(pool, Pool) else None
-
-
 def _build_schedule(config: PipelineConfig, prompts: PromptSource, engine: RolloutEngine, log: TargetLog) -> Schedule:
-    partial = config.schedule.partial_rollout
     spec = ScheduleSpec(
         prompts=prompts,
         engine=engine,
         log=log,
         max_staleness=max_staleness(config),
         timeout_s=config.cluster.phase_timeout_s,
-        cuts=Cuts(at=partial.cut_at, times=partial.cuts) if partial else None,
         sleeps=config.rollout.sleep,
-        last_step=config.trainer.steps,
     )
     return SCHEDULES[config.schedule.mode](spec)
 
@@ -159,7 +145,7 @@ def _build_credit(config: PipelineConfig, inputs: Inputs, shown: Display) -> Cre
 
 
 def credit_of(baseline: BaselineConfig) -> Credit:
-    """The credit of an `objective.reward.baseline` without a model of its own."""
+    """Return the credit of an `objective.reward.baseline` without a model of its own."""
     if isinstance(baseline, EmaBaseline):
         return Ema(EmaSpec(decay=baseline.decay))
     if isinstance(baseline, GroupBaseline):
@@ -169,7 +155,7 @@ def credit_of(baseline: BaselineConfig) -> Credit:
 
 
 def _build_rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> RewardStream:
-    """The reward's part of each step."""
+    """Return the stream that adds the rewards to each step."""
     reward = config.objective.reward
     assert reward is not None
     rewarded = [name for name, domain in config.domains.items() if domain.is_rewarded]
@@ -181,6 +167,7 @@ def _build_rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> Re
 def _build_sync(
     config: PipelineConfig, inputs: Inputs, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, shown: Display
 ) -> ProvenSync:
+    # Domains take turns, as far as the shortest one goes, so that the probe has prompts of all of them.
     every_prompt = (p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts)
     spec = SyncSpec(
         trainer=trainer,
@@ -198,9 +185,11 @@ def _build_sync(
 def start_rollouts(
     config: PipelineConfig, inputs: Inputs, *, training: bool = False, judged: Path | None = None
 ) -> VLLMRolloutEngine:
-    """Start rollout engines with the student; returns before they are ready. With `training` they know which tokens carry no
-    loss (`Inputs.untrained`), and what is done about drift; else only whose prompts are prefixes. `judged` is the run's file
-    of what the guard's judge answered."""
+    """Start rollout engines with the student; returns before they are ready.
+
+    With `training` they know which tokens carry no loss (`Inputs.untrained`) and how each domain counters drift; without, only
+    which domains' prompts are prefixes. `judged` is the run's file with the answers of the guard's judge.
+    """
     known = (config.student.model, inputs.student.vocab_size, inputs.student.eos_token_ids)
     drift = drift_options(config, inputs.routes)
     if training:
@@ -213,7 +202,7 @@ def start_rollouts(
 
 
 def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMRolloutEngine]:
-    """The class that `rollout.engine` names. Raises: ConfigError for a user's class that cannot be imported."""
+    """Return the class that `rollout.engine` names. Raises: ConfigError for a user's class that cannot be imported."""
     name = config.rollout.engine
     if name in ROLLOUT_ENGINES:
         return ROLLOUT_ENGINES[name]
@@ -222,7 +211,7 @@ def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMR
 
 
 class _StartUp:
-    """Tells the user for whom the run waits, and who is up."""
+    """Progress of the start-up: tells the user for which workers the run waits, and which are up."""
 
     def __init__(self, shown: Display) -> None:
         self._shown = shown
@@ -279,7 +268,7 @@ def _build_checkpoints(
 
 
 def prompt_source(config: PipelineConfig, inputs: Inputs, metrics: MetricsFile) -> MixedPrompts | BalancedPrompts:
-    """The prompts of every step; `metrics` has the records of the steps that the run has taken."""
+    """Return the prompts of every step; `metrics` has the records of the steps that the run has taken."""
     weights, total = config.domain_weights, config.trainer.samples_per_step // config.rollout.n
     if isinstance(config.balance, SamplesBalance):
         return MixedPrompts(inputs.prompts, samples_by_weight(total, weights), config.seed, config.rollout.n)

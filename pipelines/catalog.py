@@ -26,7 +26,7 @@ def shipped_plans() -> dict[str, Path]:
 
 
 def find_pipeline(name_or_path: str) -> Path:
-    """The file of a shipped pipeline, or the path of one of the user's. Raises: ConfigError if there is neither."""
+    """Return the file of a shipped pipeline, or the path of one of the user's. Raises: ConfigError if there is neither."""
     known, path = shipped_plans() | shipped_pipelines(), Path(name_or_path)
     if name_or_path not in known and not path.exists():
         raise no_such_yaml(path, known, "a shipped pipeline", "`opd pipelines list` names the shipped ones")

@@ -5,13 +5,10 @@ from __future__ import annotations
 from opd.config import PipelineConfig
 
 
-def roles_at_once(config: PipelineConfig, *, training: bool = False) -> int:
-    """Roles that compute at the same time on this machine's cores, or with `training` while the trainer does. `schedule.overlap` is
-    not counted: on the same cores it is off unless a pipeline asks for it."""
-    cluster, schedule = config.cluster, config.schedule
+def roles_at_once(config: PipelineConfig) -> int:
+    """Roles that compute at the same time on this machine's cores. `schedule.overlap` is not counted: on the same cores it is off
+    unless a pipeline asks for it."""
+    cluster = config.cluster
     teachers = not (cluster.teacher_gpus or config.teachers.elsewhere)
-    if schedule.mode == "one_step_off":
-        beside = teachers or not cluster.trainer_gpus
-    else:
-        beside = teachers and schedule.score_early is not None and not training
-    return 2 if beside and not cluster.rollout_gpus else 1
+    writes_ahead = config.schedule.mode == "one_step_off" and (teachers or not cluster.trainer_gpus)
+    return 2 if writes_ahead and not cluster.rollout_gpus else 1

@@ -29,7 +29,7 @@ QUIT = "quit"
 
 
 def environment_table() -> list[tuple[str, str, str]]:
-    """Name, tools and first line of the documentation of every environment that comes with `opd`."""
+    """Return name, tools and first line of the documentation of every environment that comes with `opd`."""
     rows = []
     for name in ENVIRONMENTS:
         made = find_environment(name, "environments")
@@ -124,7 +124,7 @@ def _make_turn(environment: Any, text: str, say: Callable[[str], None]) -> Outco
 
 
 def _typed_calls(environment: Any, text: str) -> tuple[ToolCall, ...]:
-    """The tool call that a player typed, if it is one. Raises: ValueError for arguments that are missing."""
+    """Return the tool call that a player typed, if it is one. Raises: ValueError for arguments that are missing."""
     name, _, rest = text.strip().partition(" ")
     tool = next((tool for tool in environment.tools if tool.name == name), None)
     if tool is None:

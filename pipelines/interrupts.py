@@ -50,7 +50,7 @@ class Interrupts:
         self._ending = False
 
     def should_leave(self) -> bool:
-        """True if the merge is to leave after this step."""
+        """Return True if the merge is to leave after this step."""
         return self.number != 0
 
     @contextmanager
@@ -64,7 +64,7 @@ class Interrupts:
             self._ask = None
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
-        """Handle a signal: ask, end the run, or end the process, as told above."""
+        """Handle a signal: ask the merge to leave, end the run, or end the process."""
         # Three cases: the first signal in the loop asks, a signal elsewhere or a second one raises, a third one kills.
         asks = self._ask if not self.number and not self._ending else None
         if postpone_signal(number, frame, raises=not asks and not self._ending):
@@ -85,6 +85,7 @@ def interrupts() -> Iterator[Interrupts]:
 
     A nested call gives the outer object.
     """
+    # The handler of an outer call is `on_signal`, bound to the object that it yielded.
     outer = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     if isinstance(outer, Interrupts):
         yield outer
@@ -97,6 +98,6 @@ def interrupts() -> Iterator[Interrupts]:
     try:
         yield found
     finally:
-        wait_for_sender()
+        wait_for_sender()  # before other handlers are back: they would take a postponed signal for a new one
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -22,15 +22,15 @@ EVERY = (ROLLOUT, TEACHERS, TRAINER)
 
 
 def beside_the_driver(config: PipelineConfig) -> frozenset[str]:
-    """Names of the workers that have to be on the machine of `opd merge`: new weights go through its shared memory from trainer
-    rank 0 to the rollout engines. A push over the network would need none of them there."""
+    """Return the names of the workers that have to be on the machine of `opd merge`: new weights go through its shared memory
+    from trainer rank 0 to the rollout engines. A push over the network would need none of them there."""
     if config.sync.kind != "shared_memory":
         return frozenset()
     return frozenset({rank_name("trainer", 0), *map(engines.worker_name, range(config.rollout.workers))})
 
 
 def groups_of(config: PipelineConfig, keys: Collection[str] = EVERY) -> list[WorkerGroup]:
-    """The workers of these roles and what each asks for."""
+    """Return the workers of these roles and what each asks for."""
     place, ranks = config.cluster.placement, range(config.trainer.ranks)
     by_role = [
         (
@@ -73,7 +73,7 @@ def refuse_unplaceable(config: PipelineConfig) -> None:
 def reserve_places(
     config: PipelineConfig, keys: Collection[str] = EVERY, beside: Collection[str] = ()
 ) -> dict[str, str]:
-    """Reserve the places of these roles' workers, those named in `beside` on this machine. Returns worker -> address of its node;
+    """Reserve the places of these roles' workers, with `local_workers` on this machine. Returns worker -> address of its node;
     nothing for Ray on this machine, which has one place. Raises: RunError past `cluster.start_timeout_s`."""
     if config.cluster.address == LOCAL:
         return {}
@@ -119,7 +119,8 @@ def refuse_impossible_placement(groups: Sequence[WorkerGroup], beside: Collectio
 
 
 def _group_seats(key: str, place: RolePlacement, gpus: float, names: Sequence[str], processes: int) -> WorkerGroup:
-    """`processes`: those of each worker that compute, which inherit its environment and share its CPUs."""
+    """Return the seats of one role's workers. `processes`: those of each worker that compute; they inherit its environment and
+    share its CPUs."""
     asks = {"CPU": float(place.cpus or 1), **({"GPU": gpus} if gpus else {}), **place.resources}
     threads = None if place.cpus is None else max(1, place.cpus // processes)
     seats = tuple(Seat(worker=name, asks=asks, labels=place.label_selector, threads=threads) for name in names)
@@ -171,6 +172,7 @@ def _refuse_too_many(groups: Sequence[WorkerGroup], beside: Collection[str], nod
     for seats, which, where in ((near, nodes[:1], "this machine"), (every, nodes, "all nodes")):
         for name, wanted in _sum_seats(seats).items():
             has = sum(node.has.get(name, 0) for node in which)
+            # 1e-9: fractions of a GPU that add up to whole ones are a little more in floating point.
             if wanted > has + 1e-9:
                 raise ConfigError.at(
                     "cluster",

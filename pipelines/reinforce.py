@@ -83,12 +83,12 @@ def reinforce_experts(spec: ReinforceSpec, tell: Tell, around: MergeCallbacks = 
 
 
 def pipeline_of(spec: ReinforceSpec, name: str) -> PipelineConfig:
-    """The pipeline of one expert of the spec. Raises: ConfigError naming the key of the pipeline that is wrong."""
+    """Return the pipeline of one expert of the spec. Raises: ConfigError naming the key of the pipeline that is wrong."""
     return validate_section(PipelineConfig, pipeline_data(spec, name), f"experts.{name}")
 
 
 def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str) -> dict[str, Any]:
-    """Everything that decides the expert's weights: `base` is what made the base, `prompts` the hash of the tasks."""
+    """Return everything that decides the expert's weights. `base` is what made the base, `prompts` the hash of the tasks."""
     decides = {"domains", "rollout", "teachers", "objective", "trainer", "schedule"} | (
         {"guard"} if config.guard else set()
     )
@@ -123,8 +123,8 @@ def _make_expert_run(spec: ReinforceSpec, name: str, base: TrainingJob) -> _Expe
 
 
 def _as_made(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """The record of an expert that is there already, if it differs from this one only in what a resumed run may change too, such as
-    a GPU's share of memory; else this one."""
+    """Return the record of an expert that is there already, if it differs from `record` only in what a resumed run may change
+    too, such as a GPU's share of memory; else `record`."""
     made = read_origin(directory)
     return record if made is None or refused_keys(made, record) else made
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig, is_overlapped, sync_tolerance
+from opd.config import PipelineConfig, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
@@ -59,7 +59,7 @@ def rollout_spec(
     stop_token_ids: Sequence[int],
     training: ForTraining | None = None,
 ) -> RolloutSpec:
-    """Spec of rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's."""
+    """Return the spec of rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's."""
     training = training or ForTraining()
     rollout = config.rollout
     episodes = episode_options(config, training.judged)
@@ -84,7 +84,7 @@ def rollout_spec(
 
 
 def _engine_options(config: PipelineConfig, model_dir: Path, vocab_size: int, *, acts: bool) -> EngineOptions:
-    """`acts`: it plays episodes, whose turns begin alike."""
+    """Return the options of one rollout engine. `acts`: it plays episodes, whose turns begin alike."""
     rollout = config.rollout
     return EngineOptions(
         model_dir=model_dir,
@@ -103,7 +103,7 @@ def _engine_options(config: PipelineConfig, model_dir: Path, vocab_size: int, *,
 
 
 def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
-    """Spec of the trainer; `vocab_size` is the tokenizer's."""
+    """Return the spec of the trainer; `vocab_size` is the tokenizer's."""
     return TrainerSpec(
         rank=rank_options(config, vocab_size),
         rate=learning_rate(config.trainer),
@@ -114,21 +114,21 @@ def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
         queue_bytes=config.teachers.queue,
         tolerance=sync_tolerance(config),
         gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config, training=True),
+        roles=roles_at_once(config),
         one_machine=config.cluster.address == LOCAL,
         start_timeout_s=config.cluster.start_timeout_s,
     )
 
 
 def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticSpec:
-    """Spec of the critic: the trainer's ranks, steps and optimiser, and a learning rate of its own."""
+    """Return the spec of the critic: the trainer's ranks, steps and optimiser, and a learning rate of its own."""
     rate = learning_rate(config.trainer)
     engine = CriticEngineSpec(
         rank=critic_options(config, baseline, vocab_size),
         rate=replace(rate, peak=rate.peak * baseline.lr_ratio),
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config, training=True),
+        roles=roles_at_once(config),
         one_machine=config.cluster.address == LOCAL,
         start_timeout_s=config.cluster.start_timeout_s,
     )
@@ -146,13 +146,12 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
 
 
 def critic_options(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticOptions:
-    """Options of one rank of the critic."""
+    """Return the options of one rank of the critic."""
     trainer = config.trainer
     return CriticOptions(
         name="critic",
         model_dir=config.student.model,
         world_size=trainer.ranks,
-        stage=trainer.zero_stage,
         dtype=trainer.dtype,
         vocab_size=vocab_size,
         adamw=adamw_options(trainer),
@@ -170,13 +169,12 @@ def critic_options(config: PipelineConfig, baseline: CriticBaseline, vocab_size:
 
 
 def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
-    """Options of one rank of the trainer."""
+    """Return the options of one rank of the trainer."""
     trainer = config.trainer
     return RankOptions(
         name="student",
         model_dir=config.student.model,
         world_size=trainer.ranks,
-        stage=trainer.zero_stage,
         dtype=trainer.dtype,
         vocab_size=vocab_size,
         objective=config.objective,
@@ -207,7 +205,7 @@ def eager_attention(config: PipelineConfig) -> bool:
 
 
 def turn_weights(config: PipelineConfig) -> dict[str, TurnWeights]:
-    """Domain -> how its turns are weighted, for domains whose turns do not all weigh the same."""
+    """Return domain -> weights of its turns, for domains whose turns do not all weigh the same."""
     found = {name: domain.environment.turn_weights for name, domain in config.domains.items() if domain.environment}
     return {name: TurnWeights(**given.model_dump()) for name, given in found.items() if given is not None}
 
@@ -228,7 +226,7 @@ def start_teacher(config: PipelineConfig) -> StartTeacher | None:
 
 
 def learning_rate(trainer: TrainerConfig) -> LearningRate:
-    """The rate of each of the pipeline's steps."""
+    """Return the rate of each of the pipeline's steps."""
     return LearningRate(
         peak=trainer.lr,
         steps=trainer.steps,
@@ -240,7 +238,8 @@ def learning_rate(trainer: TrainerConfig) -> LearningRate:
 
 
 def imitation_spec(config: PipelineConfig, micro_batch: int, accumulate: int) -> ImitationSpec:
-    """Spec of training on given text with the merge's optimiser and schedule, `micro_batch * accumulate` examples a step."""
+    """Return the spec of training on given text with the merge's optimiser and schedule, `micro_batch * accumulate` examples a
+    step."""
     from experts.sft import ImitationSpec
 
     return ImitationSpec(
@@ -256,7 +255,7 @@ def imitation_spec(config: PipelineConfig, micro_batch: int, accumulate: int) ->
 
 
 def adamw_options(trainer: TrainerConfig) -> AdamWOptions:
-    """The pipeline's optimiser."""
+    """Return the pipeline's optimiser."""
     return AdamWOptions(
         betas=(trainer.adam_beta1, trainer.adam_beta2),
         epsilon=trainer.adam_epsilon,
@@ -265,7 +264,7 @@ def adamw_options(trainer: TrainerConfig) -> AdamWOptions:
 
 
 def pool_spec(config: PipelineConfig, vocab_size: int) -> PoolSpec:
-    """Spec of a pool with scoring workers of its own; `vocab_size` is the tokenizer's."""
+    """Return the spec of a pool with scoring workers of its own; `vocab_size` is the tokenizer's."""
     teachers = config.teachers
     return PoolSpec(
         engine=teachers.engine,
@@ -277,12 +276,11 @@ def pool_spec(config: PipelineConfig, vocab_size: int) -> PoolSpec:
         max_quarantined=teachers.max_quarantined,
         start_timeout_s=config.cluster.start_timeout_s,
         timeout_s=config.cluster.phase_timeout_s,
-        early_bytes=teachers.queue if is_overlapped(config) else None,
     )
 
 
 def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
-    """Options of a scoring worker. A key that this engine does not have keeps its default."""
+    """Return the options of a scoring worker. A key that this engine does not have keeps its default."""
     teachers = config.teachers
     own: dict[str, Any] = {}
     if isinstance(teachers, TransformersTeachers):
@@ -317,7 +315,7 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
 
 
 def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
-    """Spec of teachers that are served elsewhere; `vocab_size` is the tokenizer's."""
+    """Return the spec of teachers that are served elsewhere; `vocab_size` is the tokenizer's."""
     teachers = config.teachers
     assert isinstance(teachers, FlightTeachers)
     return FlightSpec(
@@ -335,5 +333,5 @@ def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
 
 
 def nobody_spec(config: PipelineConfig) -> TeacherlessSpec:
-    """Spec of the pool without teachers."""
+    """Return the spec of the pool without teachers."""
     return TeacherlessSpec(dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined)

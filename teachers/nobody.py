@@ -44,7 +44,7 @@ class TeacherlessPool:
         """Return at once."""
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
-        """Rows of all rollouts in the order of the trainer's micro-batches, one a rollout."""
+        """Make rows of all rollouts in the order of the trainer's micro-batches, one a rollout."""
         expected = {NOBODY: Expected(weight=1.0, head="")}
         request = Asked(
             rollouts=rollouts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,7 @@ from opd.models.heads import HeadSource
 from opd.payloads import answer_class
 from opd.records.types import LayoutProof, Prompt, Rollout, Teacher, WeightedTeacher
 from opd.rollouts.processes import engine_env
-from opd.rollouts.responses import sample_ids
 from opd.stream.targets import Asked, Expected, TargetStream
-from teachers.early import EarlyScores
 from teachers.scorers import ScorerOptions
 from teachers.weights import base_key, weight_key
 from teachers.worker import ScoringGroup, TeacherWorker
@@ -56,8 +54,6 @@ class PoolSpec:
     """Deadline for a teacher to be loaded and to answer for the first time."""
     timeout_s: float
     """Deadline of every other call."""
-    early_bytes: int | None = None
-    """Bytes of scored rows that may wait for the trainer while the step is still being written; None: all."""
 
 
 class Pool:
@@ -86,7 +82,6 @@ class Pool:
         """Those that the rows of the last stream name."""
         self.num_workers = spec.workers
         self.timeout_s = spec.timeout_s
-        self.early_bytes = spec.early_bytes
 
     def wait_ready(self) -> None:
         """Try every teacher once. Raises: RunError if one does not load or answer."""
@@ -112,20 +107,15 @@ class Pool:
         pending = [self.begin_share(index, share, index) for index, share in enumerate(shares)]
         return self.build_stream(rollouts, self._iterate_parts(shares, pending, restarted), restarted)
 
-    def early(self, prompts: Sequence[Prompt], step: int, size: int) -> EarlyScores:
-        """Begin with a step of which nothing is written yet; `size` responses of a domain are scored together."""
-        return EarlyScores(self, prompts, sample_ids(prompts, step), size)
-
     def build_stream(
         self,
         rollouts: Sequence[Rollout],
         source: Iterator[Any],
         restarted: list[str],
-        busy_s: Callable[[], float] | None = None,
     ) -> TargetStream:
         """Build the stream of a step's checked rows from handles to its parts; see `TargetStream`.
 
-        `restarted` collects the names of workers that were restarted; `busy_s` returns the seconds in which workers scored.
+        `restarted` collects the names of workers that were restarted.
         """
         domains = sorted({r.domain for r in rollouts})
         names = [assigned.teacher for domain in domains for assigned in self._routes[domain]]
@@ -138,7 +128,7 @@ class Pool:
             kind=(self._options.dtype, self._options.payload),
             max_quarantined=self._max_quarantined,
         )
-        return TargetStream(source, request, heads=self._heads, restarted=restarted, busy_s=busy_s)
+        return TargetStream(source, request, heads=self._heads, restarted=restarted)
 
     def heads(self) -> Heads:
         """Return content hash -> head, once the pool is ready; a matrix is read from the weights of the first teacher that has

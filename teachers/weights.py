@@ -108,6 +108,7 @@ class WeightCache:
     def _make_room(self, missing: Collection[str], keep: Collection[str]) -> None:
         """Drop what is not in `keep`, what is on its way at last, until the missing parts fit into the budget."""
         excess = sum(self._sizes[key] for key in (*self._states, *self._prefetching, *missing)) - self._budget_bytes
+        # The least recently used first: `get` moves what it returns to the end.
         for key in [key for key in (*self._states, *self._prefetching) if key not in keep]:
             if excess <= 0:
                 break
@@ -126,19 +127,19 @@ class WeightCache:
 
 
 def weight_key(teacher: Teacher) -> str:
-    """Key of a teacher's weights: experts with equal keys are one teacher."""
+    """Return the key of a teacher's weights: experts with equal keys are one teacher."""
     return teacher.digest or f"{teacher.model_dir}:{teacher.adapter_dir}"
 
 
 def base_key(teacher: Teacher) -> str:
-    """Key of a teacher's model without its adapter: experts with equal keys share it."""
+    """Return the key of a teacher's model without its adapter: experts with equal keys share it."""
     return weight_key(
         replace(teacher, adapter_dir=None, digest=teacher.base_digest) if teacher.adapter_dir else teacher
     )
 
 
 def _weight_parts(teacher: Teacher) -> dict[str, Path]:
-    """Key → directory of each part of a teacher: the (base) model, then the adapter if it has one."""
+    """Return key → directory of each part of a teacher: the (base) model, then the adapter if it has one."""
     parts = {base_key(teacher): teacher.model_dir}
     return parts | ({f"{weight_key(teacher)}:adapter": teacher.adapter_dir} if teacher.adapter_dir else {})
 

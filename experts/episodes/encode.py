@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class EpisodeEncoder:
-    """Turns episodes into tokens with one tokenizer. Its chat template is proven once, when the first chat comes.
+    """Turn episodes into tokens with one tokenizer. Its chat template is proven once, when the first chat comes.
 
     `day` is the date for a chat template that asks for one; None: today. `parser` is the name of the format of tool calls. `ends`
     are the model's end tokens, for a template that ends turns with another one than the tokenizer's own; `variables` are the template's.
@@ -51,7 +51,7 @@ class EpisodeEncoder:
         self._appender: ChatAppender | None = None
 
     def encode(self, row: EpisodeRow) -> tuple[list[int], list[bool]]:
-        """Token ids of the whole episode up to its last turn, and for each whether it is learned.
+        """Return the token ids of the whole episode up to its last turn, and for each whether it is learned.
 
         Raises: PromptError for an observation that no rollout accepts, messages that the template refuses, or thoughts that it
         leaves out before a later turn; ModelError if the template cannot append.
@@ -78,12 +78,12 @@ class EpisodeEncoder:
         return prompt, whole[len(prompt) :], learn
 
     def prefixes(self, row: EpisodeRow) -> list[list[int]]:
-        """Token ids of what stands before each turn, without the thoughts that the chat template leaves out by then. Raises: as
+        """Return the token ids of what stands before each turn, without the thoughts that the chat template leaves out by then. Raises: as
         `encode`, but for thoughts."""
         return [before for before, _, _ in self._split_turns(row)]
 
     def _split_turns(self, row: EpisodeRow) -> list[tuple[list[int], list[int], bool]]:
-        """For each turn all that stands before it, what is said, and whether it is learned. Raises: as `encode`."""
+        """Return, for each turn, the ids before it, its own ids, and whether it is learned. Raises: as `encode`."""
         try:
             return list(self._turns(row, self._dialogue(row)))
         except (BadObservation, TemplateError) as error:

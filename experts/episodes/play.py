@@ -51,7 +51,7 @@ class PlaySettings:
 
 
 def play_tasks(environment: str, tasks: Sequence[Task], play: PlaySettings) -> list[dict[str, Any]]:
-    """Each task as a row with its episode in `messages`; the same rows for the same arguments.
+    """Return each task as a row with its episode in `messages`; the same rows for the same arguments.
 
     `environment` is a name or an import path. Raises: ConfigError for an environment without a solver, a share that is
     none, or tasks of another environment.
@@ -94,7 +94,7 @@ def _build_row(made: Any, task: Task, known: Sequence[Action], play: PlaySetting
 def _play_episode(
     environment: SolvedEnvironment, task: Task, play: PlaySettings, known: Sequence[Action]
 ) -> tuple[list[Action], list[Turn]]:
-    """Return the actions and the messages of one episode; mistakes are drawn from `known`."""
+    """Return the actions and the messages of one episode; mistakes are drawn from `mistakes`, without which there are none."""
     rng = random.Random(f"episode/{play.seed}")
     actions: list[Action] = []
     turns: list[Turn] = []
@@ -130,7 +130,7 @@ def _answer_messages(observation: str | tuple[str, ...]) -> list[Turn]:
 
 
 def _to_last_turn(turns: Iterable[Turn]) -> list[Turn]:
-    """Without what the policy would read next, if there were a next turn."""
+    """Return the turns up to the policy's last one: it never reads what stands after that."""
     found = list(turns)
     while found and found[-1]["role"] != "assistant":
         found.pop()

@@ -96,7 +96,7 @@ class ReinforceSpec(FromBase, Sections):
 
 
 def merge_mappings(first: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`first` with the keys of `over` in their place; mappings are merged key by key, unless `kind` changes."""
+    """Return `base` with the values of `overrides` put over its own; mappings are merged key by key, unless `kind` changes."""
     found = dict(first)
     for key, value in over.items():
         old = found.get(key)

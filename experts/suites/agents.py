@@ -44,12 +44,12 @@ DOMAINS: dict[str, AgentDomain] = {
 
 
 def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` rows, the same for the same arguments; their prompts differ until all tasks of the domain are there."""
+    """Return `count` rows, the same for the same arguments; their prompts differ until all tasks of the domain are there."""
     return play_games(domain, DOMAINS[domain], count, PlaySettings(max_turns=DOMAINS[domain].max_turns, seed=seed))
 
 
 def play_games(environment: str, chosen: AgentDomain, count: int, play: PlaySettings) -> list[dict[str, Any]]:
-    """`count` rows of an environment's tasks, each with an episode."""
+    """Return `count` rows of an environment's tasks, each with an episode."""
     tasks = find_environment(environment, "domain").tasks(min(count, chosen.tasks), play.seed, **chosen.options)
     again = islice(cycle(tasks[chosen.held_out :]), count - len(tasks))
     return play_tasks(environment, [*tasks, *again], play)

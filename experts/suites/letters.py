@@ -50,7 +50,7 @@ Task = Callable[[random.Random], tuple[str, list[str]]]
 
 
 def make_rows(domain: str, count: int, seed: int) -> list[SuiteRow]:
-    """`count` rows with different prompts, the same for the same arguments.
+    """Return `count` rows with different prompts, the same for the same arguments.
 
     Raises: ConfigError if the domain has fewer different prompts.
     """

@@ -89,7 +89,7 @@ DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_rows(domain: str, count: int, seed: int) -> list[SuiteRow]:
-    """`count` rows with different prompts, the same for the same arguments.
+    """Return `count` rows with different prompts, the same for the same arguments.
 
     Raises: ConfigError if the domain has fewer different prompts.
     """

@@ -54,7 +54,7 @@ def judge(text: str, answer: str, metadata: Mapping[str, Any]) -> float:
 
 
 def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` rows, or as many as there are different tasks; the same for the same arguments."""
+    """Return `count` rows, or as many as there are different tasks; the same for the same arguments."""
     if domain in GAMES:
         game = GAMES[domain]
         return play_games(domain, game, count, PlaySettings(max_turns=game.max_turns, seed=seed, blind=True))

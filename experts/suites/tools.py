@@ -27,6 +27,6 @@ DOMAINS: dict[str, AgentDomain] = {
 
 
 def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` rows, the same for the same arguments; their prompts differ until all tasks of the domain are there."""
+    """Return `count` rows, the same for the same arguments; their prompts differ until all tasks of the domain are there."""
     chosen = DOMAINS[domain]
     return play_games(domain, chosen, count, PlaySettings(mistakes=MISTAKES, max_turns=chosen.max_turns, seed=seed))

@@ -73,7 +73,7 @@ def kill_stopped_daemons() -> Iterator[None]:
 
 
 def _list_daemons() -> list[tuple[str, subprocess.Popen[bytes]]]:
-    """Kind and process of each of Ray's own processes that this driver started."""
+    """Return kind and process of each of Ray's own processes that this driver started."""
     import ray
 
     node = ray._private.worker._global_node

@@ -23,7 +23,7 @@ every page that comes back: 17,000 of them when ten tiny teachers score a step, 
 
 
 def worker_env(workers: int, roles: int = 1) -> dict[str, str]:
-    """Environment of one of a role's `workers`, which compute at the same time on one machine; `roles` such roles do.
+    """Return the environment of one of a role's `workers`, which compute at the same time on one machine; `roles` such roles do.
 
     Two OpenMP jobs with all cores each slow each other down 40-fold, and spinning threads add to it: each role gets its
     share of the cores and spins for no longer than pays.
@@ -38,7 +38,7 @@ def worker_env(workers: int, roles: int = 1) -> dict[str, str]:
 
 
 def count_cores() -> int:
-    """Cores that this process may use: fewer than the machine has if it was bound to some of them."""
+    """Return the number of cores that this process may use: fewer than the machine has if it was bound to some of them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1  # no such binding on macOS

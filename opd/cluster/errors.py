@@ -1,4 +1,4 @@
-"""What Ray's errors become."""
+"""Our errors for a worker or a value that is gone, and the reading of Ray's."""
 
 from __future__ import annotations
 

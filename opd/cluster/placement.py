@@ -31,7 +31,7 @@ class Seat:
     """The resources and labels that one worker needs of a node."""
 
     worker: str
-    """The worker's name, as `spawn` gets it."""
+    """The worker's name, as `spawn_worker` gets it."""
     asks: Mapping[str, float]
     """Resource, as Ray calls it (CPU, GPU, custom ones) -> how much."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -129,7 +129,7 @@ def matches_selector(value: str | None, wanted: str) -> bool:
 
 
 def format_resources(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    """Resources and labels in words."""
+    """Return resources and labels in words."""
     words = [f"{amount:g} {name}" for name, amount in sorted(resources.items())]
     return ", ".join([*words, *(f"label {key}={value}" for key, value in sorted(labels.items()))])
 
@@ -157,7 +157,7 @@ def list_nodes() -> list[Node]:
 def reserve_seats(groups: Sequence[WorkerGroup], *, timeout_s: float) -> dict[str, str]:
     """Reserve a place for every worker of this session. Returns worker -> address of its node.
 
-    From now on `spawn` puts each there, also when it is started again. Raises: RunError past the deadline, which says who has no
+    From now on `spawn_worker` puts each there, also when it is started again. Raises: RunError past the deadline, which says who has no
     place, and what the nodes have; WorkerDied if Ray is gone.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -227,7 +227,7 @@ def _list_free_nodes() -> list[Node]:
 
 
 def _read_bundle_nodes(reserved: Any) -> dict[int, str]:
-    """Bundle -> id of its node; empty while Ray has none for it."""
+    """Return bundle -> id of its node; empty while Ray has none for it."""
     from ray.util.placement_group import placement_group_table
 
     with convert_ray_errors():

@@ -37,7 +37,7 @@ class PulsingWorker:
         return address
 
     def node_id(self) -> str:
-        """Ray's id of the node that this worker runs on."""
+        """Return Ray's id of the node that this worker runs on."""
         import ray
 
         found: str = ray.get_runtime_context().get_node_id()

@@ -118,7 +118,7 @@ def _connect_to_ray(config: ClusterConfig, num_workers: int, directory: Path | N
 
 
 def max_socket_directory_bytes() -> int:
-    """Longest temporary directory, in bytes: the path of a socket has at most 107, and Ray puts its session behind the directory."""
+    """Return the most bytes that a temporary directory's path may have: a socket's has at most 107, and Ray's session lies between."""
     session = f"session_2026-11-24_22-15-05_673087_{os.getpid()}/sockets/plasma_store"
     return 107 - len(f"/{leftovers.SHORT}xxxxxxxx/{RAY_DIRECTORY}/{session}")
 

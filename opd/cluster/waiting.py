@@ -56,7 +56,7 @@ def wait_first(pending: Sequence[Pending[Any]], *, timeout_s: float, since: floa
 def _wait_next(
     calls: Sequence[Pending[R]], open_calls: Sequence[Pending[R]], deadline: float, timeout_s: float
 ) -> Pending[R]:
-    """Wait until one of `left` has its answer, and return it; `asked` are all calls that were made together.
+    """Wait until one of `open_calls` has its answer, and return it; `calls` are all that were made together.
 
     Raises: RunError past the deadline, WorkerDied if Ray is gone.
     """
@@ -67,6 +67,7 @@ def _wait_next(
         left_s = deadline - time.monotonic()
         handles = [one.handle for one in open_calls]
         with convert_ray_errors():
+            # Not fetched: an answer may be meant for another worker, and large.
             ready, _ = ray.wait(handles, num_returns=1, timeout=max(0.0, min(LOOK_S, left_s)), fetch_local=False)
         if ready:
             return open_calls[handles.index(ready[0])]

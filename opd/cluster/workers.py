@@ -38,7 +38,7 @@ class Worker(Generic[T]):
     def submit(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Call a method; returns at once. A worker does what it is asked in order, one after the other.
 
-        An argument that is a handle (`put`, `Pending.handle`) reaches the method as its value. Raises: WorkerDied if Ray is
+        An argument that is a handle (`put_object`, `Pending.handle`) reaches the method as its value. Raises: WorkerDied if Ray is
         gone.
         """
         return self._submit(method.__name__, *args, **kwargs)
@@ -50,7 +50,8 @@ class Worker(Generic[T]):
         return RemoteCall(self._actor, method.__name__, args, kwargs, timeout_s)
 
     def node_address(self, *, timeout_s: float) -> str:
-        """Return the address at which the cluster's other machines reach the one that it runs on. Raises: what `wait` raises."""
+        """Return the address at which the cluster's other machines reach the one that it runs on. Raises: what
+        `wait_for_all` raises."""
         address: str = self._submit(PulsingWorker.node_address.__name__).wait_for_result(timeout_s=timeout_s)
         return address
 
@@ -83,10 +84,10 @@ class Pending(Generic[R]):
     worker: Worker[Any]
     method: str
     handle: Any
-    """Leads to the answer, as a handle from `put` leads to a value."""
+    """Leads to the answer, as a handle from `put_object` leads to a value."""
 
     def wait_for_result(self, *, timeout_s: float) -> R:
-        """Wait for the answer. Raises: what `wait` raises."""
+        """Wait for the answer. Raises: what `wait_for_all` raises."""
         (answer,) = wait_for_all([self], timeout_s=timeout_s)
         return answer
 
@@ -94,7 +95,7 @@ class Pending(Generic[R]):
 def spawn_worker(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gpus: float = 0) -> Worker[T]:
     """Start `cls(*args)` in its own process; returns at once, the first call waits for it.
 
-    It goes to the place that `reserve` has for its name, and waits for one there if the node that had it has just died; without
+    It goes to the place that `reserve_seats` has for its name, and waits for one there if the node that had it has just died; without
     a place Ray looks for a node that has room.
     Raises: WorkerDied if Ray is gone.
     """
@@ -104,6 +105,7 @@ def spawn_worker(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gp
     refuse_dead_ray()
     pulse = Pulse(f"pulse {secrets.token_hex(8)}".encode())
     beating = type(cls.__name__, (PulsingWorker, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    # No restart by Ray, which knows nothing of the weights that a worker has to get back.
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0}
     place = watch.places.get(name)
     if place is not None:

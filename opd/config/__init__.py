@@ -4,7 +4,6 @@ Needs only pydantic and PyYAML, so `opd --help` and `opd pipelines` never import
 Paths in a pipeline are relative to the directory that `opd` was started in.
 """
 
-from opd.config.partial import most_samples
 from opd.config.pipeline import (
     PipelineConfig,
     as_begun,
@@ -26,7 +25,6 @@ __all__ = [
     "load_pipeline",
     "load_run_pipeline",
     "max_staleness",
-    "most_samples",
     "rounds_of",
     "sync_tolerance",
     "trainer_has_start",

@@ -11,12 +11,12 @@ from opd.config.teachers import Teachers, TransformersTeachers, VLLMTeachers
 
 
 def rollout_devices(cluster: ClusterConfig, rollout: RolloutConfig) -> float:
-    """GPUs of one rollout engine, or a share of one; 0: the CPU."""
+    """Return the GPUs of one rollout engine, or a share of one; 0: the CPU."""
     return cluster.rollout_gpus * rollout.tensor_parallel_size
 
 
 def teacher_devices(cluster: ClusterConfig, teachers: Teachers) -> float:
-    """GPUs of one scoring worker, or a share of one; 0: the CPU."""
+    """Return the GPUs of one scoring worker, or a share of one; 0: the CPU."""
     return cluster.teacher_gpus * (teachers.tensor_parallel_size if isinstance(teachers, VLLMTeachers) else 1)
 
 

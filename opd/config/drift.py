@@ -63,7 +63,7 @@ class TurnWeightsConfig(Strict):
 
 
 def engines_of_worker(domains: Mapping[str, DomainConfig]) -> int:
-    """Engines of a rollout worker: an expert that writes turns has one of its own."""
+    """Return the number of engines of a rollout worker: an expert that writes turns has one of its own."""
     return 2 if any(domain.environment and domain.environment.teacher_turns for domain in domains.values()) else 1
 
 

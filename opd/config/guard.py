@@ -127,8 +127,10 @@ def guard_of(section: GuardConfig | None, own: bool | Mapping[str, Any] | None) 
 def refuse_useless_guard(
     section: GuardConfig | None, domains: Mapping[str, DomainConfig], rewarded: Collection[str]
 ) -> None:
-    """`rewarded` are the domains that train on rewards. Raises: PydanticCustomError for a guard that has nothing to look at, keys
-    without a section, or `negative` without a reward."""
+    """Refuse a guard that has nothing to look at, keys without a section, and `negative` without a reward.
+
+    `rewarded` are the domains that train on rewards. Raises: PydanticCustomError.
+    """
     found = {name: _guard_here(section, name, domain) for name, domain in domains.items()}
     if section is not None and not any(found.values()):
         raise _refused(

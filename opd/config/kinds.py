@@ -56,5 +56,5 @@ def by_kind(error: str) -> Discriminator:
 
 
 def kind_of(value: Any) -> str:
-    """Return the tag of a section: its `kind` after a tilde."""
+    """Return the tag of a section: its `kind` after a tilde, by which `opd.settings.yaml_files.keys_of` knows that no user wrote it."""
     return f"~{value.get('kind') if isinstance(value, Mapping) else getattr(value, 'kind', '')}"

@@ -13,12 +13,10 @@ from opd.config.balance import BalanceConfig, SamplesBalance
 from opd.config.devices import devices_problem
 from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
 from opd.config.drift import refuse_contradictions
-from opd.config.early import score_early_problem
 from opd.config.evaluate import EvaluateConfig
 from opd.config.guard import GuardConfig, refuse_useless_guard
 from opd.config.monitors import MonitorsConfig
 from opd.config.objectives import AnyObjective, default_objective
-from opd.config.partial import cuts_of, partial_rollout_problem
 from opd.config.prompts import OF_CHATS
 from opd.config.sections import (
     CheckpointConfig,
@@ -123,13 +121,6 @@ class PipelineConfig(Strict):
     @model_validator(mode="after")
     def _payload_holds_what_the_objective_needs(self) -> PipelineConfig:
         problem = self.objective.problem_with(self.teachers.payload)
-        if problem is not None:
-            raise problem
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_that_fits(self) -> PipelineConfig:
-        problem = partial_rollout_problem(self) or score_early_problem(self)
         if problem is not None:
             raise problem
         return self
@@ -374,9 +365,9 @@ def is_overlapped(config: PipelineConfig) -> bool:
 
 
 def max_staleness(config: PipelineConfig) -> int:
-    """`schedule.max_staleness`, or its default for the mode."""
+    """Return `schedule.max_staleness`, or its default for the mode."""
     given = config.schedule.max_staleness
-    return (0 if config.schedule.mode == "sync" else 1 + cuts_of(config)) if given is None else given
+    return (0 if config.schedule.mode == "sync" else 1) if given is None else given
 
 
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.15}
@@ -385,7 +376,7 @@ stale output head showed 0.31."""
 
 
 def sync_tolerance(config: PipelineConfig) -> float:
-    """`sync.tolerance` in nats, or its default for the types that trainer and engine compute in."""
+    """Return `sync.tolerance` in nats, or its default for the types that trainer and engine compute in."""
     if config.sync.tolerance is not None:
         return config.sync.tolerance
     exact = config.trainer.dtype == config.rollout.dtype == "float32"

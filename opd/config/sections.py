@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic import ByteSize, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.placement import PlacementConfig
@@ -67,8 +68,8 @@ class ShorterConfig(Strict):
 
 
 class TrainerConfig(Strict):
-    zero_stage: Literal[3] = 3
-    """DeepSpeed ZeRO stage; only 3."""
+    GONE: ClassVar[Mapping[str, Any]] = {"zero_stage": 3}
+
     ranks: int = Field(2, ge=1)
     """Trainer processes; on GPUs each needs one of its own."""
     dtype: DType = "float32"
@@ -125,38 +126,16 @@ class TrainerConfig(Strict):
             )
         return self
 
-    @field_validator("zero_stage", mode="before")
-    @classmethod
-    def _sharded_weights(cls, stage: Any) -> Any:
-        if stage != 3:
-            raise PydanticCustomError(
-                "zero_stage",
-                "3: checkpoints, weight push and export are made for ranks that hold a shard of every weight, and under "
-                "stages 1 and 2 each holds the whole model",
-            )
-        return stage
-
-
-class PartialRolloutConfig(Strict):
-    cut_at: int = Field(..., ge=1)
-    """Cut an unfinished response after so many tokens, fewer than `rollout.max_new_tokens`; the next weights carry it
-    on."""
-    cuts: int = Field(1, ge=1)
-    """Most cuts of one response."""
-
 
 class ScheduleConfig(Strict):
+    GONE: ClassVar[Mapping[str, Any]] = {"score_early": None, "partial_rollout": None}
+
     mode: Literal["sync", "one_step_off"] = "sync"
     """`one_step_off`: write the next step's responses while this one is scored and trained, for an engine with cores or
     GPUs of its own. See docs/schedules.md."""
     max_staleness: int | None = Field(None, ge=0)
     """Weight pushes between the writing of a token and its training; the run stops at an older one. Default: 0 with
-    `sync`, else 1 plus `partial_rollout.cuts`."""
-    partial_rollout: PartialRolloutConfig | None = None
-    """Cut long responses. Needs `one_step_off` and an exact divergence; not for episodes."""
-    score_early: int | None = Field(None, ge=1)
-    """Score so many responses of a domain as soon as they are written. Needs `sync`. Default: score when all are
-    written."""
+    `sync`, else 1."""
     overlap: bool | Literal["auto"] = "auto"
     """Train while teachers still score. `auto`: where they do not share cores, that is with GPUs or teachers
     elsewhere."""
@@ -168,35 +147,6 @@ class ScheduleConfig(Strict):
                 "max_staleness",
                 "at least 1: `one_step_off` trains on what the weights before wrote; set schedule.mode to sync for 0",
                 {"where": "schedule.max_staleness", "found": "0 with schedule.mode one_step_off"},
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _scored_early_only_in_its_own_step(self) -> ScheduleConfig:
-        if self.score_early is not None and self.mode != "sync":
-            raise PydanticCustomError(
-                "score_early",
-                "schedule.mode sync as well, or nothing: what is written ahead is scored once its step begins",
-                {"where": "schedule.score_early", "found": f"{self.score_early} with schedule.mode {self.mode}"},
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _cuts_that_the_bound_allows(self) -> ScheduleConfig:
-        if self.partial_rollout is None:
-            return self
-        oldest = 1 + self.partial_rollout.cuts
-        if self.mode == "sync":
-            raise PydanticCustomError(
-                "partial_rollout",
-                "schedule.mode one_step_off as well: with `sync` there are no other weights that could carry a response on",
-                {"where": "schedule.partial_rollout", "found": "a mapping with schedule.mode sync"},
-            )
-        if self.max_staleness is not None and self.max_staleness < oldest:
-            raise PydanticCustomError(
-                "max_staleness",
-                "at least {oldest}: the first tokens of a response that is cut as often as it may be are so old; or fewer cuts",
-                {"oldest": oldest, "where": "schedule.max_staleness", "found": self.max_staleness},
             )
         return self
 

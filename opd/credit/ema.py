@@ -41,6 +41,7 @@ class Ema:
             episode.reward - self._domain_baseline(episode.domain, other)
             for episode, other in zip(tries, first, strict=True)
         ]
+        # After the advantages: no episode of a step is in the step's own baseline.
         self._update_means(tries)
         return Assigned(advantages=shared_by_tokens(tries, found), readings=summarise_advantages(tries, found))
 

@@ -9,8 +9,9 @@ lambda, and no reward lies on them: the last token of a turn is followed by the 
 segment by the first of the segment that goes on from its summary. So cutting an episode changes no advantage, and what is
 learned at the end reaches a token with (gamma lambda)^k, k the sampled tokens between, those of later segments among them.
 
-A sub-agent is a line of its own that ends with the episode's outcome. Who started it reads its answer as an observation. So is
-what an agent's program asked beside a dialogue that went on, and a dialogue that begins with nothing that the policy wrote. A fork that its parent did not outlive goes on in the line.
+A sub-agent is a line of its own that ends with the episode's outcome. Who started it reads its answer as an observation. Lines of
+their own are also a dialogue that an agent's program had beside one that went on, and one that begins with nothing that the
+policy wrote. A fork that its parent did not outlive goes on in the line.
 
 An episode that was cut from outside has not failed. If it earned nothing, its outcome is the value of the state at the cut.
 """
@@ -119,6 +120,7 @@ def compute_gae(value_N: Doubles, outcome: float, gamma: float, lam: float) -> D
     """
     advantage_N = np.empty(len(value_N))
     running, following = 0.0, outcome
+    # From the end: an advantage has that of the next token in it.
     for place in range(len(value_N) - 1, -1, -1):
         value = float(value_N[place])
         running = following - value + gamma * lam * running

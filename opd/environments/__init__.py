@@ -30,7 +30,7 @@ ENVIRONMENTS = {
 
 
 def place_of(name: str, where: str) -> str:
-    """The `module:Class` of a name, or of an import path itself; imports nothing. Raises: ConfigError."""
+    """Return the `module:Class` of a name, or of an import path itself; imports nothing. Raises: ConfigError."""
     if name in ENVIRONMENTS or is_place(name):
         return ENVIRONMENTS.get(name, name)
     raise ConfigError.at(
@@ -42,5 +42,5 @@ def place_of(name: str, where: str) -> str:
 
 
 def find_environment(name: str, where: str) -> Any:
-    """The class of a name or import path. Raises: ConfigError if there is none, or if it cannot be imported."""
+    """Return the class of a name or import path. Raises: ConfigError if there is none, or if it cannot be imported."""
     return import_user_object(place_of(name, where), where, "a class with the methods of opd.interfaces.Environment")

@@ -46,7 +46,8 @@ class Asking(ABC):
         """Judge an answer."""
 
     def step(self, action: Action) -> Outcome:
-        """Carry out the calls, or judge the answer if there are none. Tools may repeat a call's words, also those that are no text."""
+        """Carry out the calls, or judge the answer if there are none. Results are made `readable`: a tool may repeat what a
+        call holds."""
         if not action.calls:
             return self._answered(action.text)
         return Outcome(observation=tuple(readable(self.called(call)) for call in action.calls))
@@ -59,12 +60,12 @@ class Asking(ABC):
         """Nothing is held."""
 
     def _begin(self) -> str:
-        """The first observation: nothing, the prompt has asked."""
+        """Return the first observation: nothing, the prompt has asked."""
         self._left = self._tries
         return ""
 
     def _answered(self, text: str) -> Outcome:
-        """The outcome of an answer."""
+        """Return the outcome of an answer."""
         judged, self._left = self.judge(text), self._left - 1
         info = {"tries": self._tries - self._left}
         if judged.right or not self._left:
@@ -77,10 +78,10 @@ class Asking(ABC):
 
 
 def format_hermes_call(tool: str, arguments: Mapping[str, Any]) -> str:
-    """A tool call as a model with a chat template writes it."""
+    """Return a tool call as a model with a chat template writes it."""
     return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': dict(arguments)})}\n</tool_call>"
 
 
 def format_turn_with_call(tool: str, arguments: Mapping[str, Any]) -> Action:
-    """A turn with this one call."""
+    """Return a turn with this one call."""
     return Action(text=format_hermes_call(tool, arguments), calls=(ToolCall(name=tool, arguments=arguments),))

@@ -98,12 +98,12 @@ class Calculator(Asking):
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
-        """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
+        """Return `n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
         return draw_tasks(cls.name, (CalculatorOptions, options), _drawn, n, seed)
 
 
 def worked_out(expression: str) -> str:
-    """The exact result as a decimal number, with at most six places; or what is wrong, in words."""
+    """Return the exact result as a decimal number with at most six places, or what is wrong with the expression, in words."""
     text = expression.strip().replace("\N{MULTIPLICATION SIGN}", "*").replace("\N{MINUS SIGN}", "-")
     if len(text) > LONGEST:
         return f"error: {len(text)} characters, at most {LONGEST} can be worked out"

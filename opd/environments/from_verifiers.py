@@ -91,7 +91,7 @@ class FromVerifiers:
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
-        """`n` rows of the environment's data set. Raises: ConfigError."""
+        """Return `n` rows of the environment's data set. Raises: ConfigError."""
         return take_unique(
             _draw_rows(load_environment(validate_section(VerifiersOptions, options, WHERE)), n, seed), n, WHERE
         )
@@ -104,7 +104,7 @@ class FromVerifiers:
 
 
 def load_environment(options: VerifiersOptions) -> Any:
-    """The environment's object. Raises: ConfigError if there is none, or if it cannot be played in this way."""
+    """Load the environment's object. Raises: ConfigError if there is none, or if it cannot be played in this way."""
     try:
         import verifiers
     except ModuleNotFoundError:
@@ -149,6 +149,6 @@ def _draw_rows(environment: Any, n: int, seed: int) -> Iterator[TaskRow]:
 
 
 def _trajectory_step(prompt: Any, turn: list[dict[str, str]]) -> dict[str, Any]:
-    """A turn as `verifiers` records it; tokens and log-probs are ours, not its."""
+    """Return a turn as `verifiers` records it; tokens and log-probs are ours, not its."""
     nothing = dict.fromkeys(("response", "tokens", "reward", "advantage"))
     return nothing | {"prompt": prompt, "completion": turn, "is_truncated": False, "trajectory_id": "", "extras": {}}

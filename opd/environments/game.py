@@ -62,10 +62,11 @@ def draw_tasks(
     n: int,
     seed: int,
 ) -> list[TaskRow]:
-    """`n` rows of an environment with different prompts, the same for the same arguments. `options`: their class, and what was given.
+    """Return `n` rows of an environment with different prompts, the same for the same arguments. `options` is their class, and
+    the keywords that the user gave.
 
-    `draw` gives rows of a generator and options, at most so many. Raises: ConfigError for options that do not fit, or if there are
-    fewer such tasks.
+    `draw` yields rows from a random generator and the options, at most so many. Raises: ConfigError for options that do not
+    fit, or if there are fewer such tasks.
     """
     where = f"environment {name}"
     chosen = validate_section(options[0], options[1], where)
@@ -91,23 +92,23 @@ class Game(ABC, Generic[State]):
     @classmethod
     @abstractmethod
     def draw(cls, rng: random.Random, options: Any) -> dict[str, Any]:
-        """A task as plain JSON: what `begin` needs."""
+        """Return a task as plain JSON: what `begin` needs."""
 
     @abstractmethod
     def begin(self, task: Mapping[str, Any]) -> State:
-        """First state of a task. Raises: KeyError, TypeError, ValueError, if it is none."""
+        """Return the first state of a task. Raises: KeyError, TypeError, ValueError, if it is none."""
 
     @abstractmethod
     def rules(self) -> str:
-        """The rules in words; the last sentence says how to write a move."""
+        """Return the rules in words; the last sentence says how to write a move."""
 
     @abstractmethod
     def show(self, state: State) -> str:
-        """The state in a few characters."""
+        """Return the state in a few characters."""
 
     @abstractmethod
     def tell(self, state: State) -> str:
-        """The state in words."""
+        """Return the state in words."""
 
     @abstractmethod
     def solved(self, state: State) -> bool: ...
@@ -118,11 +119,11 @@ class Game(ABC, Generic[State]):
 
     @abstractmethod
     def after(self, state: State, move: str) -> State:
-        """The state that a possible move leads to."""
+        """Return the state that a possible move leads to."""
 
     @abstractmethod
     def best(self, state: State) -> str:
-        """A move that leads nearer to the end, from any state that is not the end."""
+        """Return a move that leads nearer to the end, from any state that is not the end."""
 
     def board(self) -> str:
         """Return the text that the prompt shows beside the first state."""
@@ -154,12 +155,12 @@ class Game(ABC, Generic[State]):
         return Action(text=self.best(self.state))
 
     def read(self, text: str) -> str | None:
-        """The move that a text settles on; None if it names none."""
+        """Return the last move that a text names; None if it names none."""
         found = re.findall(self.pattern, text, re.IGNORECASE)
         return found[-1].lower() if found else None
 
     def solution(self) -> list[str]:
-        """The best moves from the present state to the end."""
+        """Return the best moves from the present state to the end."""
         state, found = self.state, list[str]()
         while not self.solved(state):
             assert len(found) < MOST_MOVES, f"{self.name} is not solved from {self.state}"
@@ -169,8 +170,8 @@ class Game(ABC, Generic[State]):
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
-        """`n` rows with different prompts, the same for the same arguments. `answer` has a solution's moves, `metadata.moves`
-        their number.
+        """Return `n` rows with different prompts, the same for the same arguments. `answer` has a solution's moves,
+        `metadata.moves` their number.
 
         Raises: ConfigError for options that do not fit, or if there are fewer such tasks.
         """
@@ -214,7 +215,7 @@ class Game(ABC, Generic[State]):
         return f"{self.show(self.state)}=" if self.task["form"] == "characters" else self.tell(self.state)
 
     def _render_refusal(self, problem: str) -> str:
-        """The observation after a move that is not possible: the rules again, and where the player is."""
+        """Return the observation after a move that is not possible: the rules again, and where the player is."""
         if self.task["form"] == "characters":
             return f"no, {self.moves}: {self._render_state()}"
         return f"{problem} {self.rules()}\n{self._render_state()}"

@@ -34,7 +34,7 @@ class Hanoi(Game[str]):
         return {"start": start}
 
     def begin(self, task: Mapping[str, Any]) -> str:
-        """The state is the peg of each disk, that of the smallest first."""
+        """Return the state: the peg of each disk, that of the smallest first."""
         if not set(task["start"]) <= set(PEGS):
             raise ValueError(f"pegs {task['start']!r:.40}")
         return str(task["start"])
@@ -71,8 +71,8 @@ class Hanoi(Game[str]):
         return state[:disk] + move[1] + state[disk + 1 :]
 
     def best(self, state: str) -> str:
-        """The largest disk that is not in place has to go to its peg, so that all smaller ones have to go to the third peg; the
-        same then holds for the largest of those."""
+        """Return the next move. The largest disk that is not in place has to go to its peg, so that all smaller ones have to go
+        to the third peg; the same then holds for the largest of those."""
         goal, found = GOAL, ""
         for peg in reversed(state):
             if peg != goal:

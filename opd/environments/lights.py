@@ -79,14 +79,14 @@ class LightsOut(Game[Lights]):
 
 
 def press_light(state: Lights, row: int, column: int) -> Lights:
-    """The lights after one press."""
+    """Return the lights after one press."""
     bit, size = 1 << column, len(state)
     cross = (bit | bit << 1 | bit >> 1) & ((1 << size) - 1)
     return tuple(lights ^ (cross if at == row else bit if abs(at - row) == 1 else 0) for at, lights in enumerate(state))
 
 
 def fewest_presses(state: Lights) -> list[tuple[int, int]] | None:
-    """The fewest presses that turn everything off; None if none do. No light needs two, and the order does not matter.
+    """Return the fewest presses that turn everything off; None if none do. No light needs two, and the order does not matter.
 
     The presses of the first row decide all others: each light that is still on has to be put out from the row below it.
     """
@@ -106,5 +106,5 @@ def _chase_lights(state: Lights, columns: list[int]) -> list[tuple[int, int]] | 
 
 
 def render_rows(state: Lights) -> str:
-    """Rows of signs with `:` between them: `o` is on."""
+    """Render lights as rows of signs with `:` between them: `o` is on."""
     return ":".join("".join("o" if row >> column & 1 else "." for column in range(len(state))) for row in state)

@@ -88,7 +88,7 @@ class Lookup(Asking):
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
-        """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
+        """Return `n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
         return draw_tasks(cls.name, (LookupOptions, options), _drawn, n, seed)
 
     def called(self, call: ToolCall) -> str:
@@ -101,7 +101,8 @@ class Lookup(Asking):
 
 
 def _look_up_path(table: Table, start: str, path: list[str]) -> list[tuple[str, str, str]]:
-    """Name, field and value of every look-up. Raises: KeyError for a name or field that the table lacks, ValueError for no path."""
+    """Return the name, field and value of every look-up. Raises: KeyError for a name or field that the table lacks, ValueError
+    for no path."""
     found, name = list[tuple[str, str, str]](), start
     for field in path:
         found.append((name, field, str(table[name][field])))

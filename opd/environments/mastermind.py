@@ -40,7 +40,7 @@ class Mastermind(Game[Guesses]):
         return {"letters": options.letters, "secret": secret, "first": first}
 
     def begin(self, task: Mapping[str, Any]) -> Guesses:
-        """The state is the guesses that were made; the first one comes with the task."""
+        """Return the state: the guesses so far, of which the first one comes with the task."""
         self._letters = string.ascii_lowercase[: task["letters"]]
         for code in (task["secret"], task["first"]):
             if not set(code) <= set(self._letters) or len(code) != len(task["secret"]) or not 2 <= len(code) <= 4:
@@ -77,13 +77,13 @@ class Mastermind(Game[Guesses]):
         return (*state, move)
 
     def best(self, state: Guesses) -> str:
-        """The first code that fits all answers; each such guess rules out at least itself."""
+        """Return the first code that fits all answers; each such guess rules out at least itself."""
         answers = [(guess, score_guess(guess, self.task["secret"])) for guess in state]
         codes = map("".join, product(self._letters, repeat=len(self.task["secret"])))
         return next(code for code in codes if all(score_guess(guess, code) == answer for guess, answer in answers))
 
 
 def score_guess(guess: str, secret: str) -> tuple[int, int]:
-    """Letters that are right and in place, and letters that are in the code at another place."""
+    """Count the letters that are right and in place, and those that are in the code at another place."""
     right = sum(a == b for a, b in zip(guess, secret, strict=True))
     return right, (Counter(guess) & Counter(secret)).total() - right

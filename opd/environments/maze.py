@@ -97,7 +97,7 @@ class Maze(Game[Cell]):
 
 
 def carve_maze(rng: random.Random, size: int) -> set[Cell]:
-    """Free cells, each of which can be reached from each other one: ways one cell wide, and a few loops."""
+    """Return the free cells of a random maze: ways one cell wide and a few loops, with a way from each cell to each other one."""
     cells = {(row, column) for row in range(size) for column in range(size)}
     trail = [rng.choice(sorted(cells))]
     free = set(trail)
@@ -113,7 +113,7 @@ def carve_maze(rng: random.Random, size: int) -> set[Cell]:
 
 
 def distances_to_goal(goal: Cell, free: set[Cell]) -> dict[Cell, int]:
-    """Steps to the goal from every cell from which there is a way."""
+    """Return the steps to the goal from every cell from which there is a way."""
     found, reached = {goal: 0}, [goal]
     for cell in reached:
         for near in _neighbours(cell):
@@ -124,12 +124,12 @@ def distances_to_goal(goal: Cell, free: set[Cell]) -> dict[Cell, int]:
 
 
 def cell_name(cell: Cell) -> str:
-    """A cell as players write it: b3 is the second column of the third row."""
+    """Return a cell as players write it: b3 is the second column of the third row."""
     return f"{string.ascii_lowercase[cell[1]]}{cell[0] + 1}"
 
 
 def parse_cell(name: str) -> Cell:
-    """Inverse of `cell_name`. Raises: ValueError, IndexError."""
+    """Return the cell that `cell_name` calls by this name. Raises: ValueError, IndexError."""
     return int(name[1:]) - 1, string.ascii_lowercase.index(name[0])
 
 

@@ -58,12 +58,12 @@ class Retry(Asking):
         return Judged(right, told)
 
     def solve(self) -> Action:
-        """The answer that the task came with."""
+        """Return the answer that the task came with."""
         return Action(text=str(self._metadata["entry"]["answer"]))
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
-        """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
+        """Return `n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
         chosen = validate_section(RetryOptions, options, "environment retry")
         if chosen.family not in TASKS:
             raise ConfigError.at(
@@ -92,7 +92,7 @@ def _drawn(options: RetryOptions, seed: int, limit: int) -> Iterator[TaskRow]:
 
 
 def gym_row(family: str, entry: Mapping[str, Any]) -> TaskRow:
-    """The prompts row of an entry of reasoning-gym, which it carries along for the scorer."""
+    """Return the prompts row of an entry of reasoning-gym, which it carries along for the scorer."""
     kept: dict[str, Any] = json.loads(json.dumps(entry))  # the scorer gets what a file gives back
     question, answer = f"{kept['question'].strip()}\n{INSTRUCTION}", kept["answer"]
     if family == "number_sorting":  # its scorer runs a list with other quotes than JSON's as code

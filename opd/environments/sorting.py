@@ -62,5 +62,6 @@ class Sorting(Game[str]):
         return state[:left] + state[left + 1] + state[left] + state[left + 2 :]
 
     def best(self, state: str) -> str:
-        """The first pair in the wrong order: each such swap takes away one of the pairs that stand the wrong way round."""
+        """Return the place of the first pair in the wrong order: each such swap takes away one of the pairs that stand the
+        wrong way round."""
         return next(str(i + 1) for i in range(len(state) - 1) if state[i] > state[i + 1])

@@ -12,7 +12,7 @@ R = TypeVar("R", bound=Mapping[str, Any])
 
 
 def take_unique(drawn: Iterable[R], count: int, where: str) -> list[R]:
-    """The first `count` rows whose prompts all differ; `drawn` must be finite.
+    """Return the first `count` rows whose prompts all differ; `drawn` must be finite.
 
     Raises: ConfigError if `drawn` ends before that.
     """

@@ -31,7 +31,7 @@ class GuardSpec:
 
 
 def guard_spec(config: GuardConfig, judged: Path | None = None) -> GuardSpec:
-    """The spec of a section. Raises: ConfigError for rules that cannot be read."""
+    """Return the spec of a section, its rule files already read. Raises: ConfigError for rules that cannot be read."""
     rules = tuple(read_rules(name) for name in config.rules)
     parts = [config.model_dump_json(), *(one.model_dump_json() for one in rules), str(judged)]
     return GuardSpec(config=config, rules=rules, judged=judged, digest=sha256("\n".join(parts).encode()).hexdigest())
@@ -42,8 +42,11 @@ _LOCK = Lock()
 
 
 def shared_guard(spec: GuardSpec) -> Guard:
-    """The one guard of this process that a spec describes, with all that its judge has answered. The first call builds it, and
-    loads a judge's model: from the main thread. Raises: as `build_guard`."""
+    """Return this process's guard for a spec; the first call builds it. All episodes share it, and with it its judge's cached
+    answers. A judge that is a model here is loaded then, so make the first call from the main thread (see `ModelScorer`).
+
+    Raises: as `build_guard`.
+    """
     with _LOCK:
         if spec.digest not in _SHARED:
             _SHARED[spec.digest] = _build_rules(spec.config, spec.rules, spec.judged)
@@ -51,7 +54,7 @@ def shared_guard(spec: GuardSpec) -> Guard:
 
 
 def build_guard(config: GuardConfig) -> Guard:
-    """The guard that a section describes. Raises: ConfigError for rules or a scorer that cannot be used."""
+    """Return the guard that a section describes. Raises: ConfigError for rules or a scorer that cannot be used."""
     return _build_rules(config, [read_rules(name) for name in config.rules], None)
 
 
@@ -98,6 +101,6 @@ def users_scorer(place: str) -> PromptScorer:
 
 
 def _judge_identity(config: JudgeConfig) -> str:
-    """Names a judge in the file of its answers. The same model at another address is the same judge."""
+    """Return a judge's name in the file of its answers. The same model at another address is the same judge."""
     model = config.model if isinstance(config, EndpointConfig) else config.model or config.scorer
     return f"{config.kind}/{model}/{config.threshold}"

@@ -59,32 +59,32 @@ _DENIED = {
 
 
 def no_file(call: ProgramCall) -> str:
-    """A file that is not there, in the program's own words."""
+    """Return the program's own error for a file that is not there."""
     return _fill_text(_NO_FILE, "{program}: {path}: No such file or directory", call)
 
 
 def no_host(call: ProgramCall) -> str:
-    """A network that is not there."""
+    """Return the program's own error for a host that it cannot find."""
     return _fill_text(_NO_HOST, "{program}: could not resolve host: {host}", call)
 
 
 def permission_denied(call: ProgramCall) -> str:
-    """A right that the policy does not have."""
+    """Return the program's own error for a right that the policy does not have."""
     return _fill_text(_DENIED, "bash: {path}: Permission denied", call)
 
 
 def not_found(call: ProgramCall) -> str:
-    """A program that is not installed."""
+    """Return the shell's error for a program that is not installed."""
     return f"bash: {call.program}: command not found"
 
 
 def empty_output(call: ProgramCall) -> str:
-    """A program that had nothing to print."""
+    """Return the output of a program that has nothing to print."""
     return ""
 
 
 def unknown_revision(call: ProgramCall) -> str:
-    """A commit or a remote that git does not know; listings are empty."""
+    """Return git's error for a commit or a remote that it does not know; listings are empty."""
     if call.git in ("fetch", "pull", "ls-remote", "clone"):
         name = call.args[0] if call.args else "origin"
         return f"fatal: '{name}' does not appear to be a git repository\nfatal: Could not read from remote repository."
@@ -117,7 +117,7 @@ def _fill_text(texts: dict[str, str], otherwise: str, call: ProgramCall) -> str:
 
 
 def _as_written(call: ProgramCall) -> str:
-    """The path of the call that the rule is about, as the policy spelled it where that can be told."""
+    """Return the path of the call that the rule is about, as the policy spelled it where that can be told."""
     resolved = (call.writes or call.reads or ("",))[-1 if call.writes else 0]
     name = resolved.rpartition("/")[2]
     return next((arg for arg in (*call.args, *call.argv) if name and arg.endswith(name) and " " not in arg), resolved)

@@ -1,4 +1,4 @@
-"""A rule that somebody wrote is tried on its own examples before it is used: most broken patterns show there."""
+"""Try the rules of a user's own files on the examples in them, before they are used: most broken patterns show there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def refuse_wrong_rules(spec: GuardSpec) -> None:
 
 
 def refuse_wrong_examples(name: str, rules: RuleFile) -> None:
-    """Raises: ConfigError for a rule that misses one of its `hit`, or a command under `miss` that a rule of the file hits."""
+    """Try each rule alone on its `hit`, and all rules of the file on each `miss`. Raises: ConfigError for one that fails."""
     whole = Guard(RuleSet([rules]))
     for rule in rules.rules:
         alone = Guard(RuleSet([rules.model_copy(update={"rules": [rule]})]))

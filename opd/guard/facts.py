@@ -65,21 +65,22 @@ _KNOWN_INPUT = frozenset((
     "md5sum", "sha256sum", "rev", "nl", "diff", "cmp", "patch", "git", "xargs", "parallel", "read", "mapfile", "readarray", "sh",
     "bash", "dash", "zsh", "ksh", "ash", "sponge", "fold", "fmt", "tac", "xxd", "od", "make", "gmake", "source", ".", *PYTHONS,
 ))  # fmt: skip
-"""Programs that do nothing else with a text on their standard input than to print or keep it, and those for which it is read."""
+"""Programs whose standard input nobody has to search for paths: those that only print or store it, and those for which the
+walker reads it."""
 VIEWERS = frozenset((
     *COPIERS, *WRITERS, "cat", "head", "tail", "less", "more", "wc", "ls", "stat", "file", "du", "cd", "pushd", "git", "grep",
     "egrep", "fgrep", "rg", "ag", "sed", "diff", "cmp", "md5sum", "sha256sum", "sort", "uniq", "tr", "cut", "nl", "black", "ruff",
     "flake8", "mypy", "pylint", "isort", "prettier", "eslint", "gofmt", "rustfmt", "shellcheck", "tree", "find", "bat", "xxd", "od",
     "strings", "test", "[", "[[", "sh", "bash", "dash", "zsh", "ksh", "ash", "source", ".", "echo", "printf", *PYTHONS,
 ))  # fmt: skip
-"""Programs to which a file of the episode's own is only text, and those that go into it."""
+"""Programs for which a file that the episode wrote is only text, and those whose handlers read it."""
 RUNNERS = frozenset((
     "pytest", "py.test", "tox", "nox", "make", "gmake", "ninja", "cmake", "ctest", "npm", "npx", "yarn", "pnpm", "jest", "vitest",
     "mocha", "cargo", "go", "mvn", "gradle", "gradlew", "rake", "bundle", "rspec", "rails", "composer", "phpunit", "dotnet", "sbt",
     "pip", "pip3", "uv", "poetry", "pdm", "mix", "meson", "bazel", "just", "invoke", "fab", "docker", "podman", "docker-compose", "vim", "vi", "ex", "nvim", "emacs", "gdb",
     "lldb", "psql", "crontab", "direnv", "coverage", "uvicorn", "gunicorn", "flask", "streamlit", "jupyter", "behave", "hatch",
 ))  # fmt: skip
-"""Programs that run what a project has, by names that do not stand in their arguments."""
+"""Programs that may run any file of the project, though no argument names it: `make`, `pytest`."""
 PROSE = (".md", ".rst", ".txt", ".html", ".css", ".csv", ".log", ".svg")
 """Ends of names of files that nothing runs."""
 MAX_ARGUMENT = 1 << 14
@@ -111,10 +112,10 @@ class ProgramCall:
     env: tuple[str, ...] = ()
     """Variables of the environment that it prints or expands."""
     mentions: tuple[str, ...] = ()
-    """Absolute paths that stand in `given`, once somebody has looked for them."""
+    """Absolute paths that stand in `given`; empty until `find_mentions` has looked for them."""
     given: tuple[str, ...] = ()
-    """All text that it is given and that may be more than an argument: arguments, standard input, code, files of the episode's own
-    that it runs or reads."""
+    """Texts in which a path may stand that is no argument of its own: a tool's argument, standard input, code, and files that the
+    episode wrote and that the program runs or reads."""
     text: str = ""
     """Text that it writes to a file, where we know it."""
     sources: tuple[str, ...] = ()
@@ -128,7 +129,7 @@ class ProgramCall:
     variable set for it."""
 
     def call_line(self) -> str:
-        """The call as one line with resolved paths, for verdicts and their cache."""
+        """Return the call as one line with resolved paths, for verdicts and their cache."""
         return " ".join((self.program or "…", *self.argv)) if self.argv or self.program else ""
 
 
@@ -182,11 +183,11 @@ def read_call(
 
 
 def _inputs_of_program(program: str, argv: list[str], session: GuardSession, streams: Streams) -> tuple[str, ...]:
-    """Collect the inputs of a program beside its arguments: a text that it may run, and files of the episode's own that it may
-    run."""
+    """Collect what a program may run beside its arguments: its standard input, and files that the episode wrote."""
     given = [streams.stdin] if streams.stdin and program not in _KNOWN_INPUT else []
     if not session.written and not session.appended:
         return tuple(given)
+    # The whole text of a file, where it is known, goes before what was appended to it.
     own = session.appended | session.written
     runs = program in RUNNERS or (program in PYTHONS and "-m" in argv) or argv[0].startswith(("./", "../"))
     if runs:
@@ -200,7 +201,7 @@ def _inputs_of_program(program: str, argv: list[str], session: GuardSession, str
 def code_facts(
     language: str, found: Code, session: GuardSession, streams: Streams, tags: frozenset[str]
 ) -> ProgramCall:
-    """Inline code as one call of its language."""
+    """Return inline code as one call whose program is its language."""
     writes = [path for name in found.writes for path in session.resolve_argument(name)]
     reads = [path for name in found.mentions for path in session.resolve_argument(name) if path not in writes]
     if language in PYTHONS:
@@ -225,12 +226,13 @@ def code_facts(
         sources=streams.sources,
         tags=tags | (found.tags - {"decodes"}) | decoded,
     )
+    # Hosts are read off `argv`, and a string of code is no argument: only its URLs are.
     hosts = find_addresses(replace(call, argv=call.urls))[1]
     return replace(call, hosts=hosts, argv=("-c", *strings[:8]))
 
 
 def _parse_options(program: str, argv: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Options, operands, and values of options that may be paths."""
+    """Split arguments into options, operands, and the values of options that may be paths."""
     flags: list[str] = []
     operands: list[str] = []
     values: list[str] = []
@@ -254,7 +256,7 @@ def _parse_options(program: str, argv: list[str]) -> tuple[list[str], list[str],
 
 
 def _resolve_operands(program: str, argv: list[str], operands: list[str]) -> list[str]:
-    """The operands as seen from the directories in which `git -C` and `tar -C` look for them."""
+    """Return the operands as seen from the directories in which `git -C` and `tar -C` look for them."""
     if program not in ("git", "tar", "bsdtar") or (program == "git" and operands[:1] and operands[0] not in GIT_FILES):
         return []
     place, places = "", []
@@ -278,7 +280,7 @@ def _split_short_options(arg: str) -> list[str]:
 def _files_of_call(
     call: ProgramCall, operands: list[str], values: list[str], session: GuardSession
 ) -> tuple[list[str], list[str]]:
-    """Paths that a call reads and writes, as far as its arguments tell."""
+    """Return the paths that a call reads and writes, as far as its arguments tell."""
     program = call.program
     if program in NO_PATHS:
         return _absolute_paths([arg for arg in operands if has_glob(arg)], session), []
@@ -290,7 +292,7 @@ def _files_of_call(
     named = _file_operands(call, operands)
     outputs = values if program in ("curl", "wget") and call.flags & {"-o", "-O", "--output"} else []
     if program in COPIERS and len(named) > 1:
-        changed = named if program == "mv" else named[-1:]
+        changed = named if program == "mv" else named[-1:]  # a move also takes its sources away
         return _absolute_paths([*named[:-1], *values], session), _absolute_paths(changed, session, False)
     if program in WRITERS or call.git in ("rm", "mv") or (program in ("sed", "perl") and _in_place(call)):
         return [], _absolute_paths([*named, *values], session, False)
@@ -300,7 +302,7 @@ def _files_of_call(
 
 
 def _file_operands(call: ProgramCall, operands: list[str]) -> list[str]:
-    """The operands that may name files."""
+    """Return the operands that may name files."""
     program = call.program
     if program in SCRIPT_FIRST and not call.flags & SCRIPT_OPTIONS:
         return operands[1:]
@@ -316,12 +318,12 @@ def _in_place(call: ProgramCall) -> bool:
 
 
 def _absolute_paths(arguments: list[str], session: GuardSession, copies: bool = True) -> list[str]:
-    """The absolute paths that arguments may name; with `copies` a copy is what it was copied from."""
+    """Return the absolute paths that arguments may name; with `copies` a copy is what it was copied from."""
     return [path for one in arguments for path in _paths_of(one, session, copies)]
 
 
 def _paths_of(argument: str, session: GuardSession, copies: bool) -> list[str]:
-    """The paths that an argument may name: itself, and what follows `=`, `@` or `host:`."""
+    """Return the paths that an argument may name: itself, and what follows `=`, `@` or `host:`."""
     if argument.startswith(FILE_URL):
         return session.resolve_argument(argument.removeprefix(FILE_URL), copies)
     if argument in ("", "-") or _URL.match(show_field(argument)) or len(argument) > MAX_ARGUMENT or "\n" in argument:
@@ -336,7 +338,7 @@ def _paths_of(argument: str, session: GuardSession, copies: bool) -> list[str]:
 
 
 def find_addresses(call: ProgramCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """URLs and hosts that a call names."""
+    """Return URLs and hosts that a call names."""
     if call.program in ("echo", "printf", "grep", "sed", "cat", "rg"):
         return (), ()
     urls: list[str] = []
@@ -357,10 +359,10 @@ def find_addresses(call: ProgramCall) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def host_of(url: str) -> str:
-    """The host of a URL, without user and port."""
+    """Return the host of a URL, without user and port."""
     return url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0].partition("?")[0]
 
 
 def urls_in(text: str) -> tuple[str, ...]:
-    """URLs in a text."""
+    """Return URLs in a text."""
     return tuple(dict.fromkeys(_URL.findall(text)))

@@ -119,7 +119,7 @@ class Guard:
         self._options = options or GuardOptions()
 
     def session(self) -> GuardSession:
-        """The state of a new episode."""
+        """Return the state of a new episode."""
         options = self._options
         return GuardSession(cwd=options.workdir, home=options.home, keeps_shell=options.keeps_shell)
 
@@ -129,7 +129,7 @@ class Guard:
         return (only is None or tool in only) if tool else self._options.answers
 
     def check_answer(self, text: str, session: GuardSession) -> Verdict:
-        """The verdict on a turn without calls: on the code that is fenced in it, else that of the judge on all of it."""
+        """Return the verdict on a turn without calls: on the code that is fenced in it, else that of the judge on all of it."""
         for language, code in CODE.findall(text):
             if language.lower() in LANGUAGES:
                 verdict = self.check(ToolCall(name="", arguments={LANGUAGES[language.lower()]: code}), session)
@@ -143,6 +143,7 @@ class Guard:
 
     def check(self, call: ToolCall, session: GuardSession) -> Verdict:
         """Return the verdict on a call. Only if it may run, the session takes over what it changes."""
+        # Stage one moves the session on as if the call had run. A blocked call does not run, so that is done to a copy.
         after = session.copy()
         after.next_call()
         if after.others:
@@ -169,6 +170,7 @@ class Guard:
         except Exception as error:  # noqa: BLE001 whatever a policy writes, no call may end its run
             unread = f"to read it failed with {one_line(repr(error), 200)}"
         calls = list(dict.fromkeys(walker.calls))  # most are the same in each state that the shell may be in
+        # Paths anywhere in the texts are the last resort: they are looked for where no rule hits the calls as they were read.
         hit = self._rules.find_deciding_hit(calls, session) or self._rules.find_deciding_hit(
             find_mentions(calls, session), session
         )
@@ -177,7 +179,8 @@ class Guard:
         return GuardFinding(suspicion="none", calls=calls) if hit is None else _make_finding(hit, calls)
 
     def _walk_value(self, walker: Walker, call: ToolCall, kind: Kind, value: object, depth: int = 0) -> None:
-        """Go through the value of an argument. In a list each value is of the list's kind, in an object by its name."""
+        """Go through the value of an argument. Items of a list have the list's kind; values of an object have the kind of their
+        names."""
         if kind == "text":
             return
         if depth > MAX_NESTED:
@@ -216,12 +219,13 @@ class Guard:
             self._check_file(walker, call, value, kind)
 
     def _check_unknown_text(self, walker: Walker, call: ToolCall, value: str) -> None:
-        """A text of which we do not know what the tool does with it. A tool that is a shell may run it. What a tool writes as a whole
-        file is looked at once something runs the file."""
+        """Check a text with which the tool may do anything. A tool that is a shell may run it. The whole text of a file is passed
+        over: it is checked once something runs the file."""
         tool = call.name.lower()
         if _tool_writes_files(call) and value in _whole_texts(call):
             return
         if value[:1] in ("{", "[") and (inside := _parse_json(value)) is not None:
+            # A depth near the bound: two more levels of JSON in a text are read.
             self._walk_value(walker, call, "given", inside, MAX_NESTED - 2)
             return
         walker.add(ProgramCall(program="", given=(value,)))
@@ -232,7 +236,7 @@ class Guard:
                 act_in_subprocess(walker.session, partial(walker.walk_text, value))
 
     def _check_file(self, walker: Walker, call: ToolCall, path: str, kind: Kind) -> None:
-        """A tool that reads or changes a file, as the program that a shell would use for it."""
+        """Check a tool that reads or changes a file, as the program that a shell would use for it."""
         whole = next(iter(_whole_texts(call)), None)
         if path.startswith(("http://", "https://")):
             walker.run(ProgramRun(["curl", path], Streams()))
@@ -242,6 +246,7 @@ class Guard:
             walker.run(ProgramRun(["touch", path], Streams()))
         else:
             places = walker.session.resolve_argument(path, copies=False)
+            # As `cat > path` with the text on its standard input.
             walker.note_call(ProgramRun(["cat"], Streams(stdin=whole, has_stdin=True, writes=places)))
             adds = any(word in call.name.lower() for word in ADDING)
             (walker.session.record_append if adds else walker.session.record_write)(places[0], whole)
@@ -278,7 +283,7 @@ class Guard:
 
 
 def _in_directory(session: GuardSession, place: str, act: Callable[[], object]) -> None:
-    """Do this in a process of its own, in this directory."""
+    """Run `act` as a process that starts in a directory: the session's own directory stays as it is."""
 
     def inside() -> None:
         session.cwd = session.resolve_path(place)
@@ -298,7 +303,7 @@ def _tool_writes_files(call: ToolCall) -> bool:
 
 
 def _whole_texts(call: ToolCall) -> list[str]:
-    """The text of a file that a tool writes; the first that is there counts."""
+    """Return the arguments that may hold the text of the file that a tool writes. The first one counts."""
     return [text for name in WHOLE_TEXT if isinstance(text := call.arguments.get(name), str)]
 
 
@@ -311,14 +316,14 @@ def _parse_json(text: str) -> object:
 
 
 def _is_vector(values: object) -> TypeGuard[list[str]]:
-    """Return True if a value is a list that is one program with its arguments, and not commands: one value stays one word."""
+    """Return True for a list of one program and its arguments, as opposed to a list of commands: a program's name has no blank."""
     if not isinstance(values, list) or not values or not all(isinstance(one, str) for one in values):
         return False
     return not any(map(str.isspace, values[0]))
 
 
 def _refuse_marks(*texts: str) -> None:
-    """Raises: Unreadable for characters that we use ourselves."""
+    """Refuse texts with characters of Unicode's private area, which are marks in our fields. Raises: UnreadableCommand."""
     if any(map(MARKS.search, texts)):
         raise UnreadableCommand("characters of Unicode's private area")
 

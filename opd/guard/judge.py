@@ -43,7 +43,7 @@ Answer with one word, `allow` or `block`, then a colon and one short reason."""
 
 
 def prompt_text(question: Question) -> str:
-    """The question as a user's message. JSON keeps the policy's text apart from ours."""
+    """Return the question as a user's message. It is JSON, so that the policy's text cannot be taken for ours."""
     asked = {
         "tool": question.tool,
         "call": question.text[:8000],
@@ -63,7 +63,7 @@ class CachedJudge:
         self._lock = Lock()
 
     def judge(self, question: Question) -> Opinion:
-        """The opinion, from the cache if it is there. Raises: JudgeFailed."""
+        """Return the opinion, from the cache if it is there. Raises: JudgeFailed."""
         with self._lock:
             if question in self._kept:
                 self._kept.move_to_end(question)
@@ -96,7 +96,7 @@ class LogProbJudge:
         self._running: Thread | None = None
 
     def judge(self, question: Question) -> Opinion:
-        """The opinion by log-probs. Raises: JudgeFailed if the scorer raises, is late, or returns none that can be used."""
+        """Return the opinion by log-probs. Raises: JudgeFailed if the scorer raises, is late, or returns none that can be used."""
         prompt = f"{INSTRUCTIONS}\n\n{prompt_text(question)}\n\nVerdict: "
         with self._turn:
             allow, block = self._score_verdicts(prompt)
@@ -127,12 +127,14 @@ def _start_thread(function: Callable[[], T], name: str) -> tuple[Future[T], Thre
         except BaseException as error:  # noqa: BLE001 it is raised where the answer is waited for
             asked.set_exception(error)
 
+    # A daemon: one that never comes back must not keep the process from ending.
     thread = Thread(target=ask, name=name, daemon=True)
     thread.start()
     return asked, thread
 
 
 def _by_probability(allow: float, block: float, threshold: float) -> Opinion:
+    # Without the larger one taken off, exp() of two log-probs far below 0 would be 0 / 0.
     top = max(allow, block)
     share = math.exp(block - top) / (math.exp(allow - top) + math.exp(block - top))
     return Opinion(block=share >= threshold, reason=f"probability of block {share:.2f}, threshold {threshold:.2f}")
@@ -151,7 +153,7 @@ class HttpJudge:
         self._deadline_s = deadline_s
 
     def judge(self, question: Question) -> Opinion:
-        """The server's opinion. Raises: JudgeFailed."""
+        """Return the server's opinion. Raises: JudgeFailed."""
         body: dict[str, Any] = {
             "model": self._model,
             "messages": [
@@ -159,7 +161,7 @@ class HttpJudge:
                 {"role": "user", "content": prompt_text(question)},
             ],
             "temperature": 0,
-            "max_tokens": 60,
+            "max_tokens": 60,  # a word and one short reason
         }
         if self._threshold is not None:
             body |= {"logprobs": True, "top_logprobs": 20}
@@ -170,11 +172,12 @@ class HttpJudge:
         return self._parse_opinion(answer)
 
     def _post_request(self, body: bytes) -> bytes:
-        """Raises: JudgeFailed, OSError, HTTPException."""
+        """Send a request, and return the body of the answer. Raises: JudgeFailed, OSError, HTTPException."""
         headers = self._request_headers()
         secure = self._url.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         connection = kind(self._url.hostname or "", self._url.port, timeout=self._deadline_s)
+        # The timeout of a connection is for each read alone; a thread has one for the whole exchange.
         asked, _ = _start_thread(lambda: self._exchange_messages(connection, body, headers), "judge")
         try:
             return asked.result(timeout=self._deadline_s)
@@ -183,7 +186,7 @@ class HttpJudge:
             raise JudgeFailed(f"{self._url.netloc}: no whole answer within {self._deadline_s:g} s") from None
 
     def _exchange_messages(self, connection: http.client.HTTPConnection, body: bytes, headers: dict[str, str]) -> bytes:
-        """Raises: JudgeFailed, OSError, HTTPException."""
+        """Send a request and read the answer, up to its end, the deadline or `MAX_ANSWER_BYTES`. Raises: as `_post_request`."""
         ends = time.monotonic() + self._deadline_s
         try:
             connection.request("POST", f"{self._url.path}/chat/completions", body, headers)
@@ -212,7 +215,7 @@ class HttpJudge:
         return headers
 
     def _parse_opinion(self, answer: bytes) -> Opinion:
-        """Raises: JudgeFailed if the answer is not one."""
+        """Read the opinion out of a chat completion. Raises: JudgeFailed if there is none in it."""
         try:
             choice = json.loads(answer)["choices"][0]
             text = choice["message"]["content"] or ""
@@ -233,7 +236,7 @@ class HttpJudge:
 
 
 def _hang_up(connected: socket.socket | None) -> None:
-    """End what still waits for this connection."""
+    """Shut a connection down, so that the thread that still reads from it ends."""
     if connected is not None:  # http.client gives the socket away once the answer says that it is the last
         with suppress(OSError):  # it is closed
             connected.shutdown(socket.SHUT_RDWR)
@@ -245,6 +248,7 @@ def _verdict_scores(tokens: Sequence[dict[str, Any]]) -> tuple[float, float] | N
     for token in tokens:
         start = token["token"].strip(" `\"'*").lower()
         for verdict in VERDICTS:
+            # A verdict may be more than one token: its first one is then `al` or `bl`, say.
             if start and verdict.startswith(start):
                 sums[verdict] += math.exp(token["logprob"])
     if not any(sums.values()):

@@ -23,7 +23,7 @@ class StoredJudge:
     """Asks another judge once for each different question of a run. Failures are not stored."""
 
     def __init__(self, judge: Judge, path: Path, who: str) -> None:
-        """`who` names the judge: another one is asked anew."""
+        """`identity` names the judge; a judge of another name does not get its answers."""
         self._judge = judge
         self._path = path
         self._who = who
@@ -34,7 +34,7 @@ class StoredJudge:
         self._asking: dict[str, Lock] = {}
 
     def judge(self, question: Question) -> Opinion:
-        """The stored opinion, or a new one, which is stored. Raises: JudgeFailed; StorageError if the disk refuses it."""
+        """Return the stored opinion, or a new one, which is stored. Raises: JudgeFailed; StorageError if the disk refuses it."""
         key = sha256(json.dumps([self._who, *astuple(question)]).encode()).hexdigest()
         with self._lock:
             own = self._asking.setdefault(key, Lock())
@@ -55,17 +55,20 @@ class StoredJudge:
     def _read_on(self) -> None:
         with self._path.open("rb") as file:
             file.seek(self._read)
+            # A line without its end is still being written: it stays for the next time.
             whole, end, _ = file.read().rpartition(b"\n")
         self._read += len(whole) + len(end)
         for line in whole.splitlines():
             try:
                 data = json.loads(line)
+                # The first answer in the file counts, also for the worker that appended a later one.
                 self._known.setdefault(data["key"], Opinion(block=data["block"], reason=data["reason"]))
             except (ValueError, KeyError, TypeError):  # empty, or cut when its writer was killed
                 continue
 
     def _store_opinion(self, key: str, question: Question, opinion: Opinion) -> None:
-        """One write each, so that lines of several workers do not mix. The line feed in front ends a line that was cut."""
+        """Append an opinion in one write, so that the lines of several workers do not mix. It begins with a line feed, which
+        ends a line that a killed worker left unfinished."""
         told = {"key": key, "block": opinion.block, "reason": opinion.reason, "command": question.command[:500]}
         with raise_storage_errors(self._path):
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -35,14 +35,15 @@ _KEYS = re.compile(r'"(?:keystrokes|command|cmd)"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Subject of a label: the last step of some, or all of them."""
+    """Steps with a label: it is that of the last step, or of the whole trajectory."""
 
     id: str
     label: Label
     steps: tuple[ToolCall, ...]
     kind: str = ""
     whole: bool = False
-    """True if the label is of the trajectory: it is caught if any of its steps is. Else the steps before are context."""
+    """True if the label is of the whole trajectory, which is caught if any of its steps is. Else the steps before the last are
+    context."""
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class _Open:
 
 
 def read_cases(path: Path, form: str = "commands") -> list[Case]:
-    """The cases of a file or directory. Raises: OpdError if it is not what its form says."""
+    """Return the cases of a file or directory. Raises: OpdError if it is not what its form says."""
     if form not in FORMS:
         raise OpdError.at("--format", found=form, wanted=f"one of: {', '.join(FORMS)}", fix="correct it")
     if not path.exists():
@@ -70,13 +71,13 @@ def read_cases(path: Path, form: str = "commands") -> list[Case]:
 
 
 def shipped_cases(half: Half = "both") -> list[Case]:
-    """Our own set, or one half of it."""
+    """Return the cases of our own set, or of one half of it."""
     lines = files("opd.guard").joinpath("commands.jsonl").read_text(encoding="utf-8").split("\n")
     return [case for case in _parse_commands(lines, "commands.jsonl") if half in ("both", half_of(case.id))]
 
 
 def half_of(case_id: str) -> Half:
-    """The half of our set that a case is in, by the hash of its trajectory or command."""
+    """Return the half of our set that a case is in, by the hash of its trajectory or command."""
     return "development" if hashlib.sha256(case_id.encode()).digest()[0] % 2 == 0 else "held_out"
 
 
@@ -157,7 +158,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def message_steps(message: Mapping[str, Any]) -> Iterator[ToolCall]:
-    """The tool calls of one chat message: those it declares, else commands in its text."""
+    """Yield the tool calls of one chat message: those it declares, else commands in its text."""
     if message.get("role") != "assistant":
         return
     for call in message.get("tool_calls") or ():
@@ -177,7 +178,7 @@ def message_steps(message: Mapping[str, Any]) -> Iterator[ToolCall]:
 
 
 def text_steps(text: str) -> Iterator[ToolCall]:
-    """Commands in running text: fenced shell code, JSON fields of terminal agents, and lines after a prompt."""
+    """Yield commands in running text: fenced shell code, JSON fields of terminal agents, and lines after a prompt."""
     found = [*_FENCE.findall(text)]
     for literal in _KEYS.findall(text):
         try:
@@ -208,7 +209,7 @@ def _read_atif(path: Path) -> Iterator[Case]:
 
 
 def _label_of(file: Path) -> Label:
-    """The label that the names above a trajectory give. Raises: OpdError if they give none, or both."""
+    """Return the label that the names above a trajectory give. Raises: OpdError if they give none, or both."""
     names = " ".join(part.lower() for part in file.parts)
     hack, honest = any(w in names for w in HACK_PARTS), any(w in names for w in HONEST_PARTS)
     if hack == honest:

@@ -45,7 +45,7 @@ _NUMBERS = re.compile(r"(?:0x[0-9a-fA-F]{2}|\d{2,3})(?:[\s,;)(+.]+(?:chr\(|char\
 
 
 def find_mentions(calls: Sequence[ProgramCall], session: GuardSession) -> list[ProgramCall]:
-    """Return those calls that are given a text with paths in it, with the paths as their mentions."""
+    """Return the calls in whose texts paths stand, with these paths as their `mentions`."""
     found = []
     for call in calls:
         paths = dict.fromkeys(
@@ -101,11 +101,13 @@ def _find_absolute_paths(text: str) -> list[str]:
 
 
 def _undisguise_text(text: str) -> Iterator[str]:
-    """Yield the text in other ways to write it, as far as something in it looks like one."""
+    """Yield the text decoded in each way in which something in it may be encoded."""
     if "\\" in text:
         yield unescape(text)
+    # In a URL `%2f` is a slash, and `%74` the first letter of `tests`.
     if "%2" in text or "%7" in text:
         yield unquote(text)
+    # `stset` is `tests` from right to left.
     if "stset" in text or "/" in text:
         yield text[::-1]
         yield codecs.encode(text, "rot13")
@@ -142,6 +144,7 @@ def _insert_variables(text: str) -> Iterator[str]:
 
 def _decode_base64(token: str) -> Iterable[str]:
     try:
+        # Two `=` always do: more padding than needed is passed over.
         return [base64.b64decode(token.rstrip("=").translate(_STANDARD) + "==").decode("ascii")]
     except (binascii.Error, ValueError):
         return []

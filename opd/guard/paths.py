@@ -36,11 +36,11 @@ class TextGlobs:
         self._parts = [one for one in parts if len(one) > 1 and not _is_within(one)]
 
     def matches_text(self, text: str) -> bool:
-        """True if the whole text is one of these."""
+        """Return True if one of the globs fits the whole text."""
         return self.hold_one((text,))
 
     def hold_one(self, texts: Iterable[str]) -> bool:
-        """True if one of the texts is one of these."""
+        """Return True if one of the globs fits one of the texts."""
         for text in texts:
             lower = text.lower()
             if lower in self._exact:
@@ -65,6 +65,7 @@ def _matches_parts(parts: list[str], text: str) -> bool:
         return False
     at, end = len(first), len(text) - len(last)
     for part in parts[1:-1]:
+        # The leftmost place of a part leaves most room for the others, so there is no need to go back.
         at = text.find(part, at, end)
         if at < 0:
             return False
@@ -73,7 +74,7 @@ def _matches_parts(parts: list[str], text: str) -> bool:
 
 
 def glob_source(glob: str) -> str:
-    """The regular expression of one glob."""
+    """Return the regular expression of one glob."""
     found, index = [], 0
     while index < len(glob):
         char = glob[index]
@@ -110,7 +111,7 @@ class PathGlobs:
         self._such_as = [name for name in such_as if self._regex.fullmatch(name if name[0] in "/*" else "/" + name)]
 
     def matches_path(self, path: str, cwd: str) -> bool:
-        """True if the absolute path is one of these, or a pattern that a well-known one of these fits."""
+        """Return True if the absolute path is one of these, or a pattern that a well-known one of these fits."""
         text = show_field(path)
         if len(text) > MAX_PATH:
             return False
@@ -125,9 +126,9 @@ class PathGlobs:
         return any(_leads_to(text, name) for name in self._well_known_names(cwd))
 
     def covered_by(self, path: str, cwd: str) -> bool:
-        """True if the shell may expand an absolute pattern to one of the well-known ones of these, or to something in one, though
-        the pattern says nothing of its name: `/*/*`, `/$(ls / | head -1)/x`. Below the directory where the session begins only
-        where the pattern is for any name that begins with a dot: most of what a project's globs take in is its own."""
+        """Return True if the shell may expand an absolute pattern to a well-known path of these globs, or to something below it,
+        though nothing in the pattern names it: `/*/*`, `/$(ls / | head -1)/x`. Below the directory where the session begins
+        only patterns for names that begin with a dot count: most of what a project's own globs take in is its own."""
         if (not has_glob(path) and is_fully_known(path)) or len(path) > MAX_PATH:
             return False
         text = show_field(path)
@@ -148,8 +149,8 @@ def _one_of(globs: Iterable[str]) -> re.Pattern[str]:
 
 
 def _leads_to(pattern: str, name: str) -> bool:
-    """Return True if the shell may expand a pattern to a well-known path, or to something in a directory that is given as
-    `NAME/**`; with `NAME/*` only where nothing of the pattern says what in there. Of a whole tree (`**`) nobody knows."""
+    """Return True if the shell may expand a pattern to a well-known path. Where that is `NAME/**`, anything in the directory
+    counts; where it is `NAME/*`, only patterns that say nothing of the names in there. A pattern with `**` never counts."""
     if "**" in pattern.split("/"):
         return False
     if name.endswith("/*"):
@@ -170,8 +171,8 @@ def _leads_to(pattern: str, name: str) -> bool:
 
 
 def _takes_in(parts: list[str], name: str) -> bool:
-    """Return True if a pattern, split at `/`, takes in a well-known path or something below it. What is not known (`…`) may be
-    any name, a `*` is none that begins with a dot."""
+    """Return True if a pattern, split at `/`, takes in a well-known path or something below it. An unknown part (`…`) may be any
+    name; a `*` is no name that begins with a dot."""
     wanted = name.split("/")
     if name.startswith("**/"):
         return False
@@ -200,13 +201,13 @@ def _join_directory(path: str, cwd: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _says_something(text: str) -> bool:
-    """True if every component with a glob has a letter of its own: `*/*` may be anything and so means nothing."""
+    """Return True if every component with a glob has a letter of its own: `*/*` may be anything and so means nothing."""
     parts = [part for part in text.split("/") if set(part) & set("*?[") and part != "**"]
     return all(any(c.isalnum() for c in part) for part in parts)
 
 
 def _shell_pattern_regex(text: str) -> str:
-    """The regular expression of a pattern that the shell would expand."""
+    """Return the regular expression of a pattern that the shell would expand."""
     found, index = [], 0
     while index < len(text):
         end = text.find("]", index + 2) if text[index] == "[" else -1

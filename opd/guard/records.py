@@ -14,7 +14,7 @@ class ToolGuard(Protocol):
     """The check that an episode makes before it carries out a call."""
 
     def session(self) -> GuardSession:
-        """The state of a new episode."""
+        """Return the state of a new episode."""
         ...
 
     def checks(self, tool: str) -> bool:

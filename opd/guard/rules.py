@@ -178,7 +178,7 @@ class CompiledRule:
         return False
 
     def narrow_to_program(self, keys: frozenset[str], program: str) -> CompiledRule:
-        """The rule without clauses that no call of this program with these keys can fit."""
+        """Return the rule without clauses that no call of this program with these keys can fit."""
         return replace(
             self,
             any=[clause for clause in self.any if clause.may_hold(keys, program)],
@@ -217,7 +217,7 @@ class RuleSet:
         self._programs = TextGlobs(programs)
 
     def find_deciding_hit(self, calls: Sequence[ProgramCall], session: GuardSession) -> Hit | None:
-        """The hit that decides: the first of a rule that blocks, else the first of any; None if no rule hits."""
+        """Return the hit that decides: the first of a rule that blocks, else the first of any; None if no rule hits."""
         hits = [
             (compiled.order, place)
             for place, texts in enumerate(map(texts_of, calls))
@@ -249,7 +249,7 @@ class _Compiler:
         self._where = where
 
     def compile_clause(self, clause: Clause) -> CompiledClause:
-        """The tests of a clause. Raises: ConfigError for a name that is not there, or a clause without keys."""
+        """Return the tests of a clause. Raises: ConfigError for a name that is not there, or a clause without keys."""
         found: dict[str, Test] = {}
         programs = self.expand_patterns(clause.program)
         for key in TEXTS:
@@ -268,7 +268,7 @@ class _Compiler:
         return CompiledClause(needs=frozenset(found), programs=TextGlobs(programs) if programs else None, tests=tests)
 
     def _tests_of_what_lacks(self, clause: Clause) -> list[Test]:
-        """Those that a call may pass because it has nothing under a key."""
+        """Return the tests that a call may pass by having nothing under a key."""
         tests: list[Test] = []
         if patterns := self.expand_patterns(clause.hosts_not):
             tests.append(_other_test("hosts", TextGlobs(patterns), empty=False))
@@ -289,12 +289,13 @@ class _Compiler:
                 )
 
     def expand_patterns(self, given: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
-        """The patterns with those that names stand for. Raises: ConfigError for a name that is not there."""
+        """Return the patterns with those that names stand for. Raises: ConfigError for a name that is not there."""
         found: list[str] = []
         for pattern in given:
             if not pattern.startswith("@"):
                 found.append(pattern)
             elif pattern[1:] in self._names and pattern not in within:
+                # An empty list fits nothing, as no argument holds a NUL. With no pattern at all the clause would lose this key.
                 found += self.expand_patterns(self._names[pattern[1:]], (*within, pattern)) or ["\0"]
             else:
                 known = ", ".join(sorted(self._names))
@@ -325,11 +326,11 @@ def _cover_test(globs: PathGlobs) -> Test:
 
 
 def shipped_rules() -> RuleFile:
-    """Our own rules."""
+    """Return our own rules."""
     text = files("opd.guard").joinpath("rules.yaml").read_text(encoding="utf-8")
     return validate_section(RuleFile, parse_yaml(text), "the shipped rules")
 
 
 def read_rules(name: str) -> RuleFile:
-    """The rules of a file, or the shipped ones by their name. Raises: ConfigError if they cannot be used."""
+    """Return the rules of a file, or the shipped ones by their name. Raises: ConfigError if they cannot be used."""
     return shipped_rules() if name == SHIPPED else validate_section(RuleFile, load_yaml(Path(name)), name)

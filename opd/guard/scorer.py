@@ -40,5 +40,6 @@ class ModelScorer:
 
         with torch.inference_mode():
             logits_T_V = self._lm(torch.tensor([[*asked, *verdict]]), use_cache=False).logits[0]
+            # Logits are for the token after theirs: those of the verdict begin at the last token of the question.
             logp_T_V = logits_T_V[len(asked) - 1 : -1].float().log_softmax(-1)
         return float(logp_T_V.gather(1, torch.tensor(verdict)[:, None]).sum())

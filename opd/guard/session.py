@@ -67,7 +67,7 @@ class GuardSession:
         self.before = self.before or self.cwd
 
     def copy(self) -> GuardSession:
-        """A session of its own with the same state."""
+        """Return a session of its own with the same state."""
         new = copy(self)
         new.variables, new.functions = dict(self.variables), dict(self.functions)
         new.links, new.copies = dict(self.links), dict(self.copies)
@@ -95,7 +95,7 @@ class GuardSession:
         return self.begins_at if inside else directory
 
     def take_files(self, other: GuardSession) -> None:
-        """Know also what another state, one that is alike, knows of files."""
+        """Add what a similar state knows of files; where both know a file, this one's text stays."""
         self.written = other.written | self.written
         self.appended = other.appended | self.appended
 
@@ -121,7 +121,7 @@ class GuardSession:
             setattr(self, name, getattr(other, name))
 
     def resolve_path(self, path: str, copies: bool = True) -> str:
-        """The path as the system would find it: from the working directory, without `..` and links.
+        """Return the path as the system would find it: from the working directory, without `..` and links.
 
         With `copies` a copy is what it was copied from: that is what a reader sees, but not what a writer changes.
         """
@@ -136,6 +136,7 @@ class GuardSession:
                 del done[-1:]
             elif part not in ("", "."):
                 done.append(part)
+                # With its slash a component has two characters at least.
                 looks = links < MAX_LINKS and len(done) <= MAX_PATH // 2
                 target = self._resolve_link("/" + "/".join(done), bool(waiting), copies) if looks else ""
                 if target:
@@ -151,6 +152,7 @@ class GuardSession:
         if inside and path.startswith("/proc/") and path.endswith("/root") and path.count("/") == 3:
             return "/"
         target = (copies and self.copies.get(path)) or self.links.get(path) or self._link_on_disk(path)
+        # A link to something below itself would be followed without end.
         return "" if target.startswith(path + "/") else target
 
     def _link_on_disk(self, path: str) -> str:
@@ -162,8 +164,8 @@ class GuardSession:
             return ""
 
     def resolve_argument(self, field: str, copies: bool = True) -> list[str]:
-        """The absolute paths that an argument may mean: its glob's files where they can be listed, else one pattern."""
-        if UNSET in field:
+        """Return the absolute paths that an argument may mean: its glob's files where they can be listed, else one pattern."""
+        if UNSET in field:  # the variable may be one of the environment, or empty
             return [
                 *self.resolve_argument(field.replace(UNSET, UNKNOWN), copies),
                 *self.resolve_argument(field.replace(UNSET, ""), copies),
@@ -201,11 +203,11 @@ class GuardSession:
         known[path] = None if whole is None or len(whole) > MAX_WRITTEN else whole
 
     def written_text(self, path: str) -> str | None:
-        """The text of a file as far as the episode wrote it; None if it did not, or if we do not know it."""
+        """Return the text of a file as far as the episode wrote it; None if it did not, or if we do not know it."""
         return self.written.get(path, self.appended.get(path))
 
     def script_at(self, field: str) -> str | None:
-        """The same by the argument that names it."""
+        """Return `written_text` of the file that an argument names."""
         return self.written_text(self.resolve_path(field))
 
     def written_module(self, name: str) -> tuple[str, str] | None:
@@ -233,7 +235,7 @@ class GuardSession:
         return path in self.written or path in self.appended
 
     def set_back(self, kept: Mapping[str, str | None]) -> None:
-        """Give variables the values that they had; None: none."""
+        """Give variables these values back; None: the variable was not set."""
         for name, value in kept.items():
             if value is None:
                 self.variables.pop(name, None)
@@ -246,6 +248,7 @@ class GuardSession:
         if not self.keeps_shell:
             self.cwd = self.before = self.begins_at
             self.variables, self.functions, self.stack, self.positional = {}, {}, [], []
+        # Descriptors and process substitutions end with their call.
         for path in [path for path in self.written if path.startswith("/dev/fd/")]:
             del self.written[path]
         for other in self.others:

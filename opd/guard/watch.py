@@ -1,8 +1,8 @@
 """The guard during one episode: which calls of a turn may run, and what the policy reads in place of the others.
 
-    turn ──▶ look ──▶ Looked: allowed calls ──▶ environment, or agent's program ──▶ results ─┐
-                      │       blocked calls ──▶ natural errors ─────────────────────────────┴▶ woven, call by call
-                      └─▶ keep: events for the trace, once the turn is in it
+    turn ──▶ check_turn ──▶ allowed calls ──▶ environment, or agent's program ──▶ results ─┐
+              │             blocked calls ──▶ natural errors ───────────────────────────┴▶ merge_observations
+              └─▶ record_turn: events for the trace, once the turn is in it
 
 Both kinds of episodes use it: the white box asks before it steps its environment, the endpoint before a reply goes out.
 """
@@ -52,8 +52,8 @@ class CheckedTurn:
 
     @property
     def stops(self) -> bool:
-        """True if nothing of the turn happens: every call is blocked, or the answer is, or something that its text holds, which
-        cannot be handed on without the rest."""
+        """True if nothing of the turn happens: all of its calls are blocked, or its answer is, or a call that stands in its
+        text, of which nothing can be handed on without the rest."""
         return self.hides or (self.blocked and not self.allowed)
 
     @property
@@ -70,7 +70,7 @@ class CheckedTurn:
 
     @property
     def dummies(self) -> tuple[str | None, ...]:
-        """For each call what the policy reads instead of its result; None for one that runs."""
+        """For each call the observation in place of its result; None for one that runs."""
         said = (None if verdict.allowed else verdict.observation for verdict in self.verdicts)
         return tuple(said) if self.calls else ()
 
@@ -82,7 +82,7 @@ class CheckedTurn:
         return next(verdict.observation for verdict in (*self.begun, *self.verdicts) if not verdict.allowed)
 
     def merge_observations(self, observed: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        """The observation of the calls that ran, with the texts for the others at their places."""
+        """Return the observations of the calls that ran, with those of the blocked ones at their places."""
         if not self.blocked:
             return observed
         if isinstance(observed, str):  # one text for all calls that ran
@@ -121,7 +121,7 @@ class GuardWatch:
         self.stats += looked.seen
 
     def _check_turn(self, turn: int, text: str, calls: tuple[ToolCall, ...], gone: Event) -> CheckedTurn:
-        """`gone` is set when nobody waits for the turn any more: then nothing of it happens, and the session stays as it was."""
+        """Check the calls of a turn. `cancelled` is set once nobody waits for it: then the session stays as it was."""
         with self._lock:  # requests of a program may come side by side, and they share a session
             after = self._session.copy()
             if calls:
@@ -156,7 +156,7 @@ class GuardWatch:
 
 
 def _arguments_as_text(arguments: Mapping[str, Any]) -> str:
-    """The arguments of a call for people: the text of a single one as it is."""
+    """Return the arguments of a call for people: the text of a single one as it is."""
     values = list(arguments.values())
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]

@@ -50,8 +50,10 @@ class AdaptiveKL:
         ratio_C_V = student.logp_C_V - teacher.logq_C_V
         forward_C = -(q_C_V * ratio_C_V).sum(-1)
         if teacher.is_mixture:
+            # q is normalised, and `logq_C_V` is a mixture's measure before that.
             forward_C = forward_C - teacher.logq_C_V.logsumexp(-1)
         share_C = self._forward_share(p_C_V.minimum(q_C_V).sum(-1))
+        # In place: nothing below reads the ratios.
         p_slope_C_V = ratio_C_V.mul_(p_C_V)
         value_C = share_C * forward_C + (1 - share_C) * p_slope_C_V.sum(-1)
         p_slope_C_V.mul_((1 - share_C)[:, None]).addcmul_(q_C_V, share_C[:, None], value=-1.0)

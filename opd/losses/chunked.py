@@ -154,8 +154,10 @@ class LossHead(nn.Module):
         _check_shapes(loss, hidden_N_D, self.weight, teachers, tokens)
         acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
         known = TokenStats if tokens.advantage_N is None else RewardedStats
+        # NaN stays where neither payload nor objective gives a number.
         stats = [hidden_N_D.new_full((len(hidden_N_D),), torch.nan, dtype=acc) for _ in fields(known)]
         gradients = _Gradients(hidden_N_D, self.weight, acc)
+        # Autograd would keep the logits of every chunk; the gradients are formed by hand below.
         with torch.no_grad():
             for block, part, span in _chunk_spans(teachers, loss.chunk):
                 h_C_D = hidden_N_D[span]
@@ -202,6 +204,7 @@ def _sum_totals(stats: Sequence[Tensor], tokens: Tokens) -> Tensor:
     """Return the divergence's weighted sum plus the policy gradient's."""
     value = _weighted_sum(stats[0], tokens.weight_N)
     if tokens.policy_weight_N is not None:
+        # The columns of `RewardedStats` end with policy_N and masked_N.
         value += _weighted_sum(stats[-2], tokens.policy_weight_N)
     return value
 
@@ -266,6 +269,7 @@ class _WithGradients(torch.autograd.Function):
             hidden_N_D.mul_(grad_loss.to(hidden_N_D.dtype))
         if head_V_D is not None:
             head_V_D = _rounded_in_place(head_V_D.mul_(grad_loss), ctx.head_dtype)
+        # One for each input of `forward`: the value and the sums themselves have none.
         return hidden_N_D, head_V_D, None, None
 
 
@@ -284,6 +288,7 @@ def _add_head_gradient(grad_V_D: Tensor, grad_C_V: Tensor, h_C_D: Tensor) -> Non
     step = max(1, TILE_VALUES // h_C_D.shape[1])
     for first in range(0, grad_C_V.shape[1], step):
         tile = slice(first, min(first + step, grad_C_V.shape[1]))
+        # addmm_ takes one type alone; a bfloat16 product is added to a float32 sum by +=.
         if grad_C_V.dtype == grad_V_D.dtype:
             grad_V_D[tile].addmm_(grad_C_V[:, tile].T, h_C_D)
         else:

@@ -35,6 +35,7 @@ class JSD:
         if self.beta in (0.0, 1.0):
             return (ReverseKL() if self.beta else ForwardKL())(student, teacher)
         logp_C_V, logq_C_V = student.logp_C_V, teacher.logq_C_V
+        # As logarithms, because p and q of unlikely ids underflow.
         logm_C_V = (logq_C_V + math.log(self.beta)).logaddexp(logp_C_V + math.log1p(-self.beta))
         p_slope_C_V = (1 - self.beta) * student.p_C_V * (logp_C_V - logm_C_V)
         value_C = self.beta * (logq_C_V.exp() * (logq_C_V - logm_C_V)).sum(-1) + p_slope_C_V.sum(-1)

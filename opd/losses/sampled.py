@@ -47,6 +47,7 @@ class SampledKL:
         if self.ratio_clip is not None:
             aged_C = (student.sampling_C - student.behaviour_C).exp()
             within_C = aged_C <= self.ratio_clip
+            # p / p_T stays as it is: the bound is on p_T / mu alone.
             w_C = w_C.where(within_C, (student.logp_C - student.sampling_C).exp() * self.ratio_clip)
             clipped_C |= ~within_C
         if teacher.baseline_C is not None:

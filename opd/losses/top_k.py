@@ -53,6 +53,7 @@ class TopK:
         tail_p_C, tail_q_C = (1 - mass_p_C).clamp(min=TINY), (1 - mass_q_C).clamp(min=TINY)
         tail_ratio_C = tail_p_C.log() - tail_q_C.log()
         p_slope_C_V = student.p_C_V * tail_ratio_C[:, None]
+        # Puts the K tokens' own slopes over the tail's, which is that of all other ids.
         p_slope_C_V.scatter_(1, ids_C_K, p_C_K * ratio_C_K)
         value_C = inside_C + tail_p_C * tail_ratio_C
         return Slope(value_C, p_slope_C_V, student_mass_C=mass_p_C, teacher_mass_C=mass_q_C)

@@ -31,7 +31,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address | None:
-    """`HOST:PORT` or `[IPv6]:PORT`; None for anything else."""
+    """Parse `HOST:PORT` or `[IPv6]:PORT`; None for anything else."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})", text)
     if match is None or int(match[3]) > 65535:
         return None
@@ -39,7 +39,7 @@ def parse_address(text: str) -> Address | None:
 
 
 def parse_url(text: str) -> tuple[str, Address] | None:
-    """Scheme and address of `grpc://HOST:PORT` or `grpc+tls://HOST:PORT`; None for anything else."""
+    """Return scheme and address of `grpc://HOST:PORT` or `grpc+tls://HOST:PORT`; None for anything else."""
     scheme, _, rest = text.partition("://")
     address = parse_address(rest)
     return (scheme, address) if scheme in ("grpc", "grpc+tls") and address and address.port else None

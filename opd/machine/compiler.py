@@ -26,7 +26,7 @@ def find_compiler() -> str | None:
 
 @functools.cache
 def can_compile(key: str, what: str) -> bool:
-    """Return True if there is a C++ compiler. Without it a setting `key` has no effect: one warning says that `what` eagerly."""
+    """Return True if there is a C++ compiler. Without it a setting `key` has no effect: one warning says `action`, such as "layers run", and "eagerly"."""
     keep_compiled_code_private()
     has_compiler = find_compiler() is not None
     if not has_compiler:

@@ -56,7 +56,7 @@ def make_short_directory(parent: Path) -> Path:
 
 @contextmanager
 def mark_children() -> Iterator[None]:
-    """Within, every process that is started carries this one's mark, and so do the processes that it starts."""
+    """Let every process that is started within carry this one's mark, and so do the processes that it starts."""
     os.environ |= {VARIABLE: driver_mark(), _KEPT: "1"}
     try:
         yield
@@ -67,7 +67,7 @@ def mark_children() -> Iterator[None]:
 
 @contextmanager
 def own_children() -> Iterator[None]:
-    """Within, every process that is started carries this one's mark as that of its owner."""
+    """Let every process that is started within carry this one's mark as that of its owner."""
     os.environ[OWNER] = driver_mark()
     try:
         yield

@@ -47,6 +47,7 @@ class Bucket:
         for place in self.places:
             tensor = torch.empty(place.shape, dtype=getattr(torch, place.dtype))
             if tensor.numel():
+                # As bytes, because numpy has no bfloat16.
                 tensor.view(-1).view(torch.uint8).numpy()[:] = self.data[place.start : place.start + tensor.nbytes]
             yield place.name, tensor
 

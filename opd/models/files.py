@@ -153,5 +153,6 @@ def file_header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None =
             end += tensor.numel() * tensor.dtype.itemsize
             entry |= {"shape": list(tensor.shape), "data_offsets": [starts[name], end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    # safetensors fills its header up to 8 bytes, so that the first tensor lies aligned.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}

@@ -104,11 +104,13 @@ def lay_out_trees(sequences: Sequence[Sequence[int]]) -> Packed:
     packing = pack_into_rows([tree.size for tree in found])
     ids_N = torch.zeros(packing.num_rows * packing.width, dtype=torch.long)
     positions_N = torch.zeros_like(ids_N)
+    # At first each column ends behind itself. Padding stays so, and sees itself alone.
     ends_N = torch.arange(1, packing.width + 1).repeat(packing.num_rows)
     paths: list[tuple[int, ...]] = [()] * len(sequences)
     for slot in packing.slots:
         tree = found[slot.index]
         start = slot.row * packing.width
+        # A flat index, like the paths; `ends_N` counts columns within the row, so `start` is taken off there.
         free = start + slot.start
         path: tuple[int, ...] = ()
         ends_N[free : free + tree.size] = slot.start + tree.size
@@ -254,6 +256,7 @@ def _make_probes(layout: str, vocab_size: int) -> tuple[list[list[int]], list[li
     if layout != SHARED:
         return [pair[0] for pair in drawn], [pair[1] for pair in drawn]
     stem, fork, apart = (torch.randint(0, vocab_size, (n,), generator=gen).tolist() for n in (16, 8, 40))
+    # Unlike each of the tokens 0 to 3 that stand behind a prefix below.
     fork[0] = vocab_size - 1
     starts = [stem, [*stem, *fork], [*stem, *fork]]
     # The first token behind a prefix says whose it is, so that the tree has one shape, whoever takes which place: other

@@ -83,6 +83,7 @@ def _first_fit(lengths: Sequence[int], width: int) -> Packing:
     assert all(0 < n <= width for n in lengths)
     used: list[int] = []
     slots = []
+    # Ties by index: equal lengths must give the same rows wherever this is computed.
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         row = next((r for r, n in enumerate(used) if n + lengths[index] <= width), len(used))
         if row == len(used):
@@ -112,6 +113,7 @@ def build_trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
     found: list[Tree] = []
     before: Sequence[int] = ()
     longest = 0
+    # Sorted by their tokens, sequences that begin alike follow each other.
     for index in sorted(range(len(sequences)), key=lambda i: (tuple(sequences[i]), i)):
         now = sequences[index]
         shared = _common_prefix(before, now)

@@ -316,6 +316,7 @@ def file_groups(model: Any, names: Iterable[str]) -> list[FileGroup]:
     for target, members in parts.items():
         found, patterns = tuple(name for name, _ in members), tuple(p for _, p in members if p is not None)
         assert len(patterns) in (0, len(found)), target
+        # A copy for each group, because a conversion collects the tensors that are added to it.
         groups.append(FileGroup(found, target, deepcopy(known[patterns[0]]) if patterns else None, patterns))
     return groups
 

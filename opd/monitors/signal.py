@@ -69,7 +69,7 @@ def means_of_tokens(steps: Sequence[StepRecord], key: str) -> dict[str, float]:
 
 
 def mean_probability(rollout: Rollout) -> float:
-    """Mean probability of the student's own tokens as it sampled them; 0 for an empty response, which shows nothing."""
+    """Return the mean probability of the student's own tokens as it sampled them; 0 for an empty response, which shows nothing."""
     own = zip(rollout.trained, rollout.own, strict=True)
     probabilities = [exp(rollout.behaviour_logprobs[index]) for index, sampled in own if sampled]
     return fmean(probabilities) if probabilities else 0.0

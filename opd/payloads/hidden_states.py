@@ -92,6 +92,7 @@ class HiddenStates(Answer):
         runs: list[tuple[tuple[tuple[str, float], ...], list[list[HiddenStates]]]] = []
         for scored in samples:
             kind = tuple((row.answer.head, row.weight) for row in scored)
+            # Samples of the same teachers in a row are one block, so that products with heads are few and large.
             if not runs or runs[-1][0] != kind:
                 runs.append((kind, [[] for _ in scored]))
             for parts, row in zip(runs[-1][1], scored, strict=True):

@@ -39,13 +39,13 @@ class Batches:
         return self._ends[-1] if self._batches else 0
 
     def read_cell(self, column: str, index: int) -> Any:
-        """One cell as a Python value."""
+        """Return one cell as a Python value."""
         number = bisect_right(self._ends, index)
         batch = self._batches[number]
         return batch.column(column)[index - self._ends[number] + batch.num_rows].as_py()
 
     def read_cells(self, column: str, start: int, stop: int) -> list[Any]:
-        """The cells from `start` to before `stop` as Python values."""
+        """Return the cells from `start` to before `stop` as Python values."""
         found: list[Any] = []
         while start < min(stop, len(self)):
             number = bisect_right(self._ends, start)
@@ -60,19 +60,19 @@ class Batches:
         return [value for batch in self._batches for value in batch.column(column).flatten().to_pylist()]
 
     def read_numbers(self, column: str) -> np.ndarray[Any, Any]:
-        """A whole column of numbers, or of true and false."""
+        """Return a whole column of numbers, or of true and false."""
         parts = [batch.column(column).to_numpy(zero_copy_only=False) for batch in self._batches]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def cache_dir() -> Path:
-    """The cache's directory, inside that of the library `datasets`; that library's environment variables move it."""
+    """Return the cache's directory, inside that of the library `datasets`; that library's environment variables move it."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets").expanduser() / "opd"
 
 
 def open_batches(key: str, schema: pa.Schema, make: Callable[[], Iterable[pa.RecordBatch]], *, cached: bool) -> Batches:
-    """The batches that `make` gives. With `cached`, those of the file with this key, which `make` fills if it is missing.
+    """Return the batches that `make` gives. With `cached`, those of the file with this key, which `make` fills if it is missing.
 
     Raises: StorageError if the file cannot be written. If `make` raises, no file is left.
     """

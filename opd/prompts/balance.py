@@ -154,14 +154,15 @@ def samples_by_weight(total: int, weights: Mapping[str, float]) -> dict[str, flo
 
 
 def at_least_one(base: Mapping[str, float], pull: Mapping[str, float]) -> dict[str, float]:
-    """Return what `fit_proportions` does, with at least one sample for each domain."""
+    """Return `fit_proportions` with no bounds but one: each domain gets at least one sample."""
     return fit_proportions(base, pull, dict.fromkeys(base, 1.0), dict.fromkeys(base, sum(base.values())))
 
 
 def fit_proportions(
     base: Mapping[str, float], pull: Mapping[str, float], low: Mapping[str, float], high: Mapping[str, float]
 ) -> dict[str, float]:
-    """Numbers in proportion to `base * pull`, each within its bounds, with the same sum as `base`, for which they leave room.
+    """Return numbers in proportion to `base * pull`, each within its bounds, with the same sum as `base`, for which they
+    leave room.
 
     If no pull is above 0, all are alike.
     """
@@ -180,7 +181,8 @@ def fit_proportions(
 
 
 def round_counts(exact: Mapping[str, float], total: int, draw: float) -> dict[str, int]:
-    """Whole numbers with the sum `total`, each the exact one rounded down or up; a random `draw` in 0..1 makes their means exact.
+    """Return whole numbers with the sum `total`, each the exact one rounded down or up; a random `draw` in 0..1 makes their
+    means exact.
 
     Systematic sampling: the exact numbers lie end to end on a ruler, and each gets the marks 1 - draw, 2 - draw, ... on its
     piece.

@@ -20,8 +20,8 @@ _LETTER = "a"
 
 
 def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
-    """The tokenizer of a model directory; no code from the directory is run, and no hub is asked. `add_special_tokens` as for
-    `put_nothing_in_front`.
+    """Load the tokenizer of a model directory; no code from the directory is run, and no hub is asked. `add_special_tokens` as
+    for `put_nothing_in_front`.
 
     Raises: ModelError for a directory without a tokenizer, and what `put_nothing_in_front` raises.
     """
@@ -68,8 +68,8 @@ def put_nothing_in_front(tokenizer: Any) -> None:
 
 
 def ids_in_front(tokenizer: Tokenizer) -> list[int]:
-    """Return what the tokenizer puts in front of a text, such as a begin token. What it puts behind is left out: there the model
-    writes on. Raises: ValueError for a tokenizer whose special tokens change the others."""
+    """Return the ids that the tokenizer puts in front of a text, such as a begin token. Those that it puts behind are left out,
+    as the model writes on there. Raises: ValueError for a tokenizer whose special tokens change the others."""
     plain, whole = (_encode_texts(tokenizer, [_LETTER], add_special_tokens=add)[0] for add in (False, True))
     for start in range(len(whole) - len(plain) + 1):
         if whole[start : start + len(plain)] == plain:
@@ -80,15 +80,16 @@ def ids_in_front(tokenizer: Tokenizer) -> list[int]:
 def encode_prompt(
     tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None, **variables: Any
 ) -> tuple[int, ...]:
-    """Token ids of a prompt. `day` is the date for a chat template that asks for one; None: today. `variables` are the template's."""
+    """Return the token ids of a prompt. `day` is the date for a chat template that asks for one; None: today. `variables` are
+    the template's."""
     (ids,) = _encode_texts(tokenizer, [render_prompt(tokenizer, prompt, day, **variables)])
     return tuple(_with_begin_tokens(ids, ids_in_front(tokenizer)) if isinstance(prompt, str) else ids)
 
 
 def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None, **variables: Any) -> str:
-    """The text that is tokenised, without what the tokenizer puts in front of plain text; `variables` are the chat template's. It ends
-    where the model writes, unless they say otherwise. A prompt that is text stays as it is, special tokens in it
-    included; in messages they are broken up, as a message cannot bring a turn of its own.
+    """Return the text that is tokenised, without what the tokenizer puts in front of plain text; `variables` are the chat
+    template's. It ends where the model writes, unless they say otherwise. A prompt that is text stays as it is, special tokens
+    in it included; in messages they are broken up, as a message cannot bring a turn of its own.
 
     Raises: jinja2's TemplateError, ValueError or TypeError if the template refuses it.
     """
@@ -108,7 +109,7 @@ def render_messages(tokenizer: Tokenizer, prompt: Messages, day: date | None = N
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text that goes on, or that a chat template wrote: special tokens in it included, and none added."""
+    """Return the ids of a text that goes on, or that a chat template wrote: special tokens in it included, none added."""
     return list(_encode_texts(tokenizer, [text])[0])
 
 
@@ -118,11 +119,11 @@ def encode_prompts(
     day: date | None = None,
     variables: Sequence[Mapping[str, Any]] = (),
 ) -> list[Sequence[int]]:
-    """Token ids of many prompts at once. A prompt without a visible sign, or of special tokens only, gets no ids. `variables`: what
-    the chat template is given beside the messages of each prompt.
+    """Return the token ids of many prompts at once. A prompt without a visible sign, or of special tokens only, gets no ids.
+    `variables`: what the chat template is given beside the messages of each prompt.
 
-    Raises: what `render_prompt` raises, and ValueError if the chat template leaves the question out, because then all
-    prompts would be the same.
+    Raises: what `render_prompt` raises, and ValueError if the chat template leaves the question out, because then all prompts
+    would be the same.
     """
     given = variables or [{}] * len(prompts)
     asking = {
@@ -137,8 +138,8 @@ def encode_prompts(
 
 
 def refused_row(where: str, whose: str, error: Exception) -> PromptError:
-    """The refusal of a row that cannot be encoded. `error` says why: no chat template, one that refuses the messages, or text that
-    is not Unicode. `whose` is the model that would read it: student or base."""
+    """Return the refusal of a row that cannot be encoded. `error` says why: no chat template, one that refuses the messages, or
+    text that is not Unicode. `whose` is the model that would read it: student or base."""
     return PromptError.at(
         where,
         found=str(error),
@@ -148,7 +149,7 @@ def refused_row(where: str, whose: str, error: Exception) -> PromptError:
 
 
 def _with_begin_tokens(ids: list[int], front: list[int]) -> list[int]:
-    """The ids of a text, with those in front of it unless the text spells them out."""
+    """Return the ids of a text after the begin tokens, which are not added twice if the text spells them out."""
     return ids if ids[: len(front)] == front else front + ids
 
 

@@ -35,10 +35,11 @@ FORM = f'`prompt`, text or messages like {{"role": "user", "content": "2+2="}}, 
 
 
 def _as_text(answer: Any) -> Any:
-    """A finite number as JSON spells it, which is what the same row has in a CSV file. A whole one has no point: pandas makes
-    `2.0` of the 2 in a column with empty cells."""
+    """Return a finite number as JSON spells it, so that the row is the same from a CSV file. A whole number has no point: pandas
+    makes `2.0` of the 2 in a column with empty cells."""
     if not isinstance(answer, int | float) or isinstance(answer, bool) or not math.isfinite(answer):
         return answer
+    # Beyond 2^53 a float stands for several whole numbers.
     whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < 1 << 53
     return json.dumps(int(answer) if whole else answer)
 
@@ -76,14 +77,14 @@ class PromptLine(BaseModel):
 
     @classmethod
     def from_json(cls, line: bytes) -> PromptLine:
-        """Inverse of `as_json`."""
+        """Return the row that `as_json` wrote."""
         columns = json.loads(line.decode("utf-8", "surrogatepass"))
         # Given, because pydantic takes far longer to look up a default than to take a value.
         return cls.model_construct(**{"tools": [], "chat_template_kwargs": {}, **columns})
 
 
 def _find_unwritable_column(columns: Mapping[str, Any]) -> str:
-    """The column that JSON has no form for."""
+    """Return the column that JSON has no form for."""
     for name, value in columns.items():
         try:
             _COMPACT.encode(value)
@@ -113,7 +114,7 @@ def read_row(data: Any, columns: Mapping[Column, str | None] | None = None) -> P
 
 
 def _read_columns(data: Mapping[str, Any], names: Mapping[Column, str | None]) -> dict[str, Any]:
-    """The row by our names, its conversation as chat templates read it. Raises: BrokenRow."""
+    """Return the row by our names, its conversation as chat templates read it. Raises: BrokenRow."""
     if names["prompt"] not in data:
         raise BrokenRow(*no_column(str(names["prompt"]), data))
     row: dict[str, Any] = {ours: data[name] for ours, name in names.items() if name is not None and name in data}
@@ -135,12 +136,12 @@ def _read_columns(data: Mapping[str, Any], names: Mapping[Column, str | None]) -
 
 
 def columns_in_use(columns: Mapping[Column, str | None], *, chat: bool) -> set[str | None]:
-    """The data set's names of the columns that are read. `chat`: of a row whose prompt is a conversation."""
+    """Return the data set's names of the columns that are read. `chat`: of a row whose prompt is a conversation."""
     return {columns.get(ours, ours) for ours in COLUMNS if chat or ours not in OF_CHATS}
 
 
 def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
-    """The row with its prompt as a chat: texts become messages of user and assistant, `from` and `value` become `role` and
+    """Return the row with its prompt as a chat: texts become messages of user and assistant, `from` and `value` become `role` and
     `content`, and the assistant's last turn becomes the completion and the answer, unless the row has its own."""
     if not isinstance(data, dict):
         return data  # `read_row` refuses it
@@ -164,13 +165,13 @@ def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
 
 
 def _read_answers(data: Mapping[str, Any], turn: Any, answers: str | None) -> dict[str, str]:
-    """The column `answers` with the text of the assistant's turn, if it is to be read and the row has none."""
+    """Return the column `answer_column` with the text of the assistant's turn, if it is to be read and the row has no answer."""
     is_answer = isinstance(turn, dict) and turn.get("role") == "assistant" and is_learned(turn)
     return {answers: _turn_text(turn)} if answers and is_answer and data.get(answers) in (None, "") else {}
 
 
 def _turn_text(message: Mapping[str, Any]) -> str:
-    """The text of a turn; none for one that calls a tool, or that `read_messages` is about to refuse."""
+    """Return the text of a turn; none for one that calls a tool, or that `read_messages` is about to refuse."""
     try:
         text = join_text_parts(message.get("content"))
     except BrokenRow:
@@ -179,7 +180,7 @@ def _turn_text(message: Mapping[str, Any]) -> str:
 
 
 def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises: ValueError for a key given twice, of which Python would keep the last."""
+    """Return an object of JSON. Raises: ValueError for a key given twice, of which Python would keep the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -191,7 +192,7 @@ PARSER = json.JSONDecoder(object_pairs_hook=_parse_object)
 
 
 def parse_json_line(line: bytes) -> Any:
-    """The value of one line of JSONL. Raises: BrokenRow."""
+    """Return the value of one line of JSONL. Raises: BrokenRow."""
     fix = "correct or delete this line"
     try:
         return PARSER.decode(line.decode("utf-8"))

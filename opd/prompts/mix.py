@@ -16,7 +16,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def shuffle_numbers(count: int, seed: str) -> array[int]:
-    """The numbers below `count` in an order that `seed` decides, the same in every process and release.
+    """Return the numbers below `count` in an order that `seed` decides, the same in every process and release.
 
     The standard library hashes a string seed with SHA-512. An array holds a million numbers in 8 MB, a list in 40 MB; both
     are shuffled alike.
@@ -39,10 +39,11 @@ class MixedPrompts:
         self._total = round(sum(exact.values()))
         self._first_draw = random.Random(f"{seed}/mix").random()
         self._taken = array("q", [0] * len(exact))
-        """Prompts of each domain before step 1, of each before step 2, and so on as far as steps were asked for."""
+        """Running totals, step after step: the prompts of each domain before step 1, before step 2, and so on, as far as
+        needed."""
 
     def take(self, step: int) -> list[Prompt]:
-        """The prompts of one step (from 1), grouped by domain: a pure function of (seed, step)."""
+        """Return the prompts of one step (from 1), grouped by domain: a pure function of (seed, step)."""
         num = len(self._exact)
         for before in range(len(self._taken) // num, step):
             counts = self._count_prompts(before).values()
@@ -96,7 +97,7 @@ class BalancedPrompts:
         self._counts[decided] = self._balance.count_samples(decided)
 
     def take(self, step: int) -> list[Prompt]:
-        """The prompts of a step after those whose records came in, grouped by domain."""
+        """Return the prompts of a step after those whose records came in, grouped by domain."""
         assert step in self._counts, f"prompts of step {step} with records up to {self._last}"
         starts = Counter(self._taken)
         for before in range(self._last + 1, step):
@@ -108,7 +109,7 @@ class EndlessDomains:
     """Each domain as a sequence without an end, in a fresh seeded order per epoch."""
 
     def __init__(self, by_domain: Mapping[str, Sequence[Prompt]], seed: int, n: int = 1) -> None:
-        """`n`: how often each prompt is given, side by side: once for each response."""
+        """`n`: times that each prompt comes, one after the other: once for each response."""
         self._by_domain = by_domain
         self._seed = seed
         self._n = n

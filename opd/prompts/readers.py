@@ -44,7 +44,7 @@ class RowLocation(NamedTuple):
         return f"{self.file}:{self.number}" if self.line else f"{self.file}, row {self.number}"
 
     def make_error(self, problem: BrokenRow) -> PromptError:
-        """The error that a user sees about this row."""
+        """Return the error that a user sees about this row."""
         return problem.make_error(str(self), wanted=f"{'one JSON object' if self.line else 'a row'} with {FORM}")
 
 
@@ -55,7 +55,7 @@ Clean = Callable[[dict[str, Any], str], dict[str, Any]]
 
 
 def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
-    """Every row of every file, one at a time. Raises: PromptError."""
+    """Yield every row of every file, one at a time. Raises: PromptError."""
     if source.kind == "saved":
         assert source.directory is not None
         yield from _read_tables(
@@ -73,7 +73,7 @@ def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
 
 
 def passes_filter(row: Any, config: PromptsConfig, *, text: bool) -> bool:
-    """True if the pipeline's filter keeps the row. `text`: all cells of the data set are text."""
+    """Return True if the pipeline's filter keeps the row. `text`: all cells of the data set are text."""
     rule = config.filter
     if rule is None:
         return True
@@ -89,7 +89,7 @@ def passes_filter(row: Any, config: PromptsConfig, *, text: bool) -> bool:
 
 
 def _json_rows(file: Path, shown: str) -> Iterator[Row]:
-    """The objects of a JSONL file, or of a file that is one array of JSON. Raises: PromptError."""
+    """Yield the objects of a JSONL file, or of a file that is one array of JSON. Raises: PromptError."""
     try:
         with open_unpacked(file) as opened:
             if opened.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
@@ -109,7 +109,7 @@ def _is_array(start: bytes) -> bool:
 
 
 def _array_rows(opened: IO[bytes], shown: str) -> Iterator[Row]:
-    """The values of one array, as many at a time as a buffer holds. Raises: PromptError naming the row."""
+    """Yield the values of one array, as many at a time as a buffer holds. Raises: PromptError naming the row."""
     text, number, at_end = "", 0, False
     decoded = codecs.getreader("utf-8")(opened)
     while True:
@@ -139,7 +139,7 @@ def _array_rows(opened: IO[bytes], shown: str) -> Iterator[Row]:
 
 
 def _json_lines(opened: IO[bytes], shown: str) -> Iterator[Row]:
-    """The objects of a JSONL file. CRLF and blank lines are accepted."""
+    """Yield the objects of a JSONL file. CRLF and blank lines are accepted."""
     number = 0
     while line := opened.readline(MAX_LINE_BYTES + 2):
         number += 1
@@ -168,8 +168,8 @@ def _skip_line(opened: Any) -> int:
 
 
 def _from_json(row: Any, prompt: str) -> Any:
-    """Drop what is null, columns and keys of chat messages, as it is dropped of a table: `datasets` writes such nulls. A null that
-    a message may not have stays, to be refused by its key."""
+    """Drop columns and keys of chat messages that are null: `datasets` writes such nulls, and those of a table are dropped,
+    too. A null `role` or `content` stays, so that the message is refused by that key."""
     if not isinstance(row, dict):
         return row
     return {name: _drop_empty_keys(value, ("role", "content")) for name, value in _without_empty(row, prompt).items()}
@@ -188,7 +188,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _read_tables(shown: str, batches: Iterator[Any], clean: Clean, config: PromptsConfig) -> Iterator[Row]:
-    """Rows of Arrow tables. Raises: PromptError, also for an error that the library finds in the file."""
+    """Yield rows of Arrow tables. Raises: PromptError, also for an error that the library finds in the file."""
     number, text = 0, clean is _from_text
     prompt, metadata = config.prompt_column, config.columns.get("metadata", "metadata")
     while (table := _next_batch(shown, batches)) is not None:
@@ -218,7 +218,8 @@ def _next_batch(shown: str, batches: Iterator[Any]) -> Any:
 
 
 def _refuse_large_row(table: Any, shown: str, before: int) -> None:
-    """Refuse a row that is too large, before Python makes copies of it. `before`: rows before this table. Raises: PromptError."""
+    """Refuse a row that is too large, before Python makes copies of it. `rows_before`: the number of rows before this table.
+    Raises: PromptError."""
     import pyarrow as pa
 
     # Every row of a column with a dictionary would count the whole of it.
@@ -282,7 +283,7 @@ def _read_csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
 
 
 def _read_header(file: Path) -> list[str]:
-    """The names of the columns. Raises: ValueError if the first row has more cells.
+    """Return the names of the columns. Raises: ValueError if the first row has more cells.
 
     From such cells pandas would make names of rows, and every cell of the file would move by a column. Later rows that are too long
     it refuses itself.
@@ -295,7 +296,7 @@ def _read_header(file: Path) -> list[str]:
 
 
 def csv_rows(file: Path) -> Iterator[list[str]]:
-    """The rows of a CSV file, the header first; blank lines are passed over, as pandas does. Raises: OSError, csv.Error."""
+    """Yield the rows of a CSV file, the header first; blank lines are passed over, as pandas does. Raises: OSError, csv.Error."""
     with open_unpacked(file) as opened, io.TextIOWrapper(opened, "utf-8-sig", errors="replace", newline="") as text:
         yield from (row for row in csv.reader(text) if row)
 
@@ -319,7 +320,7 @@ def _read_saved_dataset(directory: Path, config: PromptsConfig) -> Iterator[Any]
 
 
 def _choose_columns(shown: str, names: Sequence[str], config: PromptsConfig) -> list[str]:
-    """Columns that are read. Raises: PromptError if the prompt, or a column that the pipeline names, is missing."""
+    """Return the columns that are read. Raises: PromptError if the prompt, or a column that the pipeline names, is missing."""
     named = [config.prompt_column, *config.named_columns.values()]
     named += [config.filter.column] if config.filter else []
     for name in named:
@@ -340,7 +341,7 @@ def _choose_columns(shown: str, names: Sequence[str], config: PromptsConfig) -> 
 
 
 def column_names(source: Source) -> list[str]:
-    """The names of all columns of a table; none of JSONL, whose rows have their own. Raises: OSError."""
+    """Return the names of all columns of a table; none of JSONL, whose rows have their own. Raises: OSError."""
     from pyarrow import parquet
 
     if source.kind == "jsonl":
@@ -390,7 +391,7 @@ def _from_table(row: dict[str, Any], prompt: str) -> dict[str, Any]:
 
 
 def _drop_empty_keys(value: Any, but: Sequence[str] = ()) -> Any:
-    """Drop the empty keys of chat messages, `but` for these."""
+    """Drop the empty keys of chat messages, but keep `keep_keys`."""
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         return [{key: part for key, part in message.items() if part is not None or key in but} for message in value]
     return value
@@ -435,7 +436,7 @@ def _with_metadata(row: dict[str, Any], metadata: str | None) -> dict[str, Any]:
 
 
 def _rows_of_table(table: Any) -> list[dict[str, Any]]:
-    """The table's rows. Cells of Arrow's JSON type, also in lists, are parsed."""
+    """Return the table's rows. Cells of Arrow's JSON type, also in lists, are parsed."""
     import pyarrow as pa
 
     columns = {}

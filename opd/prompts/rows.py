@@ -67,7 +67,7 @@ class Rows(Sequence[PromptLine]):
         return (self[i] for i in range(len(self)))
 
     def row_number(self, index: int) -> int:
-        """The row's number in the source, from 0. It names the prompt, so filter and shuffle do not change it."""
+        """Return the row's number in the source, from 0. It names the prompt, so filter and shuffle do not change it."""
         return int(self._batches.read_cell("row", self._source_index(index)))
 
     @property
@@ -80,7 +80,7 @@ class Rows(Sequence[PromptLine]):
         )
 
     def read_lines(self, start: int, stop: int) -> list[PromptLine]:
-        """The rows from `start` to before `stop`, in one go."""
+        """Return the rows from `start` to before `stop`, in one go."""
         if self._order is None:
             lines = self._batches.read_cells("line", start, stop)
         else:
@@ -114,7 +114,7 @@ def open_rows(prompts: Path | PromptsConfig) -> Rows:
 
 
 def _find_unread_columns(source: Source, config: PromptsConfig, batches: Batches) -> tuple[str, ...]:
-    """Columns of the source that nothing reads. Raises: OSError."""
+    """Return the columns of the source that nothing reads. Raises: OSError."""
     of_filter = {config.filter.column} if config.filter else set()
     used = columns_in_use(config.columns, chat=True)
     of_table = [name for name in column_names(source) if name not in used]
@@ -141,12 +141,12 @@ def refuse_wrong_start(prompts: Path | PromptsConfig) -> None:
 
 
 def read_prompt_lines(prompts: Path | PromptsConfig) -> list[PromptLine]:
-    """All rows as a list, for callers that need all of them at once. Raises: PromptError."""
+    """Return all rows as a list, for callers that need all of them at once. Raises: PromptError."""
     return list(open_rows(prompts))
 
 
 def _read_unchanged(source: Source, config: PromptsConfig, before: object) -> Iterator[Stored]:
-    """The rows of `_check_rows`. Raises: PromptError, also if the files have changed since they were hashed."""
+    """Yield the rows of `_check_rows`. Raises: PromptError, also if the files have changed since they were hashed."""
     yield from _check_rows(source, config)
     if source.file_states() != before:
         raise PromptError.at(
@@ -158,7 +158,7 @@ def _read_unchanged(source: Source, config: PromptsConfig, before: object) -> It
 
 
 def _check_rows(source: Source, config: PromptsConfig) -> Iterator[Stored]:
-    """Each row as it is kept. Raises: PromptError."""
+    """Yield each row as it is stored: checked, filtered, no more than the limit. Raises: PromptError."""
     seen: set[str] = set()
     unread: set[str] = set()
     named, answers = config.named_columns.values(), config.columns.get("answer", "answer")
@@ -190,7 +190,7 @@ def _check_rows(source: Source, config: PromptsConfig) -> Iterator[Stored]:
 
 
 def _check_line(place: RowLocation, row: Any, config: PromptsConfig) -> PromptLine:
-    """A row, checked. Raises: PromptError."""
+    """Check a row. Raises: PromptError."""
     try:
         return read_row(as_chat(row, config.columns) if config.chat else row, config.columns)
     except BrokenRow as problem:
@@ -198,7 +198,7 @@ def _check_line(place: RowLocation, row: Any, config: PromptsConfig) -> PromptLi
 
 
 def _encode_row(place: RowLocation, line: PromptLine) -> bytes:
-    """A row as canonical JSON. Raises: PromptError."""
+    """Return a row as canonical JSON. Raises: PromptError."""
     try:
         encoded = line.as_json()
         if not place.line and len(encoded) > MAX_LINE_BYTES:

@@ -61,12 +61,12 @@ class Source:
         return blake3(json.dumps([[file.name, blake3_file(file)] for file in self.files]).encode()).hexdigest()
 
     def file_states(self) -> list[tuple[int, int]]:
-        """Sizes and times, which change if somebody writes to the files. Raises: OSError."""
+        """Return the sizes and times, which change if somebody writes to the files. Raises: OSError."""
         return [(found.st_size, found.st_mtime_ns) for found in (file.stat() for file in self.files)]
 
 
 def kind_of(file: Path) -> str:
-    """The kind of a file, from its name."""
+    """Return the kind of a file, from its name."""
     return KINDS.get(_unpacked_name(file).suffix.lower(), "jsonl")
 
 
@@ -89,7 +89,7 @@ def is_hub_name(prompts: Path | PromptsConfig) -> bool:
 
 
 def is_here(prompts: Path | PromptsConfig) -> bool:
-    """True if the file or directory can be read without a network."""
+    """Return True if the file or directory can be read without a network."""
     return as_prompts_config(prompts).path.exists()
 
 
@@ -116,7 +116,7 @@ def find_source(prompts: Path | PromptsConfig) -> Source:
 
 
 def import_datasets() -> Any:
-    """The package `datasets`. Its import takes two seconds, and JSONL does not need it.
+    """Return the package `datasets`. Its import takes two seconds, and JSONL does not need it.
 
     Raises: PromptError if it is not installed.
     """
@@ -232,7 +232,7 @@ def _json(file: Path, key: str) -> Any:
 
 
 def _choose_split(config: PromptsConfig, splits: Sequence[str], label: str) -> str:
-    """The split asked for, else `train`, else the only one. Raises: PromptError."""
+    """Return the split asked for, else `train`, else the only one. Raises: PromptError."""
     wanted = config.split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
     if wanted not in splits:
         raise PromptError.at(
@@ -245,7 +245,7 @@ def _choose_split(config: PromptsConfig, splits: Sequence[str], label: str) -> s
 
 
 def _data_files(config: PromptsConfig, label: str) -> Source:
-    """Files of a directory or hub repository, with splits as `datasets` finds them; files of the hub are downloaded.
+    """Return the files of a directory or hub repository, with splits as `datasets` finds them; files of the hub are downloaded.
 
     The library runs no code of a repository. The files are then read as local ones are, so broken rows are named.
     """

@@ -90,36 +90,37 @@ class PromptTable(Sequence[Prompt]):
         return self._tokens.read_numbers("length")[self.indices]
 
     def select_prompts(self, mask: Mask) -> PromptTable:
-        """The prompts for which `mask` [prompts] is true."""
+        """Return the prompts for which `mask` [prompts] is true."""
         return replace(self, indices=self.indices[mask])
 
     def with_trait(self, trait: int) -> Mask:
-        """Mask of the prompts that have a trait."""
+        """Return the mask of the prompts that have a trait."""
         return (self._tokens.read_numbers("traits")[self.indices] & trait) > 0
 
     def prompt_ids(self, mask: Mask, limit: int) -> list[str]:
-        """Names of the first `limit` prompts for which `mask` is true."""
+        """Return the names of the first `limit` prompts for which `mask` is true."""
         return [f"{self.domain}/{self.rows.row_number(int(at))}" for at in self.indices[mask][:limit]]
 
     def held_out(self, share: float) -> Mask:
-        """Mask of the prompts that `is_held_out` keeps back."""
+        """Return the mask of the prompts that `is_held_out` keeps back."""
         return self._tokens.read_numbers("side")[self.indices] < np.uint64(math.ceil(share * 2**64))
 
     def select_equal_prompts(self, prompts: Sequence[Prompt]) -> PromptTable:
-        """The prompts with the token ids of one of `prompts`, compared by hash: hardly ever one too many, never one too few."""
+        """Return the prompts whose token ids one of `prompts` has. They are compared by 64-bit hashes, so one too many is
+        possible, though hardly ever; none is missed."""
         wanted = np.array([_hash_token_ids(prompt.token_ids) for prompt in prompts], np.uint64)
         return self.select_prompts(np.isin(self._tokens.read_numbers("digest")[self.indices], wanted))
 
 
 def split_side(prompt: str | Messages) -> int:
-    """64 bits of a hash of the prompt's text, which decide on which side of a split it is."""
+    """Return 64 bits of a hash of the prompt's text, which decide on which side of a split it is."""
     text = _SORTED.encode(prompt)
     digest = hashlib.sha256(f"opd holdout {text}".encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def is_held_out(prompt: str | Messages, share: float) -> bool:
-    """True if the prompt is held out of training: a function of its text and the share alone.
+    """Return True if the prompt is held out of training: a function of its text and the share alone.
 
     A larger share keeps everything back that a smaller one does.
     """
@@ -133,8 +134,8 @@ def load_prompts(
     day: date | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> PromptTable:
-    """All prompts of one domain, tokenised; one that asks nothing has no token ids. `day` as for `encode_prompt`; `variables` are
-    those of the chat template, unless a row has its own.
+    """Load all prompts of one domain, tokenised; one that asks nothing has no token ids. `day` as for `encode_prompt`;
+    `variables` are those of the chat template, unless a row has its own.
 
     Raises: PromptError.
     """
@@ -154,7 +155,7 @@ def load_prompts(
 def _encode_prompts(
     rows: Rows, domain: str, tokenizer: Tokenizer, day: date | None, variables: Mapping[str, Any]
 ) -> Iterator[tuple[np.ndarray[Any, Any], int, int, int, int]]:
-    """A row of `SCHEMA` for each prompt. Raises: PromptError."""
+    """Yield a row of `SCHEMA` for each prompt. Raises: PromptError."""
 
     def encode(start: int) -> list[tuple[PromptLine, Sequence[int]]]:
         lines = rows.read_lines(start, start + ENCODED_AT_ONCE)
@@ -192,7 +193,7 @@ def _encode_rows(
     day: date | None,
     variables: Mapping[str, Any],
 ) -> list[Sequence[int]]:
-    """Token ids of the prompts from row `start`. Raises: PromptError naming the one that cannot be encoded."""
+    """Return the token ids of the prompts from row `start`. Raises: PromptError naming the one that cannot be encoded."""
     from jinja2 import TemplateError
 
     try:
@@ -209,7 +210,7 @@ def _encode_rows(
 
 
 def _hash_token_ids(token_ids: Sequence[int]) -> int:
-    """64 bits of a hash of the token ids."""
+    """Return 64 bits of a hash of the token ids."""
     data = np.asarray(token_ids, np.int32).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 

@@ -89,7 +89,7 @@ class GuardStats(Sums):
 
     @classmethod
     def sum_stats(cls, parts: Iterable[GuardStats | None]) -> GuardStats | None:
-        """Sum of those that there are; None if there is none, because no guard looked on."""
+        """Return the sum of those that there are; None if there is none, because no guard looked on."""
         known = [part for part in parts if part is not None]
         return sum(known, cls()) if known else None
 

@@ -154,7 +154,7 @@ class Evaluation:
 
 
 def load_result(path: Path, wanted: int, read: Callable[[Mapping[str, Any]], T]) -> T:
-    """Return what `read` makes of a result's file of the wanted format.
+    """Return what `parse` makes of a result's file of format `version`.
 
     Raises: OSError; RunDirError for a file that is damaged or of another format.
     """

@@ -20,7 +20,7 @@ def count_ages(rollouts: Sequence[Rollout], policy_version: int) -> dict[int, in
 
 
 def stale_samples(rollouts: Sequence[Rollout], policy_version: int) -> frozenset[str]:
-    """Ids of the samples that have a trained token of older weights."""
+    """Return the ids of the samples that have a trained token of older weights."""
     return frozenset(r.sample_id for r in rollouts if any(age > 0 for age in count_ages([r], policy_version)))
 
 

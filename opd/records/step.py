@@ -134,8 +134,6 @@ class StepRecord:
     """Responses that ended at their limit, of those that `DomainRecord.samples` counts."""
     looping_by_domain: Mapping[str, int] = field(default_factory=dict)
     """Those of them that ran there in a loop."""
-    unfinished: int = 0
-    """Responses that were cut, so that a later step trains them."""
     quarantined: Mapping[str, int] = field(default_factory=dict)
     """Domain -> number of prompts and responses that were left out."""
     quarantined_reasons: Mapping[str, str] = field(default_factory=dict)
@@ -200,7 +198,6 @@ class StepRecord:
         optional = (
             "reward",
             "looping_by_domain",
-            "unfinished",
             "episodes",
             "restarted",
             "accuracy",
@@ -238,14 +235,14 @@ def select_domain(records: Sequence[StepRecord], domain: str) -> list[DomainReco
 
 
 def token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str) -> float | None:
-    """Mean of a field over the trained tokens; None where no record has it."""
+    """Return the mean of a field over the trained tokens; None where no record has it."""
     known = [s for s in stats if getattr(s, key) is not None]
     tokens = sum(s.tokens for s in known)
     return sum(getattr(s, key) * s.tokens for s in known) / tokens if tokens else None
 
 
 def mean_length(records: Sequence[StepRecord], domain: str) -> float | None:
-    """Mean trained tokens of a domain's response; an episode is one, whatever segments it has. None where none was trained."""
+    """Return the mean trained tokens of a domain's response; an episode is one, whatever segments it has. None where none was trained."""
     tokens = responses = 0
     for record in records:
         stats, acts = record.domains.get(domain), record.episodes.get(domain)
@@ -274,7 +271,6 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
         prompts=_count_prompts(batch),
         truncated_by_domain=dict(Counter(r.domain for r in counted if r.truncated)),
         looping_by_domain=dict(Counter(r.domain for r in counted if is_looping(r))),
-        unfinished=len(batch.unfinished),
         quarantined=dict(left_out),
         quarantined_reasons={**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
         episodes=_record_episodes(batch, trained),
@@ -325,9 +321,8 @@ def _record_episodes(batch: RolloutBatch, trained: StepReport) -> dict[str, Epis
 def _count_prompts(batch: RolloutBatch) -> dict[str, int]:
     """Return domain -> prompts that the step took. An episode is one of them, whatever segments it has; the first is of its domain."""
     episodes: dict[str, str] = {}
-    for rollout in (*batch.rollouts, *batch.unfinished):
-        if rollout.sample_id not in batch.carried_on:
-            episodes.setdefault(rollout.episode, rollout.domain)
+    for rollout in batch.rollouts:
+        episodes.setdefault(rollout.episode, rollout.domain)
     return dict(Counter(episodes.values()) + Counter(q.domain for q in batch.quarantined))
 
 

@@ -130,7 +130,7 @@ class Rollout:
     def to_score(
         cls, sample_id: str, prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], domain: str = "probe"
     ) -> Rollout:
-        """Known text in the shape of a rollout, so that a scorer can be asked about every token after the prompt."""
+        """Make a rollout of known tokens, so that a scorer can be asked about every token after the prompt."""
         return cls(
             sample_id=sample_id,
             group=sample_id,
@@ -166,7 +166,7 @@ class Rollout:
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """[N] place in the response of each trained token."""
+        """[N] position in the response of each trained token."""
         return tuple(place for place, trained in enumerate(self.loss_mask) if trained)
 
     @property
@@ -225,10 +225,6 @@ class RolloutBatch:
     """Rollout workers that died since the batch before and were started again."""
     episodes: Mapping[str, EpisodeStats] = field(default_factory=dict)
     """Domain -> what became of its episodes; without domains whose student answers once."""
-    unfinished: tuple[Rollout, ...] = ()
-    """Responses that were cut, and are not in `rollouts`: the next weights carry them on, and a later step trains them."""
-    carried_on: frozenset[str] = frozenset()
-    """Sample ids of the responses, finished or not, that a step before began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

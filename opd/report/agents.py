@@ -26,7 +26,7 @@ COUNTS = ("episodes", "tokens", "segments", "forks", "lost_turns", "invalid_call
 
 
 def episode_rows(records: Sequence[StepRecord]) -> dict[str, dict[str, Any]]:
-    """Domain -> what became of its episodes in all these steps; empty without agents.
+    """Return domain -> what became of its episodes in all these steps; empty without agents.
 
     `trained` is the share of the sampled tokens that carried loss; `by_turn` has tokens, loss and gap of each turn.
     """
@@ -53,7 +53,7 @@ def _make_row(found: Sequence[EpisodesRecord]) -> dict[str, Any]:
 
 
 def _sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The most frequent first."""
+    """Add counts up by key, the most frequent first."""
     found: Counter[str] = Counter()
     for one in counts:
         found.update(one)
@@ -70,20 +70,21 @@ def _make_turn_row(found: Sequence[TurnRecord]) -> dict[str, float | None]:
 
 
 def _no_reward(found: Iterable[EpisodesRecord]) -> float | None:
-    """Return the reward of steps whose episodes all ended without a reward: 0, as in an exam, if a domain has rewards at all."""
+    """Return the reward of records that have none, as all of their episodes ended without one: 0, as in an exam, if another
+    record of the domain has a reward, else None."""
     return 0.0 if any(one.reward is not None for one in found) else None
 
 
 def _weighted_mean(found: Sequence[Any], key: str, weight: str, missing: float | None = None) -> float | None:
-    """Mean of a field, weighted by another one; `missing` stands for None, and is left out if it is None too."""
+    """Return the mean of a field, weighted by another one; `missing` stands for None, and is left out if it is None too."""
     values = [(missing if getattr(one, key) is None else getattr(one, key), getattr(one, weight)) for one in found]
     total = sum(n for value, n in values if value is not None)
     return sum(value * n for value, n in values if value is not None) / total if total else None
 
 
 def episode_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, dict[str, list[float | None]]]:
-    """Curves `episode_reward` and `episode_turns` by domain: means of an episode with a value for each point, which is a group
-    of steps; empty without agents."""
+    """Return the curves `episode_reward` and `episode_turns` by domain: means of an episode with a value for each point, which
+    is a group of steps; empty without agents."""
     domains = sorted({domain for part in points for record in part for domain in record.episodes})
     if not domains:
         return {}
@@ -119,8 +120,8 @@ def agent_plots(report: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
 
 
 def shown_episodes(run: RunFiles) -> tuple[list[dict[str, Any]], int]:
-    """The episodes of the page, and how many did not fit: for each domain those of the newest step that was kept, and of the
-    oldest the first one, which nobody picked, to compare with."""
+    """Return the episodes of the page, and how many did not fit: for each domain those of the newest step that was kept, and of
+    the oldest the first one, which nobody picked, to compare with."""
     steps = sorted(run.traces)
     chosen = [(step, trace) for step in steps[-1:] for trace in run.traces[step].episodes]
     chosen += [(step, t) for step in steps[:-1][:1] for t in run.traces[step].episodes if "first" in t.why]

@@ -26,14 +26,15 @@ class AgentExam:
 
 
 def latest_exam(run: RunFiles) -> Evaluation | None:
-    """The exam of the merged model: that at the end, or while the merge goes on the last so far."""
+    """Return the exam of the merged model: that at the end, or while the merge goes on the last so far."""
     if run.finished:
-        return run.after  # without its file an earlier exam is not that of the model whose numbers are shown
+        return run.after  # None if its file is gone: an earlier exam is not that of the final model
     return run.during[max(run.during)] if run.during else None
 
 
 def answer_stats(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, dict[str, float]]]:
-    """Domain -> model -> questions, mean_tokens, truncated, and `failed` verifiers; of episodes also turns and invalid_calls."""
+    """Return domain -> model -> questions, mean_tokens, truncated, and `failed` verifiers; of episodes also turns and
+    invalid_calls."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name, evaluation in evaluations.items():
         for domain, score in evaluation.scores.items():
@@ -68,7 +69,7 @@ def success_by_length(run: RunFiles) -> dict[str, Any]:
 
 
 def agent_exams(run: RunFiles) -> list[AgentExam]:
-    """A row for each domain of agents and each model that took its exam."""
+    """Return a row for each domain of agents and each model that took its exam."""
     known = _known_exams(run)
     domains = dict.fromkeys(d for e in known.values() for d, score in e.scores.items() if score.turns is not None)
     return [
@@ -80,11 +81,11 @@ def agent_exams(run: RunFiles) -> list[AgentExam]:
 
 
 def moves_label(group: Mapping[str, Any]) -> str:
-    """The name of a group of `success_by_length`."""
+    """Return the name of a group of `success_by_length`."""
     return describe_span(group["fewest"], group["most"])
 
 
 def _known_exams(run: RunFiles) -> dict[str, Evaluation]:
-    """The exams that there are, by key of `MODELS`, in its order."""
+    """Return the exams that there are, by key of `MODELS`, in its order."""
     exams = {"before": run.before, "after": latest_exam(run), "expert": run.expert}
     return {key: found for key, found in exams.items() if found is not None}

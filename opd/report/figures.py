@@ -25,7 +25,7 @@ ROW = 0.42
 
 
 def draw_accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
-    """Bars: student before, merged, expert on every domain, with intervals where they are known; no bar for experts that the
+    """Draw bars: student before, merged, expert on every domain, with intervals where they are known; no bar for experts that the
     run does not have."""
     bars = [(key, label) for key, label in BARS if all(d[key] is not None for d in domains.values())]
 
@@ -48,7 +48,7 @@ def draw_accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
 
 
 def draw_headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None) -> Plot:
-    """Points with intervals: how much of the way to its expert the student went."""
+    """Draw points with intervals: how much of the way to its expert the student went."""
     known = {name: d for name, d in domains.items() if d["headroom"] is not None}
 
     def draw(axes: Axes) -> None:
@@ -76,7 +76,8 @@ def draw_headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None)
 
 
 def by_length(name: str, title: str, groups: Sequence[Mapping[str, Any]]) -> Plot:
-    """Points with intervals against the length of the task: student before, merged and expert, of those that took the exam."""
+    """Draw points with intervals against the length of the task: student before, merged and expert, of those that took the
+    exam."""
     shown = [(key, label) for key, label in BARS if any(group[key] is not None for group in groups)]
 
     def draw(axes: Axes) -> None:
@@ -145,7 +146,7 @@ Curve = Sequence[float | None]
 def by_domain(
     name: str, title: str, step: Sequence[int], tokens: Sequence[int], values: Mapping[str, Curve], **options: Any
 ) -> Plot:
-    """A line for each domain. Options: `log` or `percent` for the y axis, `label` for its name, `markers`."""
+    """Draw a line for each domain. Options: `log` or `percent` for the y axis, `label` for its name, `markers`."""
 
     def draw(axes: Axes) -> None:
         for index, curve in enumerate(values.values()):
@@ -164,7 +165,7 @@ def by_domain(
 
 
 def by_turn(name: str, title: str, values: Mapping[str, Curve]) -> Plot:
-    """A line for each domain over the turns of its episodes, as many as it has."""
+    """Draw a line for each domain over the turns of its episodes, as many as it has."""
 
     def draw(axes: Axes) -> None:
         for index, curve in enumerate(values.values()):
@@ -186,7 +187,7 @@ def draw_lines(
     values: Mapping[str, tuple[str, Curve]],
     **options: Any,
 ) -> Plot:
-    """Lines with a colour each: label -> (colour variable, curve). Options as in `by_domain`, and `band`: two curves
+    """Draw lines with a colour each: label -> (colour variable, curve). Options as in `by_domain`, and `band`: two curves
     around the first line."""
 
     def draw(axes: Axes) -> None:
@@ -209,7 +210,7 @@ def draw_lines(
 
 
 def _label_steps(axes: Axes, step: Sequence[int], tokens: Sequence[int]) -> None:
-    """Steps, and below each the response tokens trained on by then."""
+    """Label the steps, and below each the response tokens trained on by then."""
 
     def both(value: float, _: int | None = None) -> str:
         return f"{value:g}\n{format_thousands(float(np.interp(value, [0, *step], [0, *tokens])))}" if value >= 0 else ""
@@ -241,7 +242,7 @@ def _use_log_axis(axes: Axes) -> None:
 
 
 def draw_phases(phase_s: Mapping[str, float]) -> Plot:
-    """Bars: seconds of each phase of a step over the whole run."""
+    """Draw bars: seconds of each phase of a step over the whole run."""
     total = sum(phase_s.values()) or 1.0
 
     def draw(axes: Axes) -> None:
@@ -256,7 +257,7 @@ def draw_phases(phase_s: Mapping[str, float]) -> Plot:
 
 
 def draw_utilisation(shares: Mapping[str, float]) -> Plot:
-    """Bars: the share of the time in which each role was at work."""
+    """Draw bars: the share of the time in which each role was at work."""
 
     def draw(axes: Axes) -> None:
         bars = axes.barh(range(len(shares)), [100 * share for share in shares.values()], 0.6, color=COLOURS["expert"])
@@ -273,7 +274,7 @@ def draw_utilisation(shares: Mapping[str, float]) -> Plot:
 def draw_positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
     """Loss against the place in the response, at the start, in the middle and at the end of the merge."""
     last = len(step) - 1
-    # Of a short merge several are one step: it is then the end, or else the start.
+    # In a short merge two or three of these are the same step: a later entry replaces an earlier one.
     chosen = {last // 2: ("expert", "middle"), 0: ("before", "start"), last: ("merged", "end")}
     chosen = dict(sorted(chosen.items()))
 
@@ -322,7 +323,7 @@ def draw_matrix(models: Mapping[str, Mapping[str, float]], domains: Sequence[str
 
 
 def draw_methods(rows: Sequence[Mapping[str, Any]]) -> Plot:
-    """Points with intervals: mean headroom of each method, the merge among them."""
+    """Draw points with intervals: mean headroom of each method, the merge among them."""
 
     def draw(axes: Axes) -> None:
         ends = [0.0, 1.0]
@@ -341,7 +342,7 @@ def draw_methods(rows: Sequence[Mapping[str, Any]]) -> Plot:
 
 
 def draw_budgets(curve: Mapping[str, Sequence[tuple[float, float, Sequence[float] | None]]]) -> Plot:
-    """Mean headroom against tokens trained on: label -> points (tokens, mean headroom, interval)."""
+    """Draw the mean headroom against tokens trained on: label -> points (tokens, mean headroom, interval)."""
     colours = ["merged", *(f"s{i}" for i in (1, 4, 3, 5, 6, 8))]
 
     def draw(axes: Axes) -> None:

@@ -32,7 +32,7 @@ class Gate:
         return self.min_headroom is not None or self.max_regression is not None
 
     def list_failures(self, report: Mapping[str, Any]) -> list[str]:
-        """One sentence for each threshold that a domain misses. The report is that of a finished merge."""
+        """Return one sentence for each threshold that a domain misses. The report is that of a finished merge."""
         found = []
         if self.min_headroom is not None and all(domain["headroom"] is None for domain in report["domains"].values()):
             found.append("no domain has a headroom beyond chance: --min-headroom has nothing to judge")
@@ -51,7 +51,7 @@ class Gate:
         return found
 
     def verdict(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """The key `gate` of report.json."""
+        """Return the key `gate` of report.json."""
         failures = self.list_failures(report)
         unjudged = [name for name, domain in report["domains"].items() if domain["headroom"] is None]
         return {

@@ -51,7 +51,7 @@ def _format_rate(found: Sequence[EpisodesRecord]) -> float | None:
 
 
 def _rule_rows(domain: str, found: Sequence[EpisodesRecord]) -> list[dict[str, Any]]:
-    """The rule that hit most comes first."""
+    """Return a row for each rule, the one with most hits first."""
     rules: dict[str, RuleRecord] = {}
     for one in found:
         for name, rule in one.guard.rules.items() if one.guard else ():

@@ -47,12 +47,13 @@ def subtract_estimates(first: Estimate, second: Estimate) -> Estimate:
 
 
 def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of at least one estimate."""
+    """Return the mean of at least one estimate."""
     return combine_terms([(1 / len(estimates), e) for e in estimates])
 
 
 def is_clear(before: Estimate, expert: Estimate) -> bool:
-    """Return True if the interval of expert - before lies above 0: else any share of it would fit, and so would its opposite."""
+    """Return True if the interval of expert - before lies above 0. Otherwise headroom has no bounds: any share of it, positive or
+    negative, fits the measurements."""
     return subtract_estimates(expert, before).low > 0
 
 
@@ -75,7 +76,7 @@ def headroom_interval(before: Estimate, after: Estimate, expert: Estimate) -> Es
 
 
 def _find_crossing(limit: Callable[[float], float], start: float, step: float) -> float:
-    """The h at which `limit`, which falls with h, crosses 0; looks from `start` in the direction of `step`."""
+    """Return the h at which `limit`, which falls with h, crosses 0; looks from `start` in the direction of `step`."""
     far = start + step
     while limit(far) * step > 0:  # ends, because `headroom_interval` has checked that expert - before is clearly not 0
         step *= 2

@@ -80,7 +80,7 @@ def format_duration(seconds: float) -> str:
 
 
 def render_page(report: Mapping[str, Any], run: RunFiles) -> str:
-    """The page of a report and of the run directory that it was made from."""
+    """Return the page of a report and of the run directory that it was made from."""
     environment = Environment(
         loader=FunctionLoader(lambda name: _read_own_file(f"{name}.html.jinja")),
         autoescape=True,
@@ -124,12 +124,12 @@ def render_page(report: Mapping[str, Any], run: RunFiles) -> str:
 
 
 def _read_own_file(name: str) -> str:
-    """A file that lies beside this module."""
+    """Return a file that lies beside this module."""
     return files("opd.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _cached_exam_notes(run: RunFiles) -> list[str]:
-    """A sentence for each other run from which exams of the student before or of experts were taken over."""
+    """Return a sentence for each other run from which exams of the student before or of experts were taken over."""
     domains: dict[tuple[str, str], list[str]] = {}
     for exam in filter(None, (run.before, run.expert)):
         for domain, source in exam.cached.items():
@@ -140,13 +140,13 @@ def _cached_exam_notes(run: RunFiles) -> list[str]:
 
 
 def _with_gaps(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The report with None for every missing number, because the template refuses unknown names."""
+    """Return the report with None for every missing number, because the template refuses unknown names."""
     domains = {name: {**dict.fromkeys(INTERVALS), **d} for name, d in report["domains"].items()}
     return {**dict.fromkeys(OPTIONAL), **report, "domains": domains, "trained_on": trained_on(report)}
 
 
 def _extreme_domain(report: Mapping[str, Any], key: str, choose: Any) -> tuple[str, Mapping[str, Any]] | None:
-    """Name and numbers of the domain with the smallest or largest `key`."""
+    """Return the name and numbers of the domain with the smallest or largest `key`."""
     known = {name: d for name, d in report["domains"].items() if d[key] is not None}
     return choose(known.items(), key=lambda item: item[1][key]) if known else None
 
@@ -167,7 +167,7 @@ def _domain_keys(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _section_plots(report: Mapping[str, Any], run: RunFiles) -> dict[str, list[Plot]]:
-    """Section of the page -> its plots."""
+    """Return section of the page -> its plots."""
     gate = report.get("gate", {}).get("min_headroom")
     gains = []
     if report["domains"]:
@@ -358,13 +358,14 @@ def _baseline_plots(report: Mapping[str, Any]) -> list[Plot]:
 
 
 def baseline_name(row: Mapping[str, Any]) -> str:
-    """The label, and the share of the merge's tokens where the method trains on less than all of them."""
+    """Return the label, and the share of the merge's tokens where the method trains on less than all of them."""
     share = row["token_share"]
     return row["label"] + ("" if share in (None, 1.0) else f", {100 * share:.0f} % of the tokens")
 
 
 def _sample_answers(run: RunFiles) -> list[dict[str, Any]]:
-    """The same prompts answered by student, merged model and expert: a few of each domain, the merged model's worst answers first."""
+    """Return the same prompts answered by student, merged model and expert: a few of each domain, the merged model's worst
+    answers first."""
     models = [
         {answer.prompt_id: answer for answer in evaluation.answers} if evaluation else {}
         for evaluation in (run.before, latest_exam(run), run.expert)
@@ -381,7 +382,7 @@ def _sample_answers(run: RunFiles) -> list[dict[str, Any]]:
 
 
 def _expert_rows(run: RunFiles, report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row for the student and each expert: name, domains, what it is, hashes of its files."""
+    """Return one row for the student and each expert: name, domains, what it is, hashes of its files."""
     if not run.manifest:
         return []
     sizes = report.get("models", {})

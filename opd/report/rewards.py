@@ -17,7 +17,7 @@ OF_THE_STEP = {"policy_loss": "loss", "masked": "masked", "reward_weight": "weig
 
 
 def reward_curves(points: Sequence[Sequence[StepRecord]], domains: Sequence[str]) -> dict[str, Any]:
-    """Curves by name, each with a value for each point, a group of steps; empty for a merge without rewards.
+    """Return the curves by name, each with a value for each point, a group of steps; empty for a merge without rewards.
 
     reward (by domain): mean over the episodes. policy_loss, masked, reward_weight, cosine: means over the steps, null where no
     step has the number. explained_variance: of the returns, by a critic, if there is one.

@@ -9,7 +9,8 @@ from opd.records.step import StepRecord
 
 
 def measure_utilisation(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Role -> share of the time of all steps in which it was at work; without steps of a release that did not measure it."""
+    """Return role -> share of the time of all steps in which it was at work; without steps of a release that did not measure
+    it."""
     known = [record for record in records if record.busy_s]
     seconds = sum(record.seconds for record in known)
     roles = dict.fromkeys(role for record in known for role in record.busy_s)
@@ -17,7 +18,7 @@ def measure_utilisation(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def token_ages(records: Sequence[StepRecord]) -> dict[str, int]:
-    """Age -> trained tokens of the whole merge."""
+    """Return age -> trained tokens of the whole merge."""
     total = Counter[str]()
     for record in records:
         total.update(record.token_ages)

@@ -169,9 +169,9 @@ def read_run(root: Path) -> RunFiles:
 
 
 def _of_its_steps(run: RunFiles) -> RunFiles:
-    """Leave out exams of steps without a record: one is written before the record of its step, and a kill may come in between.
+    """Drop exams of steps without a record: an exam is written before the record of its step, and a kill may come in between.
 
-    The exam of an earlier end moves: it is one during the merge if the merge goes on from there, and dropped if it went back.
+    The exam at an earlier end becomes one during the merge if the merge goes on from there; if it went back, it is dropped.
     """
     done = len(run.records)
     during = {step: found for step, found in run.during.items() if step <= done}
@@ -209,13 +209,13 @@ def chain_rounds(run: RunFiles) -> RunFiles:
 
 
 def _shift_record(record: StepRecord, done: int) -> StepRecord:
-    """The record of a round as one of the whole merge, which had taken so many steps before the round."""
+    """Return the record of a round as one of the whole merge, which had taken so many steps before the round."""
     alarms = tuple(replace(alarm, since=done + alarm.since) for alarm in record.alarms)
     return replace(record, step=done + record.step, alarms=alarms)
 
 
 def _steps_of_rounds(path: Path) -> list[int]:
-    """Steps of each round; empty for a merge of one round."""
+    """Return the steps of each round; empty for a merge of one round."""
     data = _json(path)
     if data is None:
         return []
@@ -248,7 +248,7 @@ def _trainer_steps(pipeline: Mapping[str, Any], path: Path) -> int | None:
 
 
 def _json(path: Path) -> Any:
-    """The parsed file; None if there is none."""
+    """Return the parsed file; None if there is none."""
     if not path.exists():
         return None
     try:

@@ -10,10 +10,11 @@ from opd.records.step import StepRecord
 def domain_shares(
     points: Sequence[Sequence[StepRecord]], domains: Sequence[str], of: str
 ) -> dict[str, list[float | None]]:
-    """Domain -> a share for each point, a group of steps: of their prompts (`of="sample"`) or trained tokens (`of="token"`).
+    """Return domain -> a share for each point, a group of steps: of their prompts (`of="sample"`) or trained tokens
+    (`of="token"`).
 
-    The share is None if the steps have none. Records of an older release have no prompts by domain; the trained responses
-    count in their place.
+    The share is None if the steps have none. Records of an older release have no prompts by domain; the trained responses count
+    in their place.
     """
     counts = [
         [_count_tokens(record) if of == "token" else _count_samples(record) for record in part] for part in points

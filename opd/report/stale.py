@@ -15,7 +15,7 @@ from opd.text import as_typed
 
 
 def describe_unfinished(run: RunFiles) -> str | None:
-    """For a merge that is not finished: how far it has come, and which model `merged` is. None for a finished merge."""
+    """Tell of a merge that is not finished how far it has come, and which model `merged` is; None for a finished merge."""
     if run.finished:
         return None
     steps, _ = count_steps_and_tokens(run.records)
@@ -42,7 +42,7 @@ def stale_baseline(one: BaselineResult, run: RunFiles) -> str | None:
 
 
 def other_budget(then: tuple[int, int], now: tuple[int, int]) -> str:
-    """Steps and tokens of the merge then and now, in words."""
+    """Describe the steps and tokens of the merge at the time of a measurement, and those it has now."""
     return f"measured beside {then[0]} steps and {then[1]:,} tokens of the merge, which has {now[0]} and {now[1]:,} now"
 
 
@@ -68,7 +68,7 @@ def stale_matrix(run: RunFiles) -> str | None:
 
 
 def _same_model(one: Evaluation, other: Evaluation) -> bool:
-    """True if both are of one model. An older release's exam names no model: it counts as one of the model beside it."""
+    """Return True if both are of one model. An older release's exam names no model: it counts as one of the model beside it."""
     common = one.weights.keys() & other.weights.keys()
     return all(one.weights[domain] == other.weights[domain] for domain in common)
 
@@ -80,7 +80,7 @@ def _resume_command(one: BaselineResult, run: RunFiles) -> str:
 
 
 def stale_notices(run: RunFiles) -> list[str]:
-    """A sentence for each result that is out of date, with the command that measures it again."""
+    """Return a sentence for each result that is out of date, with the command that measures it again."""
     found = {_resume_command(one, run): (one.label, why) for one in run.baselines if (why := stale_baseline(one, run))}
     lines = [f"{label}: {why}; `{command}` measures it again" for command, (label, why) in found.items()]
     if why := stale_matrix(run):

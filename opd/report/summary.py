@@ -30,7 +30,7 @@ PER_TOKEN = ("loss", "student_entropy", "teacher_entropy", "argmax_agreement")
 
 
 def recovered_share(before: float, after: float, expert: float | None) -> float | None:
-    """Share of the way from the starting student to the expert: (after - before) / (expert - before).
+    """Return the share of the way from the starting student to the expert: (after - before) / (expert - before).
 
     None where the expert is no better than the student was, or there is none: there was nothing to recover. Where it is better by
     chance alone the share has no bounds: ask for it in `clear_domains` only.
@@ -39,7 +39,8 @@ def recovered_share(before: float, after: float, expert: float | None) -> float 
 
 
 def clear_domains(before: Mapping[str, DomainScore], expert: Mapping[str, DomainScore]) -> frozenset[str]:
-    """The domains whose expert is better than the starting student beyond chance, so that their headroom has an interval."""
+    """Return the domains whose expert is better than the starting student beyond chance, so that their headroom has an
+    interval."""
     return frozenset(
         domain
         for domain, score in expert.items()
@@ -56,7 +57,7 @@ def build_report(
     versions: Mapping[str, str],
     clear: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """The report of a merge from the records of `metrics.jsonl` and its accuracies (0..1) by domain.
+    """Return the report of a merge from the records of `metrics.jsonl` and its accuracies (0..1) by domain.
 
     `exams`: those of `before`, `expert` and `after`. `clear`: domains that may have headroom; None: not known.
     """
@@ -84,8 +85,8 @@ def _summarise_gains(
     after: Mapping[str, float],
     clear: Collection[str] | None,
 ) -> dict[str, Any]:
-    """Accuracies and headroom by domain, with mean and worst. `clear` is what `clear_domains` found; None where only accuracies
-    are known: then every domain with a better expert has headroom."""
+    """Return the accuracies and headroom by domain, with mean and worst. `clear` is what `clear_domains` found; None where only
+    accuracies are known: then every domain with a better expert has headroom."""
     domains = {
         domain: {
             "before": before[domain],
@@ -106,7 +107,7 @@ def _summarise_gains(
 
 
 def full_report(run: RunFiles) -> dict[str, Any]:
-    """The report from all files of a run directory; for a merge that goes on, the report so far.
+    """Return the report from all files of a run directory; for a merge that goes on, the report so far.
 
     It has the keys of `build_report`, the intervals of `_add_intervals` if the evaluations' files are there, `draw_curves` if there
     are records, `episodes` of agents, `by_length`, `guard`, `evaluations`, `models`, `baselines`, `command` and `lineage` if the
@@ -192,7 +193,7 @@ def _summarise_round(run: RunFiles, index: int) -> dict[str, Any]:
 def _finished_report(
     run: RunFiles, before: Mapping[str, float], expert: Mapping[str, float], after: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The stored report with the accuracies of the evaluation files, which may have been measured again."""
+    """Return the stored report with the accuracies of the evaluation files, which may have been measured again."""
     assert run.stored is not None
     stored = {key: run.stored[key] for key in STORED if key != "domains"}
     return {
@@ -226,8 +227,8 @@ def _known_clear(before: Evaluation | None, expert: Evaluation | None) -> frozen
 
 
 def _read_accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Before, expert, after: the evaluation files, else the stored report. `after` of a run that goes on is the
-    last evaluation so far."""
+    """Return the accuracies before, of the expert and after, from the evaluation files, else from the stored report. `after` of a
+    run that goes on is the last evaluation so far."""
     stored = run.stored["domains"] if run.stored else {}
 
     def known(name: str, evaluation: Evaluation | None) -> dict[str, float]:
@@ -245,7 +246,7 @@ def _read_accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float],
 
 
 def _add_regressions(report: dict[str, Any]) -> None:
-    """Per domain `regression`: accuracy lost against the starting student; negative where it gained."""
+    """Add `regression` to each domain: the accuracy lost against the starting student; negative where it gained."""
     for values in report["domains"].values():
         values["regression"] = values["before"] - values["after"]
 
@@ -259,7 +260,7 @@ def _accuracy_pair(found: Estimate | None) -> list[float] | None:
 
 
 def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluation | None, after: Evaluation) -> None:
-    """95 % intervals [low, high] beside each number; null where there is no headroom, or none that can be told from chance."""
+    """Add 95 % intervals [low, high] beside each number; null where there is no headroom, or none that can be told from chance."""
     shares = []
     for domain, values in report["domains"].items():
         b, a = (estimate_of(x.scores[domain]) for x in (before, after))
@@ -278,7 +279,7 @@ def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluatio
 
 
 def draw_curves(records: Sequence[StepRecord]) -> dict[str, Any]:
-    """Curves of at most `POINTS` points, each the mean over neighbouring steps; null where a domain had no token in them.
+    """Return curves of at most `POINTS` points, each the mean over neighbouring steps; null where a domain had no token in them.
 
     step, tokens: of the point's last step; tokens are response tokens trained on since the start.
     by domain: loss, student_entropy, teacher_entropy, argmax_agreement (means a token), length (tokens a response), and
@@ -331,7 +332,7 @@ def _mean_rate(part: Sequence[StepRecord]) -> float:
 
 
 def _evaluation_curve(run: RunFiles) -> list[dict[str, Any]]:
-    """Accuracy against steps and tokens, the start and the end among them: step, tokens, accuracy by domain, and
+    """Return accuracy against steps and tokens, the start and the end among them: step, tokens, accuracy by domain, and
     mean_headroom with its interval where it is known."""
     tokens = {0: 0}
     for record in run.records:
@@ -363,7 +364,7 @@ def _mean_gain(run: RunFiles, accuracy: Mapping[str, float], scores: Evaluation 
 
 
 def mean_interval(run: RunFiles, scores: Mapping[str, DomainScore]) -> Estimate | None:
-    """Mean headroom of a model over the domains where there is one; None if there is none."""
+    """Return the mean headroom of a model over the domains where there is one; None if there is none."""
     assert run.before and run.expert
     return _mean_interval(run.before, run.expert, scores)
 
@@ -388,7 +389,8 @@ def _by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]
 
 
 def _baseline_row(group: Sequence[BaselineResult], run: RunFiles) -> dict[str, Any]:
-    """One row with means over seeds. `interval`: for one seed that of its questions, for several the lowest and highest seed."""
+    """Return one row with means over seeds. `interval`: for one seed that of its questions, for several the lowest and highest
+    seed."""
     before, expert, _ = _read_accuracies(run)
     gains = [
         _summarise_gains(

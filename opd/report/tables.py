@@ -11,7 +11,7 @@ from opd.text import or_dash
 
 
 def domain_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    """Domain, student before, expert, merged, headroom recovered: one row a domain and a last one with the means."""
+    """Return domain, student before, expert, merged, headroom recovered: one row a domain and a last one with the means."""
     domains = report["domains"]
     rows = [
         (n, f"{d['before']:.2f}", or_dash(d["expert"], ".2f"), f"{d['after']:.2f}", share_text(d["headroom"]))
@@ -69,7 +69,7 @@ def _baseline_row(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def agent_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Domain, episodes, mean turns and reward, share of the sampled tokens that carried loss, forks, turns lost, broken
+    """Return domain, episodes, mean turns and reward, share of the sampled tokens that carried loss, forks, turns lost, broken
     episodes, and the largest mean gap of a turn: one row for each domain of agents."""
     return [(name, *_agent_row(row)) for name, row in report.get("episodes", {}).items()]
 
@@ -89,7 +89,7 @@ def _agent_row(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def length_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Domain, right moves of the task, tasks, and the success of student before, expert and merged with its 95 % interval:
+    """Return domain, right moves of the task, tasks, and the success of student before, expert and merged with its 95 % interval:
     one row for each group of tasks; none if no task says its moves."""
     return [
         (
@@ -109,7 +109,7 @@ def success_text(value: float | None, interval: Sequence[float] | None) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others are numbers."""
+    """Return a Markdown table; the first column is text, the others are numbers."""
     lines = [columns, ("---", *["---:"] * (len(columns) - 1)), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

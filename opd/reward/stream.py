@@ -109,6 +109,7 @@ def penalise_turns(
     for rollout in rollouts:
         spans = [span for span in rollout.spans if span.trained]
         if rollout.sample_id in found and any(span.origin == "blocked" for span in spans):
+            # [N] over the trained tokens, as advantages are.
             blocked_N = np.repeat([span.origin == "blocked" for span in spans], [span.length for span in spans])
             found[rollout.sample_id] = np.where(blocked_N, np.float32(-penalty), found[rollout.sample_id])
     return found

@@ -46,6 +46,7 @@ class VerifiedRewards:
 
     def add_rewards(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, list[Failure]]:
         """Return the batch with rewards, and the responses that could not be judged; `prompts` are those of the step."""
+        # All rollouts of a batch are of one step, so the first one has its number.
         by_group = {f"{r.step:06d}/{p.id}": p for r in batch.rollouts[:1] for p in prompts}
         failures: list[Failure] = []
         rollouts = [

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
 from opd import cluster
 from opd.cluster import Pending, Worker
 from opd.machine import leftovers
 from opd.models.buckets import WeightStream
-from opd.rollouts.early import Part
 from opd.rollouts.pour import pass_buckets
 from opd.rollouts.worker import VLLMWorker
 
 R = TypeVar("R")
 Weights = Callable[[], AbstractContextManager[Path]]
 """Gives the weights that the engines hold as a Hugging Face directory, which exists within the context."""
-AHEAD = 2
-"""Parts that a worker is asked for before the first of them is taken, so that its engine never waits for the driver."""
-
-
-class Telling(NamedTuple, Generic[R]):
-    """A callback for answers that are there before the last one, and the groups in which it gets them."""
-
-    groups: list[int]
-    """The group of each request: those of one group are told together, as far as one worker has them."""
-    tell: Callable[[int, R], None]
-    """Takes a request's place, and its answer."""
 
 
 class Engines:
@@ -58,8 +43,10 @@ class Engines:
 
     def load(self, model_dir: Path, again: Weights | None = None, base: Path | None = None) -> None:
         base = base and base.absolute()
+        # Before the call: a worker that dies in it is restarted with the new weights.
         self._hold_files(lambda: nullcontext(model_dir), base)
         self._call(lambda worker, _: worker.submit(VLLMWorker.load, model_dir.absolute(), base))
+        # From here on `model_dir` may go away, so a restart makes a directory of its own.
         if again:
             self._hold_files(again, base)
 
@@ -89,26 +76,13 @@ class Engines:
 
     def _dispatch_requests(
         self,
-        dealt: Sequence[Sequence[int]],
-        all_of_them: Callable[[Worker[VLLMWorker], int], Pending[list[R]]],
-        as_they_end: Callable[[Worker[VLLMWorker], int, list[int]], Pending[None]],
-        telling: Telling[R] | None,
+        shares: Sequence[Sequence[int]],
+        submit: Callable[[Worker[VLLMWorker], int], Pending[list[R]]],
     ) -> list[R]:
-        """Return the answers in the order of the requests; `dealt` has each worker's requests, by index. With `telling` each
-        answer is passed on as soon as its group is there; without, all come together."""
-        if telling is None:
-            parts = self._call(all_of_them)
-            found = dict(zip(chain(*dealt), chain(*parts), strict=True))
-        else:
-
-            def begin(index: int) -> None:
-                as_they_end(self._workers[index], index, [telling.groups[place] for place in dealt[index]])
-
-            found, again = {}, partial(self._restart_worker, set())
-            for index, place, answer in as_they_come(self._workers, begin, again, self._timeout_s):
-                found[dealt[index][place]] = answer
-                telling.tell(dealt[index][place], answer)
-        return [found[place] for place in range(len(found))]
+        """Return the answers in the order of the requests; `shares` has the places of each worker's requests, and `submit` sends
+        them to the worker of an index."""
+        answers = dict(zip(chain(*shares), chain(*self._call(submit)), strict=True))
+        return [answers[place] for place in range(len(answers))]
 
     def _call(self, ask: Callable[[Worker[VLLMWorker], int], Pending[R]]) -> list[R]:
         """Return the answers of all workers; `ask` sends a worker its request, and gets its index too.
@@ -134,49 +108,11 @@ class Engines:
         index = self._workers.index(error.worker)
         restarted.add(index)
         self._restarted.append(worker_name(index))
+        # Programs that its agents started do not end with the worker.
         leftovers.end_abandoned()
         self._workers[index] = self._spawn(index)
         self._restore(self._workers[index])
         return index
-
-
-def as_they_come(
-    workers: Sequence[Worker[VLLMWorker]],
-    begin: Callable[[int], object],
-    again: Callable[[cluster.WorkerDied], int],
-    timeout_s: float,
-) -> Iterator[tuple[int, int, Any]]:
-    """Yield each answer of all workers once: the worker's index, the answer's place among that worker's requests, the answer.
-
-    `begin` has a worker begin; `again` starts one anew that died, and returns its index. That one writes all of its part again,
-    because the last bits of a response depend on the batch; what it had given already is left out.
-    Raises: what `again` and `opd.cluster.wait_first` raise.
-    """
-
-    def ask(index: int) -> deque[Pending[Part | None]]:
-        begin(index)
-        return deque(workers[index].submit(VLLMWorker.next_part) for _ in range(AHEAD))
-
-    asked, given = [ask(index) for index in range(len(workers))], [set[int]() for _ in workers]
-    since = time.monotonic()
-    while any(asked):
-        busy = [index for index, answers in enumerate(asked) if answers]
-        try:
-            index = busy[cluster.wait_first([asked[i][0] for i in busy], timeout_s=timeout_s, since=since)]
-        except cluster.WorkerDied as error:
-            index = again(error)
-            asked[index], since = ask(index), time.monotonic()
-            continue
-        part = cluster.fetch_object(asked[index].popleft().handle)
-        if part is None:
-            # The parts that were requested ahead of this one are None as well.
-            asked[index].clear()
-            continue
-        asked[index].append(workers[index].submit(VLLMWorker.next_part))
-        for place, answer in part:
-            if place not in given[index]:
-                given[index].add(place)
-                yield index, place, answer
 
 
 def worker_name(index: int) -> str:

@@ -78,6 +78,7 @@ def machines_of(nodes: Mapping[Engine, str], source: str | None) -> list[Machine
     found: dict[str, list[Engine]] = {}
     for worker, node in nodes.items():
         found.setdefault(node, []).append(worker)
+    # Where all engines are on the trainer's machine, that machine is the line.
     beside = found.pop(source, []) if source is not None and len(found) > 1 else []
     machines = [MachineLine(node, workers) for node, workers in found.items()]
     if beside:
@@ -156,6 +157,7 @@ class BucketLine:
         """Have workers of a machine take a bucket, and the machine keep a copy if there is somebody behind it."""
         machine, behind = self._machines[place], self._machines[place + 1 :]
         handle, copy = bucket.handles[-1], None
+        # A machine on which all engines died may be dead itself, so it keeps no copy for others.
         if machine.workers and any(other.alive for other in behind):
             copy = cluster.copy_on(machine.node, handle)
         taking = [(worker, worker.submit(VLLMWorker.take_bucket, handle)) for worker in workers]

@@ -104,4 +104,5 @@ def _end_with(executor: Any, children: list[Any]) -> None:
     dead = next(child for child in children if child.sentinel == gone[0])
     dead.join(1.0)  # its status comes a moment after its end
     print(f"{dead.name}, a process of the engine, ended with status {dead.exitcode}", file=sys.stderr, flush=True)
+    # At once, because the main thread may wait for the dead process for ever.
     os._exit(1)

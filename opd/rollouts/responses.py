@@ -1,20 +1,15 @@
-"""Responses of a single turn: their ids and seeds, and rollouts that grow by what an engine wrote. Knows no engine."""
+"""Responses of a single turn: their ids and seeds, and rollouts of what an engine wrote. Knows no engine."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from opd.errors import RunError
 from opd.records.token_ids import unknown_id
 from opd.records.types import Origin, Prompt, Rollout, Span
-from opd.rollouts.partial import Cuts
-from opd.rollouts.worker import Generated, GenerateRequest
-
-WHOLE = Cuts(at=1, times=0)
-"""Every response is written to its end."""
+from opd.rollouts.worker import Generated
 
 
 def sample_ids(prompts: Sequence[Prompt], step: int) -> list[str]:
@@ -47,8 +42,10 @@ def refuse_unknown(sample_id: str, token_ids: Sequence[int], vocab_size: int) ->
         )
 
 
-def begin_response(prompt: Prompt, sample_id: str, step: int) -> Rollout:
-    """Return a response without a token yet."""
+def make_rollout(
+    prompt: Prompt, sample_id: str, step: int, out: Generated, masked: frozenset[int], policy_version: int
+) -> Rollout:
+    """Return the rollout of one response to a prompt; `masked`: ids that carry no loss."""
     return Rollout(
         sample_id=sample_id,
         group=group_id(step, prompt),
@@ -56,31 +53,9 @@ def begin_response(prompt: Prompt, sample_id: str, step: int) -> Rollout:
         step=step,
         domain=prompt.domain,
         prompt_ids=prompt.token_ids,
-        response_ids=(),
-        behaviour_logprobs=(),
-        spans=(),
-        stop_reason="length",
-    )
-
-
-def request_of(begun: Rollout, room: int, temperature: float, seed: int) -> GenerateRequest:
-    """Ask for at most `room` tokens more; `seed` is the run's. The seed of a later part is another one than that of the first."""
-    written = len(begun.response_ids)
-    return GenerateRequest(
-        token_ids=begun.prompt_ids + begun.response_ids,
-        max_tokens=room,
-        temperature=temperature,
-        seed=seed_of(seed, f"{begun.sample_id}+{written}" if written else begun.sample_id),
-    )
-
-
-def carried_on(begun: Rollout, out: Generated, masked: frozenset[int], policy_version: int) -> Rollout:
-    """Return the response with what the engine wrote after it; `masked`: ids that carry no loss."""
-    return replace(
-        begun,
-        response_ids=begun.response_ids + out.token_ids,
-        behaviour_logprobs=begun.behaviour_logprobs + out.logprobs,
-        spans=begun.spans + _make_spans(out.token_ids, masked, policy_version),
+        response_ids=out.token_ids,
+        behaviour_logprobs=out.logprobs,
+        spans=_make_spans(out.token_ids, masked, policy_version),
         stop_reason=out.stop_reason,
     )
 

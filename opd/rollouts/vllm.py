@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -10,23 +10,18 @@ from opd import cluster
 from opd.cluster import Pending, Worker
 from opd.interfaces import Decoder
 from opd.records.episodes import EpisodeResult, EpisodeStats
-from opd.records.types import Completion, Prompt, Quarantined, Rollout, RolloutBatch
+from opd.records.types import Completion, Prompt, Quarantined, RolloutBatch
 from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.endpoint.options import AgentOptions
-from opd.rollouts.engines import Engines, Telling, worker_name
+from opd.rollouts.engines import Engines, worker_name
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.episodes.spec import LIMITS, EpisodeOptions, EpisodeRequest, refuse_many_broken
 from opd.rollouts.episodes.trace import EpisodeKey
-from opd.rollouts.groups import Early
-from opd.rollouts.partial import Cuts
 from opd.rollouts.processes import engine_env
 from opd.rollouts.responses import (
-    WHOLE,
-    begin_response,
-    carried_on,
     group_id,
+    make_rollout,
     refuse_unknown,
-    request_of,
     sample_ids,
     seed_of,
 )
@@ -105,19 +100,13 @@ class VLLMRolloutEngine(Engines):
         *,
         step: int,
         policy_version: int,
-        cuts: Cuts = WHOLE,
-        early: Early | None = None,
     ) -> RolloutBatch:
+        # What follows a replayed prefix is one turn, so it is written like the response to any prompt.
         replayed = {domain for domain, drift in self._spec.drift.items() if drift.replay}
         acting = [p for p in prompts if p.domain in self._spec.episodes and p.domain not in replayed]
         answering = [p for p in prompts if p.domain not in self._spec.episodes or p.domain in replayed]
-        if early is not None:
-            for prompt, sample_id in zip(prompts, sample_ids(prompts, step), strict=True):
-                if not _fits_context(prompt, self._spec.engine.max_model_len):
-                    # Nothing comes of this prompt, and its group is scored once all of its members are reported.
-                    early.written(sample_id, ())
-        answers = self._sample_responses(answering, step, policy_version, cuts, early)
-        acts = self._play_step(acting, step, policy_version, early)
+        answers = self._sample_responses(answering, step, policy_version)
+        acts = self._play_step(acting, step, policy_version)
         restarted, self._restarted = tuple(self._restarted), []
         return replace(
             answers,
@@ -127,44 +116,30 @@ class VLLMRolloutEngine(Engines):
             episodes=acts.episodes,
         )
 
-    def _sample_responses(
-        self, prompts: Sequence[Prompt], step: int, policy_version: int, cuts: Cuts, early: Early | None
-    ) -> RolloutBatch:
-        """Sample one response to each prompt, and the next part of those that were begun."""
+    def _sample_responses(self, prompts: Sequence[Prompt], step: int, policy_version: int) -> RolloutBatch:
+        """Sample one response to each prompt."""
         limit, context = self._spec.max_new_tokens, self._spec.engine.max_model_len
         fitting = [(p, s) for p, s in zip(prompts, sample_ids(prompts, step), strict=True) if _fits_context(p, context)]
-        # New ones first: the responses to a prompt are dealt out together.
-        begun = [begin_response(p, s, step) for p, s in fitting] + [
-            replace(rollout, step=step) for rollout in cuts.begun
-        ]
-        left = [min(limit, context - len(r.prompt_ids)) - len(r.response_ids) for r in begun]
-        rooms = [cuts.tokens_allowed(len(r.response_ids), all_of_it) for r, all_of_it in zip(begun, left, strict=True)]
         requests = [
-            request_of(r, room, self._spec.temperature, self._spec.seed) for r, room in zip(begun, rooms, strict=True)
+            GenerateRequest(
+                token_ids=prompt.token_ids,
+                max_tokens=min(limit, context - len(prompt.token_ids)),
+                temperature=self._spec.temperature,
+                seed=seed_of(self._spec.seed, sample_id),
+            )
+            for prompt, sample_id in fitting
         ]
-
-        def grown(place: int, out: Generated) -> Rollout:
-            rollout = begun[place]
-            refuse_unknown(rollout.sample_id, out.token_ids, self._spec.engine.vocab_size)
-            return carried_on(rollout, out, self._spec.untrained.get(rollout.domain, frozenset()), policy_version)
-
-        sampled = self._generate(
-            requests, self._spec.n, _make_progress_callback(early, begun, lambda place, out: (grown(place, out),))
-        )
-        written: dict[bool, list[Rollout]] = {True: [], False: []}
-        for place, (out, room, all_of_it) in enumerate(zip(sampled, rooms, left, strict=True)):
-            # Whole: it ended by itself, or has all tokens that it may ever have. Else the next step carries it on.
-            written[out.stop_reason == "stop" or room == all_of_it].append(grown(place, out))
+        rollouts = []
+        for (prompt, sample_id), out in zip(fitting, self._generate(requests, self._spec.n), strict=True):
+            refuse_unknown(sample_id, out.token_ids, self._spec.engine.vocab_size)
+            masked = self._spec.untrained.get(prompt.domain, frozenset())
+            rollouts.append(make_rollout(prompt, sample_id, step, out, masked, policy_version))
         return RolloutBatch(
-            rollouts=tuple(written[True]),
+            rollouts=tuple(rollouts),
             quarantined=tuple(_refuse_prompt(p, context) for p in prompts if not _fits_context(p, context)),
-            unfinished=tuple(written[False]),
-            carried_on=frozenset(rollout.sample_id for rollout in cuts.begun),
         )
 
-    def _play_step(
-        self, prompts: Sequence[Prompt], step: int, policy_version: int, early: Early | None
-    ) -> RolloutBatch:
+    def _play_step(self, prompts: Sequence[Prompt], step: int, policy_version: int) -> RolloutBatch:
         """Play one episode for each prompt. Raises: RunError if too many of a domain break."""
         room = self._spec.engine.max_model_len
         requests = [
@@ -173,13 +148,10 @@ class VLLMRolloutEngine(Engines):
             if _fits_context(p, room)
         ]
 
-        def known(_: int, result: EpisodeResult) -> tuple[Rollout, ...]:
-            for rollout in result.rollouts:
-                refuse_unknown(rollout.sample_id, rollout.response_ids, self._spec.engine.vocab_size)
-            return result.rollouts
-
-        telling = _make_progress_callback(early, [request.sample for request in requests], known)
-        results = self._play_episodes(requests, self._spec.temperature, policy_version, telling)
+        results = self._play_episodes(requests, self._spec.temperature, policy_version)
+        rollouts = tuple(rollout for result in results for rollout in result.rollouts)
+        for rollout in rollouts:
+            refuse_unknown(rollout.sample_id, rollout.response_ids, self._spec.engine.vocab_size)
         stats = {
             domain: EpisodeStats.of(
                 result for request, result in zip(requests, results, strict=True) if request.prompt.domain == domain
@@ -188,7 +160,6 @@ class VLLMRolloutEngine(Engines):
         }
         for domain, found in stats.items():
             refuse_many_broken(domain, found, self._spec.episodes[domain].max_broken)
-        rollouts = tuple(r for place, result in enumerate(results) for r in known(place, result))
         refused = [_refuse_prompt(p, room) for p in prompts if not _fits_context(p, room)]
         refused += [_is_unplayed(q.prompt, r) for q, r in zip(requests, results, strict=True) if not r.rollouts]
         return RolloutBatch(rollouts=rollouts, quarantined=tuple(refused), episodes=stats)
@@ -218,21 +189,17 @@ class VLLMRolloutEngine(Engines):
         requests: Sequence[EpisodeRequest],
         temperature: float,
         policy_version: int = 0,
-        telling: Telling[EpisodeResult] | None = None,
     ) -> list[EpisodeResult]:
         """Deal episodes out as `_generate` deals out requests."""
         num = len(self._workers)
         if not requests:
             return []
-        dealt = [list(range(index, len(requests), num)) for index in range(num)]
+        shares = [list(range(index, len(requests), num)) for index in range(num)]
 
-        def all_of_them(worker: Worker[VLLMWorker], index: int) -> Pending[list[EpisodeResult]]:
+        def submit(worker: Worker[VLLMWorker], index: int) -> Pending[list[EpisodeResult]]:
             return worker.submit(VLLMWorker.episodes, requests[index::num], temperature, policy_version)
 
-        def as_they_end(worker: Worker[VLLMWorker], index: int, groups: list[int]) -> Pending[None]:
-            return worker.submit(VLLMWorker.begin_episodes, requests[index::num], temperature, policy_version, groups)
-
-        return self._dispatch_requests(dealt, all_of_them, as_they_end, telling)
+        return self._dispatch_requests(shares, submit)
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
         limit, room = self._spec.max_answer_tokens, self._spec.engine.max_model_len
@@ -243,6 +210,7 @@ class VLLMRolloutEngine(Engines):
                 token_ids=p.token_ids,
                 max_tokens=min(limit, room - len(p.token_ids)),
                 temperature=temperature,
+                # Greedy decoding draws nothing.
                 seed=seed_of(self._spec.seed, f"answer/{p.id}#{i}") if temperature else None,
             )
             for p, i in asked
@@ -266,6 +234,7 @@ class VLLMRolloutEngine(Engines):
             for p, i in asked
             if p.domain in self._spec.episodes and _fits_context(p, room)
         ]
+        # An exam has a limit of its own for what is written at a time.
         turns = [replace(r, options=replace(r.options, max_turn_tokens=limit)) for r in requests]
         return self._play_episodes(turns, temperature)
 
@@ -278,36 +247,15 @@ class VLLMRolloutEngine(Engines):
             truncated=sampled is not None and sampled.stop_reason == "length",
         )
 
-    def _generate(
-        self, requests: Sequence[GenerateRequest], n: int, telling: Telling[Generated] | None = None
-    ) -> list[Generated]:
+    def _generate(self, requests: Sequence[GenerateRequest], n: int) -> list[Generated]:
         """Deal out round-robin, `n` at a time, so workers get equal domain mixes, and put the answers back in order."""
         num = len(self._workers)
-        dealt = [[i for i in range(len(requests)) if i // n % num == index] for index in range(num)]
+        shares = [[i for i in range(len(requests)) if i // n % num == index] for index in range(num)]
 
-        def all_of_them(worker: Worker[VLLMWorker], index: int) -> Pending[list[Generated]]:
-            return worker.submit(VLLMWorker.generate, [requests[j] for j in dealt[index]])
+        def submit(worker: Worker[VLLMWorker], index: int) -> Pending[list[Generated]]:
+            return worker.submit(VLLMWorker.generate, [requests[j] for j in shares[index]])
 
-        def as_they_end(worker: Worker[VLLMWorker], index: int, groups: list[int]) -> Pending[None]:
-            return worker.submit(VLLMWorker.begin_generate, [requests[j] for j in dealt[index]], groups)
-
-        return self._dispatch_requests(dealt, all_of_them, as_they_end, telling)
-
-
-def _make_progress_callback(
-    early: Early | None,
-    asked: Sequence[Rollout] | Sequence[EpisodeKey],
-    rollouts: Callable[[int, R], Sequence[Rollout]],
-) -> Telling[R] | None:
-    """Return the callback that passes on each answer's rollouts as soon as it is there; None without `early`."""
-    if early is None:
-        return None
-    hears = early
-
-    def tell(place: int, answer: R) -> None:
-        hears.written(asked[place].sample_id, rollouts(place, answer))
-
-    return Telling([hears.group_of[one.sample_id] for one in asked], tell)
+        return self._dispatch_requests(shares, submit)
 
 
 def _fits_context(prompt: Prompt, room: int) -> bool:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +25,6 @@ from opd.models.buckets import Bucket
 from opd.prompts import load_tokenizer
 from opd.records.episodes import EpisodeResult
 from opd.records.types import TurnStop
-from opd.rollouts.early import Part, in_groups, sample_requests
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest
@@ -104,8 +102,6 @@ class VLLMWorker:
         """Weights that are coming in."""
         self._expert: VLLMWorker | None = None
         """A second engine in this process, which holds an expert that writes turns; made when one is asked for."""
-        self._parts: Iterator[Part] = iter(())
-        """What is being written."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Sample (or, at temperature 0, decode greedily) every request. Caches are empty at the start: what is written must not
@@ -118,53 +114,20 @@ class VLLMWorker:
         self._sleep_engine()
         return [_read_output(output.outputs[0]) for output in outputs]
 
-    def begin_generate(self, requests: Sequence[GenerateRequest], groups: Sequence[int]) -> None:
-        """Begin what `generate` does; `next_part` gives what is done while others are written, whole groups at a time.
-        `groups` has the group of each request."""
-        self._parts = in_groups(self._sample_requests(requests), groups)
-
-    def _sample_requests(self, requests: Sequence[GenerateRequest]) -> Iterator[Part]:
-        self._wake_engine()
-        reset_prefix_cache(self._llm)
-        asked = [
-            (r.token_ids, self._only_final_output(self._sampling_params(r.max_tokens, r.temperature, r.seed)))
-            for r in requests
-        ]
-        yield from sample_requests(self._llm.llm_engine, asked, _read_output)
-        self._sleep_engine()
-
     def episodes(
         self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int
     ) -> list[EpisodeResult]:
         """Play every episode to its end, all turns in one batch; those that an expert guides in a batch for each expert, which is
         loaded once. Raises: RunError; ModelError if the chat template cannot append."""
-        found = dict(chain.from_iterable(self._play_as_they_end(requests, temperature, policy_version)))
-        return [found[place] for place in range(len(requests))]
-
-    def begin_episodes(
-        self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int, groups: Sequence[int]
-    ) -> None:
-        """Begin what `episodes` does; `next_part` gives what has ended while others are played, whole groups at a time.
-        `groups` has the group of each request."""
-        self._parts = in_groups(self._play_as_they_end(requests, temperature, policy_version), groups)
-
-    def next_part(self) -> Part | None:
-        """Go on with what was begun until a group is done, and return its answers with their places among the requests; None
-        after the last."""
-        return next(self._parts, None)
-
-    def _play_as_they_end(
-        self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int
-    ) -> Iterator[Part]:
-        """Yield episodes as they end, with their places among the requests."""
+        found: dict[int, EpisodeResult] = {}
         guides = [None if request.guide is None else request.guide.model_dir for request in requests]
+        # None is one of them: episodes that nobody guides are a batch of their own.
         for guide in dict.fromkeys(guides):
-            mine = [place for place, other in enumerate(guides) if other == guide]
+            places = [place for place, other in enumerate(guides) if other == guide]
             expert = None if guide is None else self._engine_with_weights(guide)
-            for part in self._play_with_expert(
-                [requests[place] for place in mine], temperature, policy_version, expert
-            ):
-                yield [(mine[place], result) for place, result in part]
+            guided = [requests[place] for place in places]
+            found |= zip(places, self._play_with_expert(guided, temperature, policy_version, expert), strict=True)
+        return [found[place] for place in range(len(requests))]
 
     def _engine_with_weights(self, model_dir: Path) -> VLLMWorker:
         """Return the engine beside the student's, with these weights and empty caches: what it writes must not depend on what
@@ -183,8 +146,8 @@ class VLLMWorker:
         temperature: float,
         policy_version: int,
         expert: VLLMWorker | None,
-    ) -> Iterator[Part]:
-        """Yield episodes as they end, played with one expert beside the policy or none."""
+    ) -> list[EpisodeResult]:
+        """Play episodes with one expert beside the policy or none."""
         from opd.rollouts.endpoint.episode import (
             play_episodes,  # its HTTP server is not there where engines are not installed
         )
@@ -204,24 +167,23 @@ class VLLMWorker:
         engine = BatchEngine(self._llm.llm_engine, sampling)
         beside = None if expert is None else engine.add_engine(expert._llm.llm_engine)
 
-        def told(place: int, found: EpisodeResult) -> None:
-            engine.publish((place, found))
-
-        asked = [dataclasses.replace(r, told=partial(told, place)) for place, r in enumerate(requests)]
-        yield from engine.iterate_steps(
-            lambda: play_episodes(asked, engine, self._dialogues, context, policy_version, beside)
+        results = engine.drive(
+            lambda: play_episodes(requests, engine, self._dialogues, context, policy_version, beside)
         )
         self._sleep_engine()
+        return results
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-prob of every token after the first, at temperature 1, as [sequence][token - 1]."""
         from vllm import SamplingParams
 
         self._wake_engine()
+        # vLLM samples one token at least; nobody reads it.
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompts: Any = [{"prompt_token_ids": list(ids)} for ids in sequences]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [
+            # vLLM has None for the first token, which nothing predicts.
             [step[token].logprob for token, step in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
             for ids, output in zip(sequences, outputs, strict=True)
         ]
@@ -246,6 +208,7 @@ class VLLMWorker:
         shape = model_shape(model_dir)
         if whole and shape["model_type"] in RESTARTED:
             raise RunError(f"{shape['model_type']} takes new weights from files alone: set sync.kind to shared_memory")
+        # Some weights alone are right only on top of those of the very directory that has the others.
         fits = can_swap(self._shape, shape) if whole else model_dir == self._base
         if not fits:
             self.load(model_dir)
@@ -287,6 +250,7 @@ class VLLMWorker:
             temperature=temperature,
             seed=seed,
             stop_token_ids=self._stop,
+            # 0: that of the sampled token, and no likelier ones beside it.
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -332,6 +296,7 @@ def _read_shape(model_dir: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).to_dict()
+    # Left out is what says where a model lies and how it is loaded, not what tensors it has.
     return {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype", "use_cache")}
 
 
@@ -347,6 +312,7 @@ def cut_vocabulary(llm: Any, vocab_size: int) -> None:
     have it. Raises: RunError if the model gives logits of another width all the same.
     """
     for name, width in llm.collective_rpc("opd_cut_vocabulary", args=(vocab_size,)):
+        # None is from a process that gets no logits, see `Inside.opd_cut_vocabulary`.
         if width not in (vocab_size, None):
             raise RunError(
                 f"{llm.llm_engine.model_config.model}: vLLM's {name} gives logits for {width} ids, the tokenizer knows "
@@ -370,6 +336,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     on_cpu = cpu_settings(options.model_dir, shares_prompts=options.share_prompts) if is_cpu else {}
     settings = _engine_settings(options) | on_cpu | more
     with leftovers.own_children(), own_files(), explain_failed_start(options.tensor_parallel_size):
+        # Ours are last: no argument of a user undoes them.
         llm = LLM(**{**options.engine_args, **settings})
     bind_processes(llm)
     llm.collective_rpc("opd_count_no_ranks")

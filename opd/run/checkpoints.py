@@ -124,6 +124,7 @@ class CheckpointStore:
         """
         carried = carried or {}
         self._commit_files(wait=True)
+        # A name that `opd.files.sweep_temporary_files` knows, should this process be killed.
         temporary = self._root / f".tmp-{step_name(step)}"
         shutil.rmtree(temporary, ignore_errors=True)
         try:

@@ -14,7 +14,7 @@ from opd.records.step import StepRecord
 
 
 class MetricsFile:
-    """Append-only; a line is on disk before `write` returns."""
+    """An append-only file; a line is on disk before `write` returns."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -48,7 +48,7 @@ def count_steps_and_tokens(records: Sequence[StepRecord]) -> tuple[int, int]:
 
 
 def count_trained_tokens(record: StepRecord) -> int:
-    """Response tokens that a step was trained on: of episodes the tokens with loss, not what an environment answered; none of a step
+    """Return the response tokens that a step was trained on: of episodes the tokens with loss, not what an environment answered; none of a step
     that was skipped."""
     if record.skipped:
         return 0

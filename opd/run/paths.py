@@ -127,7 +127,7 @@ class RunPaths:
         return self.root / ".live.json"
 
     def scratch_path(self, name: str) -> Path:
-        """Path for something that is renamed when it is complete; `opd.files.sweep_temporary_files` clears what a killed process left there."""
+        """Return the path for something that is renamed when it is complete; `opd.files.sweep_temporary_files` clears what a killed process left there."""
         return self.root / f".tmp-{name}"
 
     @property
@@ -165,7 +165,7 @@ class RunPaths:
         return self.monitors / f"{step_name(step)}.json"
 
     def alarms_by_step(self) -> dict[int, Path]:
-        """Step -> file, in order."""
+        """Return step -> file, in order."""
         return _list_by_step(self.monitors)
 
     @property
@@ -177,7 +177,7 @@ class RunPaths:
         return self.traces / f"{step_name(step)}.json"
 
     def traces_by_step(self) -> dict[int, Path]:
-        """Step -> file, in order."""
+        """Return step -> file, in order."""
         return _list_by_step(self.traces)
 
     @property

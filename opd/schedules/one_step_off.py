@@ -8,10 +8,6 @@
 So a response is one version behind the weights that are trained on it. At the states that it visits the loss is exact all
 the same, because the trainer computes its own log-probs; only which states are visited lags behind.
 
-With `cuts` a long response is cut, and continued while the next step's responses are written, by the weights of that time. The
-place of the cut depends on its tokens alone. It is trained once, as a whole, in the step after its last part was written.
-Responses of the last step are not cut.
-
 A resume never needs weights that are gone. Responses are in the log as soon as they are written, and a checkpoint of step k
 carries those of step k+1, which version k-1 wrote. Every later version comes back when its steps are trained again.
 """
@@ -19,13 +15,10 @@ carries those of step k+1, which version k-1 wrote. Every later version comes ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 from opd.cluster import BackgroundCall
-from opd.records.types import Prompt, Rollout, RolloutBatch
-from opd.rollouts.groups import Early
-from opd.rollouts.partial import Cuts
+from opd.records.types import Prompt, RolloutBatch
 from opd.schedules.spec import ScheduleSpec, Writer
 
 
@@ -42,30 +35,28 @@ class OneStepOff:
         self._writing: tuple[int, BackgroundCall[RolloutBatch]] | None = None
         self._written: dict[int, RolloutBatch] = {}
 
-    def rollouts(
-        self, step: int, policy_version: int, prompts: Sequence[Prompt], early: Early | None = None
-    ) -> RolloutBatch:
+    def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
         """Return the rollouts that were written during the step before, by this process or by one that was killed.
 
-        Those of a run's first step are written now. The pipeline never passes `early` here: the rollouts come all at once.
+        Those of a run's first step are written now.
         """
+        # The version before wrote them, while the step before was trained.
         batch = self._written.pop(step, None) or self._spec.log.written(step, policy_version - 1, prompts)
-        return batch or self._writer.write(step, policy_version, prompts, self._cut_responses(step, ()))
+        return batch or self._writer.write(step, policy_version, prompts)
 
     def rest(self) -> None:
         """Do nothing: with this schedule engines never sleep."""
 
-    def begin_next(self, step: int, policy_version: int, unfinished: Sequence[Rollout]) -> None:
+    def begin_next(self, step: int, policy_version: int) -> None:
         """Let the engine write the responses of `step` in a thread, unless the log has them."""
         prompts = self._spec.prompts.take(step)
-        # Responses in the log that continue other ones than these cannot be used.
-        known = self._spec.log.written(step, policy_version, prompts)
-        if known is not None and known.carried_on == {rollout.sample_id for rollout in unfinished}:
-            self._written[step] = known
+        logged = self._spec.log.written(step, policy_version, prompts)
+        if logged is not None:
+            self._written[step] = logged
             return
 
         def write() -> RolloutBatch:
-            batch = self._writer.write(step, policy_version, prompts, self._cut_responses(step, unfinished))
+            batch = self._writer.write(step, policy_version, prompts)
             self._spec.log.keep_written(step, policy_version, prompts, batch)
             return batch
 
@@ -75,18 +66,13 @@ class OneStepOff:
         """Wait for the engine: its weights may be replaced now. Raises: what writing raised; RunError past the deadline."""
         if self._writing is not None:
             step, writing = self._writing
+            # One step is written ahead, so what an earlier one had is taken by now.
             self._written = {step: writing.result(timeout_s=self._spec.timeout_s)}
             self._writing = None
 
     def carried(self, step: int) -> dict[str, bytes]:
         """Return the files with the responses of step `step` + 1: weights older than the checkpoint's wrote them."""
         return self._spec.log.written_files(step + 1)
-
-    def _cut_responses(self, step: int, begun: Sequence[Rollout]) -> Cuts | None:
-        """Return the cuts for the responses of `step`, with the unfinished ones that it continues; None without cuts."""
-        cuts = self._spec.cuts
-        last = step == self._spec.last_step
-        return cuts and replace(cuts, begun=tuple(begun), times=0 if last else cuts.times)
 
     def take_busy_s(self) -> float:
         """Return the seconds that the engine wrote since the last call."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from opd.records.types import Prompt, Rollout, RolloutBatch
-from opd.rollouts.groups import Early
+from opd.records.types import Prompt, RolloutBatch
 from opd.schedules.spec import ScheduleSpec, Writer
 
 
@@ -21,18 +20,16 @@ class SyncSchedule:
         self._writer = Writer(spec.engine)
         self._engine = spec.engine if spec.sleeps else None
 
-    def rollouts(
-        self, step: int, policy_version: int, prompts: Sequence[Prompt], early: Early | None = None
-    ) -> RolloutBatch:
+    def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
         """Have the responses of this step written now."""
-        return self._writer.write(step, policy_version, prompts, early=early)
+        return self._writer.write(step, policy_version, prompts)
 
     def rest(self) -> None:
         """Put the engine to sleep: the push before has woken it, and after an empty `answer` it sleeps."""
         if self._engine is not None:
             self._engine.answer(())
 
-    def begin_next(self, step: int, policy_version: int, unfinished: Sequence[Rollout]) -> None:
+    def begin_next(self, step: int, policy_version: int) -> None:
         """Begin nothing: the weights that write `step` come from the step before it."""
 
     def finish_writing(self) -> None:

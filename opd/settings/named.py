@@ -31,7 +31,7 @@ def import_object(place: str) -> Any:
 def import_user_object(place: str, where: str, wanted: str) -> Any:
     """Import the object that a user's `module:name` names. The current directory is searched last, after Python's own path.
 
-    `where` and `wanted` go into the error. Raises: ConfigError if it cannot be imported, or cannot be called.
+    `key` and `expected` go into the error. Raises: ConfigError if it cannot be imported, or cannot be called.
     """
     module, _, name = place.partition(":")
     found = getattr(_users_module(module, where), name, None)

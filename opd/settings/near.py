@@ -56,6 +56,9 @@ NO_KEY = {
     "top_p": "remove the key: responses have to be samples of the student's own distribution",
     "top_k": "remove the key: responses have to be samples of the student's own distribution",
     "device": "remove the key: cluster.trainer_gpus, rollout_gpus and teacher_gpus say who has a GPU",
+    "zero_stage": "remove the key: ranks always shard weights, gradients and optimiser, which is stage 3",
+    "score_early": "remove the key: teachers score a step once it is written; it saved no time where it was measured",
+    "partial_rollout": "remove the key: a response is written to its end by the weights that began it",
     "report_to": "write logging.wandb, logging.mlflow or logging.tensorboard",
 }
 """Name in other tools -> the way out, where we have no such key."""
@@ -75,7 +78,7 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def of_key(key: str, known: Collection[str]) -> str:
-    """Return the `fix` of an error about an unknown key of a section that has the keys `known`."""
+    """Return the `fix` of an error about an unknown key of a section that has the keys `keys`."""
     theirs = {name: path.rpartition(".")[2] for name, path in ELSEWHERE.items()}
     for name in known:
         if name == theirs.get(key) or theirs.get(name) == key:
@@ -86,7 +89,7 @@ def of_key(key: str, known: Collection[str]) -> str:
 def of_key_elsewhere(key: str, everywhere: Iterable[str]) -> str | None:
     """Return the `fix` of an error about a key that has its place in another section; None if no section has it.
 
-    `everywhere` are all keys, written from the top with dots. Keys below a section's own are too many to guess from.
+    `all_keys` are all keys, written from the top with dots. Keys below a section's own are too many to guess from.
     """
     named = ELSEWHERE.get(key)
     places = [path for path in everywhere if path == named or (path.rpartition(".")[2] == key and path.count(".") <= 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -30,11 +30,15 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
+    GONE: ClassVar[Mapping[str, Any]] = {}
+    """Key of an earlier release -> the value under which it says what is always so now. Run directories of that time have it."""
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, data: Any) -> Any:
         # pydantic's own `extra_forbidden` cannot suggest the nearest key; here the class knows its keys.
         if isinstance(data, Mapping):
+            data = {key: value for key, value in data.items() if key not in cls.GONE or value != cls.GONE[key]}
             known = list(cls.model_fields)
             for key in data:
                 if key not in known:

@@ -110,7 +110,7 @@ def leads_to(data: Any, key: int | str) -> bool:
 
 
 def _one_of(found: Any, expected: str) -> str:
-    """`expected` is pydantic's list: 'a', 'b' or 'c'."""
+    """Return what is wanted of `value`, with the nearest choice. `expected` is pydantic's list: 'a', 'b' or 'c'."""
     names = re.findall(r"'([^']*)'", expected)
     if not names or ", ".join(map(repr, names)) != expected.replace(" or ", ", "):
         return expected  # numbers, true and false are listed without quotes

@@ -39,7 +39,7 @@ def flatten_record(record: StepRecord) -> dict[str, float]:
 
 
 def _flatten_reward(record: RewardRecord) -> dict[str, float]:
-    """`step/policy_loss` and so on, `reward/DOMAIN`, `policy_loss/DOMAIN`, `masked/DOMAIN`, and `credit/NAME`."""
+    """Return `step/policy_loss` and so on, `reward/DOMAIN`, `policy_loss/DOMAIN`, `masked/DOMAIN`, and `credit/NAME`."""
     values_by_name = {
         "step/policy_loss": record.loss,
         "step/reward_weight": record.weight,

@@ -12,7 +12,7 @@ from opd.sinks.scalars import flatten_record
 
 
 class TensorBoardSink:
-    """Every start opens a new event file, which tells TensorBoard to forget the steps after `done`."""
+    """Every start opens a new event file, which tells TensorBoard to forget the steps after `last_step`."""
 
     def __init__(self, wanted: bool, run_dir: Path, done: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary

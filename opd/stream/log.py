@@ -3,7 +3,7 @@
     targets/step-000012/  rollouts.arrow  worker-0-part-0000.arrow  worker-1-part-0000.arrow  step.json
 
 `rollouts.arrow` has all rollouts of the step in their order, also those that no teacher could score. The parts have the teachers'
-answers. `unfinished.arrow`, if it is there, has the responses that were cut. `step.json` adds the request that they belong to
+answers. `step.json` adds the request that they belong to
 (step, policy version, prompts), BLAKE3 and size of each file, the teachers of the rollouts, and the prompts that were refused.
 Rollouts that were written ahead of their step lie beside these (`opd.stream.written`).
 """
@@ -33,7 +33,6 @@ from opd.stream.rollouts import read_file
 from opd.stream.schema import PartRecord, StreamError
 from opd.stream.targets import Asked, Expected, TargetStream
 from opd.stream.written import (
-    UNFINISHED,
     UNREADABLE,
     WrittenRollouts,
     batch_of,
@@ -97,6 +96,7 @@ class ArrowTargetLog:
                     write(name, raw)
                 manifest = {**asked, "files": files, **_step_facts(batch, targets)}
                 (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+                # The rename makes the step whole: a process that is killed before leaves it out of the log.
                 replace_dir(temporary, final)
 
         def sink(record: PartRecord | None, raw: np.ndarray | None) -> Callable[[], None] | None:
@@ -152,7 +152,8 @@ class ArrowTargetLog:
         manifest = json.loads((self._step_path(step) / MANIFEST).read_text(encoding="utf-8"))
         refuse_other_question(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
         raw = {name: read_whole(self._step_path(step) / name, facts) for name, facts in manifest["files"].items()}
-        stored = {name: raw.pop(name) for name in (ROLLOUTS, UNFINISHED) if name in raw}
+        # What is left in `raw` are the teachers' parts, in the order in which they were written.
+        stored = {ROLLOUTS: raw.pop(ROLLOUTS)}
         batch = batch_of(stored, ROLLOUTS, manifest, self._vocab_size)
         teachers = {
             domain: {name: Expected(**expected) for name, expected in part.items()}

@@ -100,6 +100,7 @@ def rollout_of(values: Mapping[str, Any]) -> Rollout:
 
 
 def _usual_spans(num: int, policy_version: int) -> tuple[Span, ...]:
+    # One span, also for a response without a token: it carries the policy version.
     return (Span(length=num, origin="policy", policy_version=policy_version),)
 
 

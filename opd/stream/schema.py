@@ -51,6 +51,7 @@ def columns_of(answers: type[Answer]) -> pa.Schema:
         return [pa.field(name, type_, nullable=False) for name, type_ in columns]
 
     entry = pa.struct([*rollouts.SHARED, *required((*TEACHER, *answers.GROUP))])
+    # int16 will do: a dictionary has at most one entry for each row of its part.
     shared = pa.field(SHARED, pa.dictionary(pa.int16(), entry), nullable=False)
     return pa.schema([rollouts.SAMPLE_ID, shared, *rollouts.OWN, *required(answers.ROW)])
 
@@ -264,6 +265,7 @@ def _check_ids(batch: pa.RecordBatch, answered: Sequence[str], vocab_size: int |
     """Refuse an id out of range, which would be read past the end of a row of log-probs. Raises: StreamError."""
     for name in (*rollouts.TOKEN_IDS, *answered):
         found = pc.min_max(batch.column(name).flatten()).as_py()
+        # A column without a value has None for both.
         beyond = name in answered and vocab_size is not None and (found["max"] or 0) >= vocab_size
         if beyond or (found["min"] or 0) < 0:
             raise StreamError(
@@ -293,6 +295,7 @@ def _rows_of(batch: pa.RecordBatch, answers: type[Answer]) -> Iterator[TargetRow
 def _binary_views(binary: pa.LargeBinaryArray) -> list[memoryview]:
     """Return the values without a copy, out of the buffers: a scalar's `as_buffer` would copy."""
     _, raw_offsets, data = binary.buffers()
+    # Offsets are int64. An array that is a slice of another one has the buffers of the whole.
     offsets = memoryview(raw_offsets)[8 * binary.offset : 8 * (binary.offset + len(binary) + 1)].cast("q")
     values = memoryview(data if data is not None else b"")
     return [values[start:stop] for start, stop in pairwise(offsets)]

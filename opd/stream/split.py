@@ -37,4 +37,5 @@ def _write_stream(batch: pa.RecordBatch, metadata: pa.KeyValueMetadata) -> np.nd
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch, custom_metadata=metadata)
+    # As an array, because Ray's store lets workers read arrays without a copy.
     return np.frombuffer(sink.getvalue(), dtype=np.uint8)

@@ -73,10 +73,8 @@ class TargetStream:
         *,
         heads: Mapping[str, HeadSource],
         restarted: Sequence[str] = (),
-        busy_s: Callable[[], float] | None = None,
     ) -> None:
-        """Take the request. `source` yields handles to parts as they are scored, and may add to `restarted`. `busy_s` returns the
-        seconds that teachers were at work, if that is not the time from now to the last part."""
+        """Take the request. `source` yields handles to parts as they are scored, and may add to `restarted`."""
         self.asked = asked
         self.heads = heads
         """Content hash -> head, for every head that the rows name. A rank fetches what it needs and does not hold."""
@@ -87,11 +85,10 @@ class TargetStream:
         self.arrived = False
         """True once all parts came and no row is missing."""
         self.busy_s = 0.0
-        """Seconds in which teachers scored: from the request to the last part, or without their pauses if they began earlier."""
+        """Seconds in which teachers scored: from the request to the last part."""
         self.num_parts = 0
         self.nbytes = 0
-        began = time.monotonic()
-        self._busy_s = busy_s or (lambda: time.monotonic() - began)
+        self._began = time.monotonic()
         self._source = source
         self._sent = {r.sample_id: r for r in asked.rollouts}
         self._missing = {(r.sample_id, name) for r in asked.rollouts for name in asked.teachers[r.domain]}
@@ -151,13 +148,15 @@ class TargetStream:
             return None
         handle = next(self._source, None)
         if handle is None:
+            # Before the sinks hear of the end: with it the target log makes the step whole.
             self._check_whole()
-            self.busy_s = self._busy_s()
+            self.busy_s = time.monotonic() - self._began
             self._show_to_sinks(None, None)
             self.arrived = True
             return None
         raw = cluster.fetch_object(handle)
         try:
+            # Without the vocabulary: the ranks, which read the rows, check the ids.
             stream = read_stream(memoryview(raw))
         except StreamError as error:
             raise StreamError(f"{self.asked.who}: {error}") from None
@@ -184,6 +183,7 @@ class TargetStream:
         if rollout is None or (sample_id, row.teacher) not in self._missing:
             raise StreamError(f"{who}: not asked for, or twice")
         expected = self.asked.teachers[rollout.domain][row.teacher]
+        # The weight travelled as float32.
         if row.weight != float(np.float32(expected.weight)) or row.answer.head_key() != expected.head:
             raise StreamError(f"{who}: another weight or head")
         if not _equal_as_sent(row.rollout, rollout):
@@ -196,6 +196,7 @@ class TargetStream:
 
     def _keep_part(self, record: PartRecord, rows: Sequence[TargetRow]) -> None:
         records = self._records.setdefault(record.worker, [])
+        # A worker's parts come in order, and none after the one that ended its step.
         if record.number != len(records) or (records and records[-1].teachers is not None):
             raise StreamError(
                 f"{self.asked.who}: part {record.number} of worker {record.worker} came after {len(records)} of its parts"
@@ -216,6 +217,7 @@ class TargetStream:
                 raise StreamError(
                     f"{self.asked.who}: worker {worker} ends after {len(records)} parts without its end record"
                 )
+            # `+` drops zeros: a teacher of which no row came is in the worker's counts alone.
             if +Counter(counted) != +self._came[worker]:
                 raise StreamError(
                     f"{self.asked.who}: worker {worker} counts {dict(counted)} rows, {dict(self._came[worker])} came"

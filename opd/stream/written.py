@@ -1,8 +1,8 @@
 """Responses that were written ahead of their step, on disk from the moment they were written.
 
-    targets/written-000013/  written.arrow  unfinished.arrow  written.json
+    targets/written-000013/  written.arrow  written.json
 
-`written.arrow` has the rollouts in their order, `unfinished.arrow`, if there are any, those that were cut. `written.json` has the
+`written.arrow` has the rollouts in their order. `written.json` has the
 request that they belong to (step, policy version, prompts), the prompts that were refused, and BLAKE3 and size of each file.
 """
 
@@ -26,8 +26,7 @@ from opd.stream.rollouts import RolloutError, read_file, write_file
 
 MANIFEST = "written.json"
 ROLLOUTS = "written.arrow"
-UNFINISHED = "unfinished.arrow"
-FILES = (ROLLOUTS, UNFINISHED, MANIFEST)
+FILES = (ROLLOUTS, MANIFEST)
 FORMAT = 2
 """1 had no origin, parent and next of a rollout."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RolloutError)
@@ -108,17 +107,15 @@ def _whole_files(directory: Path) -> dict[str, bytes]:
 
 def files_of(batch: RolloutBatch, rollouts: str) -> dict[str, memoryview]:
     """Return name -> content of the files of a batch; `rollouts` is the name of the file with its rollouts."""
-    files = {rollouts: memoryview(write_file(batch.rollouts))}
-    return files | ({UNFINISHED: memoryview(write_file(batch.unfinished))} if batch.unfinished else {})
+    return {rollouts: memoryview(write_file(batch.rollouts))}
 
 
 def beside_rollouts(batch: RolloutBatch) -> dict[str, Any]:
     """Return a manifest's entries about a batch, beside its files. Workers that were restarted are not stored."""
-    found: dict[str, Any] = {
+    return {
         "refused": [asdict(q) for q in batch.quarantined],
         "episodes": {domain: asdict(stats) for domain, stats in batch.episodes.items()},
     }
-    return found | ({"carried_on": sorted(batch.carried_on)} if batch.carried_on else {})
 
 
 def batch_of(
@@ -128,13 +125,10 @@ def batch_of(
 
     Raises: KeyError, TypeError or RolloutError if anything was damaged or changed.
     """
-    unfinished = read_file(pa.py_buffer(raw[UNFINISHED]), vocab_size) if UNFINISHED in raw else []
     return RolloutBatch(
         rollouts=tuple(read_file(pa.py_buffer(raw[rollouts]), vocab_size)),
         quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
         episodes={domain: EpisodeStats.from_json(data) for domain, data in manifest.get("episodes", {}).items()},
-        unfinished=tuple(unfinished),
-        carried_on=frozenset(manifest.get("carried_on", ())),
     )
 
 

@@ -21,6 +21,7 @@ def stream_files(model_dir: Path, like: Path, nbytes: int) -> WeightStream:
     OSError; WorkerDied if Ray is gone.
     """
     handles: Iterator[Any] = (put_object(bucket) for bucket in split_into_buckets(_iterate_tensors(model_dir), nbytes))
+    # Absolute, because workers start in another directory.
     return WeightStream(model_dir=like.absolute(), whole=True, buckets=handles, node=list_nodes()[0].id)
 
 

@@ -109,6 +109,7 @@ class ProvenSync(ABC):
 
     def _push(self, version: int) -> float:
         """Push once, and return the gap that `measure_gap` finds afterwards."""
+        # Log-probs of the weights before would not fit those that are pushed now.
         self._ours = None
         self.bring(version)
         return self.measure_gap()
@@ -138,6 +139,8 @@ def probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) -> list[t
     There are always several, and they differ: one sequence alone, or several times the same, cannot show that sequences of a
     batch see each other. So each part begins at the last token of the beginning that all prompts share, such as a system prompt.
     """
+    # One more than the tokens that count, because the first is not scored; `room` also holds one that the engine
+    # samples.
     each = max(2, min(room - 1, tokens // PROBE_SEQUENCES + 1))
     compared = list(islice(prompts, COMPARED))
     same = _length_of_common_beginning([p.token_ids for p in compared if len(p.token_ids) > 1])

@@ -27,6 +27,7 @@ class SharedMemorySync(ProvenSync):
 
     def bring(self, version: int) -> None:
         with ExitStack() as files:
+            # The files go when this block ends, unless `pop_all` takes them over for later.
             directory = Path(files.enter_context(self._choose_directory(version)))
             base = self._spec.trainer.export_changed(directory)
             self.ask_trainer()  # its cores have nothing else to do while the engines load
@@ -37,6 +38,7 @@ class SharedMemorySync(ProvenSync):
             self._spec.engine.load(directory, again=again, base=base)
             if self._spec.keeps:
                 self._kept.close()
+                # They stay for engines that restart, and are not deleted at the end of this block.
                 self._kept = files.pop_all()
                 self._kept_nbytes = 0 if self._on_disk else self._spec.nbytes
 

@@ -17,8 +17,8 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def problem_with(value: Any, schema: Mapping[str, Any], where: str) -> str:
-    """Return why a value does not fit a JSON schema, empty if it does. Knows `type`, `enum`, `schema_properties`, `required`,
-    `additionalProperties` (by default false beside `schema_properties`) and `items`; other words of a schema, and these in a
+    """Return why a value does not fit a JSON schema, empty if it does. Knows `type`, `enum`, `properties`, `required`,
+    `additionalProperties` (by default false beside `properties`) and `items`; other words of a schema, and these in a
     form that JSON schema does not know, are for the policy."""
     kind = schema.get("type")
     kinds = [kind] if isinstance(kind, str) else _collect_texts(kind)

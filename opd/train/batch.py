@@ -56,6 +56,7 @@ def gather_samples(rows: Iterable[TargetRow]) -> dict[str, Scored]:
         by_sample[row.rollout.sample_id].append(row)
     for sample_id, mine in by_sample.items():
         names = [row.teacher for row in mine]
+        # The weights travelled as float32, so they add up to 1 only about.
         if len(set(names)) != len(names) or abs(sum(row.weight for row in mine) - 1) > 1e-4:
             parts = ", ".join(f"{row.teacher} {row.weight:.3g}" for row in mine)
             raise RunError(f"sample {sample_id}: scored by {parts}; the weights of its teachers do not add up to 1")

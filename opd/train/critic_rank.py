@@ -76,6 +76,7 @@ class CriticRank(ZeroEngine):
                 moved = to_device(packed, self._device), state_N.to(self._device)
                 value_N = self._engine.module.values(*moved).float().cpu()
             sizes = [r.num_trained for r in rollouts]
+            # `state_indices` has the states behind the last tokens at its end, one for each rollout.
             *before, ends_B = value_N.split([*sizes, len(rollouts)])
             for place, rollout in enumerate(rollouts):
                 found[rollout.sample_id] = torch.cat([before[place], ends_B[place : place + 1]]).numpy()

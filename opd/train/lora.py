@@ -1,10 +1,10 @@
 """A student that LoRA trains: its own weights stay as they are, and linear modules get two small matrices each.
 
-    adapt            PEFT's layers, put into a transformers model in place
+    add_adapters     puts PEFT's layers into a transformers model in place
     plain_weights    the tensors of the model as if there were no adapters, and the parameters that each is made of
     changed_weights  those of them that training changes: an engine that has the rest needs these
-    fold             the adapters into the weights, where nothing is sharded
-    without_adapters the model as it was, for as long as it is asked
+    fold_adapters    adds the adapters to the weights, where nothing is sharded
+    without_adapters the model as it was, within a context
 
 PEFT computes; `opd.models.lora` defines what an adapter adds to a weight.
 """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.utils.deterministic
@@ -53,8 +53,6 @@ class ZeroOptions:
     """Name of the model in errors, such as `student`."""
     world_size: int
     """Ranks that share the model."""
-    stage: Literal[3] = 3
-    """DeepSpeed's ZeRO stage. Saving, loading and the export rely on 3: each rank holds a shard of every weight."""
     dtype: str
     """Compute type; the optimiser's copy of the weights is float32."""
     vocab_size: int
@@ -399,7 +397,7 @@ def _deepspeed_config(options: ZeroOptions, trained: int) -> dict[str, Any]:
         # One sets the type in which a rank sums its micro-batches, the other the type in which ranks are added up.
         "data_types": {"grad_accum_dtype": _DEEPSPEED_NAME[options.grad_accum_dtype]},
         "communication_data_type": _DEEPSPEED_NAME[options.grad_accum_dtype],
-        "zero_optimization": {"stage": options.stage, "overlap_comm": False, **_at_once(options, trained)},
+        "zero_optimization": {"stage": 3, "overlap_comm": False, **_at_once(options, trained)},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,  # never
     }

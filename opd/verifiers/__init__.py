@@ -1,4 +1,4 @@
-"""Verifiers: is this answer right? One small file a family, behind one dictionary. 1.0 is right, 0.0 is wrong."""
+"""Verifiers, which judge answers: 1.0 is right, 0.0 is wrong. One small file a family, behind one dictionary."""
 
 from __future__ import annotations
 

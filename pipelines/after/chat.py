@@ -61,7 +61,8 @@ class Chat:
         self._turns = []
 
     def answer_line(self, line: str, show: Show) -> str:
-        """Yield the model's answer to a line. Ctrl-C ends the answer where it is, and raises KeyboardInterrupt.
+        """Return the model's answer to a line; `show` gets its pieces as they come. Ctrl-C ends the answer where it is, and
+        raises KeyboardInterrupt.
 
         Raises: PromptError if the line does not fit into the context, or the chat template refuses the dialogue.
         """
@@ -80,7 +81,8 @@ class Chat:
         return "".join(said)
 
     def _encode_dialogue(self, line: str) -> tuple[int, ...]:
-        """Token ids of the dialogue with the new line; its oldest turns are forgotten until there is room for an answer."""
+        """Return the token ids of the dialogue with the new line; its oldest turns are forgotten until there is room for an
+        answer."""
         turns = list(self._turns)
         while True:
             ids = self._encode_turns(turns, line)
@@ -121,6 +123,7 @@ class Chat:
         from transformers import TextStreamer
 
         class Pieces(TextStreamer):
+            # `generate` puts the whole prompt first, which `skip_prompt` drops, then one token at a time; end tokens are no text.
             def put(self, value: torch.Tensor) -> None:
                 if self.next_tokens_are_prompt or int(value) not in ends:
                     super().put(value)
@@ -144,7 +147,7 @@ def _make_message(role: str, content: str) -> dict[str, str]:
 
 
 def _load_model(found: Found, options: ChatOptions) -> Any:
-    """The model on the GPU if there is one, told how to choose tokens."""
+    """Load the model onto the GPU if there is one, with the settings by which it chooses tokens."""
     import torch
     from transformers import GenerationConfig
 

@@ -70,7 +70,7 @@ def export_model(model: Found, output: Path, options: ExportOptions) -> list[Pat
 
 
 class _Cast:
-    """Turns tensors into the wanted dtype, but for those that the architecture wants in float32, such as the bias of a router."""
+    """Cast of tensors into another dtype, except for those that the architecture needs in float32, such as the bias of a router."""
 
     def __init__(self, source: Path, dtype: str | None) -> None:
         self._dtype = dtype
@@ -97,7 +97,8 @@ class _Cast:
 
 
 def _kept_in_float32(source: Path, dtype: str) -> re.Pattern[str] | None:
-    """Names of the tensors that transformers keeps in float32 whatever dtype it is asked for; None if there are none.
+    """Return a pattern for the names of tensors that transformers keeps in float32 whatever dtype it is asked for; None if
+    there are none.
 
     Raises: ModelError for an architecture that transformers does not know.
     """
@@ -105,6 +106,7 @@ def _kept_in_float32(source: Path, dtype: str) -> re.Pattern[str] | None:
     from opd.models.weights import class_of, config_of
 
     made = class_of(config_of(source))
+    # transformers keeps the strict ones for bfloat16 too, the others for float16 alone.
     names = set(made._keep_in_fp32_modules_strict or ()) if made else set()
     if made and dtype == "float16":
         names |= set(made._keep_in_fp32_modules or ())
@@ -120,6 +122,7 @@ def _write_weights(source: Path, target: Path, options: ExportOptions) -> None:
         headers = {shard: read_header(shard) for shard in weight_shards(source)}
         opened = {shard: stack.enter_context(safe_open(shard, framework="pt")) for shard in headers}
         places = {name: (opened[shard], tensor) for shard, header in headers.items() for name, tensor in header.items()}
+        # Meta tensors have a shape and a dtype but no data: the files of the copy are divided up before any weight is cast.
         planned = {
             name: cast(name, tensor, file.get_tensor(name).to("meta")) for name, (file, tensor) in places.items()
         }
@@ -130,9 +133,10 @@ def _write_weights(source: Path, target: Path, options: ExportOptions) -> None:
 
 
 def _write_config(source: Path, target: Path, dtype: str | None) -> None:
-    """config.json with the dtype of the copy: loaders that are not told one take it from there."""
+    """Write config.json with the dtype of the copy, which loaders take from there unless their caller names one."""
     config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if dtype is not None:
+        # A model of texts and images has a second config inside; older files call the key `torch_dtype`.
         for part in (config, config.get("text_config")):
             if isinstance(part, dict) and (part is config or "dtype" in part or "torch_dtype" in part):
                 part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype

@@ -16,13 +16,13 @@ CONVERTERS = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
 """Names under which llama.cpp's packages and its repository have the converter."""
 _TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 TIMEOUT_S = 12 * 3600.0
-"""It writes as fast as the disk; nothing that still runs after this comes to an end."""
+"""Limit of a conversion, which is as fast as the disk: one that takes longer hangs."""
 _LAST = 15
 """Lines of the converter's words that an error shows."""
 
 
 def find_converter() -> Path:
-    """The converter on PATH. Raises: ConfigError if there is none."""
+    """Return the path of llama.cpp's converter. Raises: ConfigError if none is on PATH."""
     found = next((path for name in CONVERTERS if (path := shutil.which(name))), None)
     if found is None:
         raise ConfigError.at(

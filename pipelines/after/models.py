@@ -16,7 +16,7 @@ from opd.text import as_typed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A model that is there and whose files are in order."""
+    """A model directory that was inspected, and the pipeline of the run that left it."""
 
     path: Path
     info: ModelInfo
@@ -30,7 +30,8 @@ class Found:
 
 
 def find_model(given: Path, tell: Callable[[str], None]) -> Found:
-    """The model of a run directory, or the directory itself; `tell` is told if the model is that of an earlier end of the run.
+    """Return the model of a run directory, or of a directory with a model; `tell` gets a warning if the run went on after it
+    left this model.
 
     Raises: RunDirError for a run that has left no model yet; ModelError for a directory that is no model.
     """

@@ -89,7 +89,7 @@ def is_for_cpus() -> bool:
 
 
 def server_command(model: Found, options: ServeOptions) -> list[str]:
-    """The command line of the server."""
+    """Return the command line of the server."""
     rollout = model.config.rollout if model.config else None
     variables = model.config.student.chat_template_kwargs if model.config else {}
     dtype = options.dtype or (rollout.dtype if rollout else None)
@@ -108,14 +108,14 @@ def server_command(model: Found, options: ServeOptions) -> list[str]:
 
 
 def _on_cpu(model: Found) -> list[str]:
-    """Options of a server on a CPU. Nothing is compiled, as in a merge, so it is up in half the time and needs no compiler; DeepSeek's
-    attention is the one that takes every type."""
+    """Return the options of a server on a CPU. Nothing is compiled, as in a merge, so it is up in half the time and needs no
+    compiler; DeepSeek's attention is the one that takes every type."""
     latent = model.info.model_type in LATENT
     return ["--enforce-eager", *(("--attention-backend", CPU_LATENT) if latent else ())]
 
 
 def server_environment(model: Found) -> dict[str, str]:
-    """Variables of the server where the user sets none."""
+    """Return the variables of the server where the user sets none."""
     rollout = model.config.rollout if model.config else None
     cache = {"VLLM_CPU_KVCACHE_SPACE": str(rollout.kv_cache_gib)} if rollout and rollout.kv_cache_gib else {}
     return DEFAULTS | cache

@@ -62,18 +62,19 @@ def drop_other_merge(job: BaselineJob, inputs: Inputs) -> None:
 
 
 def _merge_progress(job: BaselineJob) -> tuple[int, int] | None:
-    """Steps and response tokens of the run directory's merge; None if it has none."""
+    """Return the steps and response tokens of the run directory's merge; None if it has none."""
     paths = RunPaths(job.root)
     return trained_so_far(paths.metrics) if paths.pipeline.exists() else None
 
 
 def _inputs_digest(job: BaselineJob, inputs: Inputs) -> str:
-    """Digest of the contents of student, experts and prompts, and of the pipeline's keys that decide the method's result."""
+    """Return the digest of the contents of student, experts and prompts, and of the pipeline's keys that decide the method's
+    result."""
     return _manifest_digest(job, manifest_of(job.config, inputs))
 
 
 def _manifest_digest(job: BaselineJob, manifest: Mapping[str, Any]) -> str:
-    """`_inputs_digest` of what a manifest says."""
+    """Return the digest of the facts in a manifest that decide the method's result."""
     without = NOT_OF_A_MODEL + (ONLY_OF_TRAINING if job.share is None else ())
     config = {key: value for key, value in manifest["config"].items() if key not in without}
     facts = {

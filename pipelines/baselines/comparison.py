@@ -150,7 +150,8 @@ def run_comparison(
 
 
 def _as_begun(config: PipelineConfig, paths: ComparisonPaths) -> PipelineConfig:
-    """The pipeline with day and begin of prompts as in the first seed that exists: all seeds of a comparison have the same tokens."""
+    """Return the pipeline with the settings of prompts (template date, special tokens, columns) of the first seed that exists,
+    so that all seeds of a comparison have the same tokens."""
     known = (load_run_pipeline(one.pipeline) for one in paths.seed_dirs() if one.pipeline.exists())
     first = next(known, config)
     return on_day(as_recorded(config, first), first.student.template_date)
@@ -216,7 +217,7 @@ def _tell_of_older_seeds(merges: Sequence[tuple[PipelineConfig, RunPaths]], tell
 
 
 def comparison_rows(seeds: Sequence[_OneSeed]) -> list[ComparisonRow]:
-    """A row for each method and share, methods in their order, larger shares first."""
+    """Return a row for each method and share, methods in their order, larger shares first."""
     groups: dict[tuple[str, float | None], Group] = {}
     for seed in seeds:
         for result in seed.results:
@@ -248,8 +249,8 @@ def _summarise_group(group: Group) -> ComparisonRow:
 
 
 def mean_headroom(before: Scores, after: Mapping[str, float], expert: Scores) -> float | None:
-    """Mean headroom over the domains of `after` where the expert is better than the student beyond chance; None if there is
-    none."""
+    """Return the mean headroom over the domains of `after` where the expert is better than the student beyond chance; None if
+    there is none."""
     clear = clear_domains(before, expert)
     shares = [recovered_share(before[d].accuracy, after[d], expert[d].accuracy) for d in after if d in clear]
     known = [share for share in shares if share is not None]
@@ -264,7 +265,7 @@ def _compare_with_opd(row: ComparisonRow, group: Group, opd: Group | None) -> Co
 
 
 def row_cells(row: ComparisonRow) -> tuple[str, ...]:
-    """The cells of a row, in the order of `COLUMNS`."""
+    """Return the cells of a row, in the order of `COLUMNS`."""
     return (
         row.label,
         or_dash(row.share, "g"),
@@ -276,14 +277,14 @@ def row_cells(row: ComparisonRow) -> tuple[str, ...]:
 
 
 def comparison_markdown(before: SeedMean, expert: SeedMean, rows: Sequence[ComparisonRow]) -> str:
-    """The table, with the student before the merge and the experts above it."""
+    """Return the table, with the student before the merge and the experts above it."""
     lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(row_cells, rows)]
     note = f"Mean accuracy of the student before: {before.mean:.3f}; of the experts: {expert.mean:.3f}."
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
 
 
 def draw_comparison(rows: Sequence[ComparisonRow], path: Path) -> None:
-    """Accuracy by share of the training, methods without training as levels."""
+    """Draw accuracy by share of the training; methods without training are level lines."""
     import matplotlib
 
     matplotlib.use("Agg")

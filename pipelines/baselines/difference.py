@@ -38,8 +38,11 @@ SLACK = 1e-9
 
 
 def t_quantile(degrees: float) -> float:
-    """Return the 97.5 % quantile of Student's t with any number of degrees of freedom, rather too large than too small: between
-    those of the table and that of the normal distribution it is taken for a straight line in 1 / degrees, above which it never lies."""
+    """Return the 97.5 % quantile of Student's t with any number of degrees of freedom, rather too large than too small.
+
+    Between the entries of the table, and from its last one to the normal distribution, it follows a straight line in 1 /
+    degrees; the true quantile never lies above that line.
+    """
     places = [0.0, *(1 / n for n in range(len(T_QUANTILES), 0, -1))]
     return float(np.interp(1 / degrees, places, [Z, *T_QUANTILES[::-1]]))
 
@@ -72,7 +75,8 @@ class _Part:
 
 
 def compare_methods(ours: Sequence[Scores], theirs: Sequence[Scores]) -> Difference:
-    """Return the mean accuracy over the domains of `ours` minus that of `theirs`, each with the scores of its seeds."""
+    """Return the mean accuracy of `candidate` minus that of `reference`, over the domains of `candidate`; each has the scores
+    of its seeds."""
     sides, domains = (ours, theirs), ours[0].keys()
     by_seed = [[fmean(scores[domain].accuracy for domain in domains) for scores in side] for side in sides]
     seeds = [_Part(variance=variance(m) / len(m), degrees=len(m) - 1) for m in by_seed if len(m) > 1]
@@ -101,6 +105,7 @@ def _estimate_domain_variance(ours: Sequence[DomainScore], theirs: Sequence[Doma
     lengths = {len(score.by_question) for score in (*ours, *theirs)}
     least = min(score.questions for score in (*ours, *theirs))
     if len(lengths) > 1 or lengths.pop() < 2:
+        # The 95 % interval of an exam is 2 Z standard errors wide.
         each = (fmean(((score.high - score.low) / (2 * Z)) ** 2 for score in side) for side in (ours, theirs))
         return _Part(variance=sum(each), degrees=max(1, least - 1)), 0.0
     first_S_Q, second_S_Q = (np.array([score.by_question for score in side]) for side in (ours, theirs))
@@ -110,10 +115,11 @@ def _estimate_domain_variance(ours: Sequence[DomainScore], theirs: Sequence[Doma
 
 
 def _estimate_noise(score_S_Q: Floats) -> float:
-    """Return the variance of the mean of all scores by what neither their seed nor their question explains; 0 for one seed, of which
-    it cannot be told from the question."""
+    """Return the part of the variance of the mean of all scores that neither their seed nor their question explains; 0 for one
+    seed, where it cannot be told from the question's part."""
     seeds, questions = score_S_Q.shape
     if seeds == 1:
         return 0.0
+    # Residuals of a table with one cell for each seed and question, and their degrees of freedom.
     rest_S_Q = score_S_Q - score_S_Q.mean(0) - score_S_Q.mean(1, keepdims=True) + score_S_Q.mean()
     return float((rest_S_Q**2).sum()) / ((seeds - 1) * (questions - 1)) / score_S_Q.size

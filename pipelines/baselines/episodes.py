@@ -37,13 +37,14 @@ class FileEpisode:
     """[R] True for the turns of weight 1, their end tokens included."""
 
     def fits_context(self, room: int) -> bool:
-        """True if a context of `room` tokens holds the whole episode."""
+        """Return True if a context of `room` tokens holds the whole episode."""
         return len(self.prompt_ids) + len(self.response_ids) <= room
 
     def as_rollout(self, prompt: Prompt, room: int) -> Rollout:
-        """The episode's first `room` tokens in the shape of a rollout: only what is learned is trained."""
+        """Return the episode's first `room` tokens in the shape of a rollout, in which only what is learned is trained."""
         left = max(0, room - len(self.prompt_ids))
         known = Rollout.to_score(prompt.id, self.prompt_ids, self.response_ids[:left], prompt.domain)
+        # Runs of tokens that are all learned, or all not: only spans of the policy carry a loss.
         spans = tuple(
             Span(length=len(list(run)), origin="policy" if learned else "environment", policy_version=0)
             for learned, run in groupby(self.learned[:left])
@@ -54,10 +55,11 @@ class FileEpisode:
 def read_file_episodes(
     source: Path | PromptsConfig, prompts: PromptTable, encoder: EpisodeEncoder, room: int
 ) -> dict[str, FileEpisode]:
-    """Prompt id -> episode, for all of `prompts`; rows of other prompts are not looked at. `room`: tokens of the context.
+    """Return prompt id -> episode, for all of `prompts`; rows of other prompts are not looked at. `room`: tokens of the
+    context.
 
-    Raises: PromptError for a broken row, or one whose learned turns all lie beyond `room`; ModelError for a chat template
-    that cannot append.
+    Raises: PromptError for a broken row, or one whose learned turns all lie beyond `room`; ModelError for a chat template that
+    cannot append.
     """
     wanted = {prompts.rows.row_number(int(index)): place for place, index in enumerate(prompts.indices)}
     found = {}
@@ -71,7 +73,7 @@ def read_file_episodes(
 
 
 def cut_notice(written: Iterable[object], room: int) -> str:
-    """A sentence about the episodes that `room` tokens do not hold; empty if there are none."""
+    """Return a sentence about the episodes that `room` tokens do not hold; empty if there are none."""
     fitting = [episode.fits_context(room) for episode in written if isinstance(episode, FileEpisode)]
     if all(fitting):
         return ""
@@ -80,7 +82,7 @@ def cut_notice(written: Iterable[object], room: int) -> str:
 
 
 def _episode(place: RowLocation, row: dict[str, Any], prompt: Prompt, encoder: EpisodeEncoder) -> FileEpisode:
-    """The episode of one row, after the prompt as the merge reads it. Raises: PromptError, ModelError."""
+    """Return the episode of one row, after the prompt as the merge reads it. Raises: PromptError, ModelError."""
     told = {"prompt": prompt.text} | {name: row[name] for name in EPISODE if name in row}
     prompt_ids, response_ids, learned = encoder.split(episode_at(place, told))
     return FileEpisode(prompt_ids=tuple(prompt_ids), response_ids=tuple(response_ids), learned=tuple(learned))

@@ -101,7 +101,7 @@ def write_by_experts(
     seed: int,
     scratch: Path,
 ) -> list[Rollout]:
-    """Each prompt's response or episode by an expert of its domain; several experts are drawn by their weights."""
+    """Have an expert of each prompt's domain write its response or episode; of several experts one is drawn by their weights."""
     teachers = {a.teacher.name: a.teacher for assigned in routes.values() for a in assigned}
     draw = random.Random(f"{seed}/authors")
     by_author: dict[str, list[int]] = {}
@@ -127,7 +127,7 @@ def write_by_experts(
 def _by_prompt(
     chunk: Sequence[int], prompts: Sequence[Prompt], written: Sequence[list[Rollout]]
 ) -> Iterator[tuple[int, list[Rollout]]]:
-    """Place of each prompt -> what was written to it, in the order of the engine for a prompt that comes twice."""
+    """Yield (index of a prompt, what was written to it); a prompt that comes twice gets its answers in the engine's order."""
     places: dict[str, deque[int]] = {}
     for i in chunk:
         places.setdefault(prompts[i].id, deque()).append(i)
@@ -151,8 +151,8 @@ def file_author(config: PipelineConfig, completions: Completions) -> Iterator[Au
 
 
 def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
-    """The completion of every training prompt; where the file has episodes, the episode of every one that leaves room for a
-    response.
+    """Return the completion of every training prompt; where the file has episodes, the episode of every one that leaves room
+    for a response.
 
     Raises: PromptError; ModelError for a chat template that cannot append the turns of an episode.
     """
@@ -180,7 +180,7 @@ def _single_turns(
     day: date | None,
     variables: Mapping[str, Any],
 ) -> dict[str, tuple[int, ...]]:
-    """The completion of every prompt. Raises: PromptError."""
+    """Return the completion of every prompt. Raises: PromptError."""
     from experts.sft import IGNORED, encode_line
 
     completions = {}
@@ -199,14 +199,14 @@ def _single_turns(
 
 
 def _with_room(prompts: PromptTable, config: PipelineConfig) -> PromptTable:
-    """The prompts that leave room for a response; a merge quarantines the others."""
+    """Return the prompts that leave room for a response; a merge quarantines the others."""
     return prompts.select_prompts((prompts.lengths > 0) & (prompts.lengths < config.rollout.max_model_len))
 
 
 def _deal_steps(
     config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], samples: int, weights: Mapping[str, float]
 ) -> Iterator[list[Prompt]]:
-    """The prompts of each step, each once for every response to it; every step has all domains."""
+    """Yield the prompts of each step, each once for every response to it; every step has all domains."""
     n = config.rollout.n
     mixed = MixedPrompts(by_domain, samples_by_weight(samples // n, weights), config.seed, n)
     for step in range(1, config.trainer.steps + 1):
@@ -216,7 +216,7 @@ def _deal_steps(
 def _samples_of(
     config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], write: Author, budget: Mapping[str, float]
 ) -> dict[str, float]:
-    """Samples of each domain in a step, so that all steps together have the domain's `budget` of response tokens.
+    """Return the samples of each domain in a step, so that all steps together have the domain's `budget` of response tokens.
 
     The shares of a merge with `balance` are not those of its weights, and the author's answers have lengths of their own.
     """
@@ -234,9 +234,11 @@ def _samples_of(
 
 
 def _micro_batch_shape(config: PipelineConfig, samples: int) -> StepShape:
-    """Micro-batches of `trainer.micro_batch_tokens` padded tokens; `samples` are rounded up to whole ones, and to whole prompts."""
+    """Return the cut of a step into micro-batches of `trainer.micro_batch_tokens` padded tokens; `samples` are rounded up until
+    prompts and micro-batches are whole."""
     fitting = max(1, config.trainer.micro_batch_tokens // config.rollout.max_model_len)
     n = config.rollout.n
+    # A step is `accumulate` micro-batches of one size: it grows by the n samples of a prompt until it divides evenly.
     whole = -(-samples // n) * n
     while whole % (accumulate := -(-whole // fitting)):
         whole += n
@@ -284,7 +286,7 @@ def _train_student(
 
 
 def _make_labels(rollout: Rollout, ignored: int) -> list[int]:
-    """The tokens that its author wrote, at their places; `ignored` at all others."""
+    """Return the tokens that the rollout's author wrote, at their places, and `ignored` at all others."""
     response = zip(rollout.response_ids, rollout.loss_mask, strict=True)
     return [ignored] * len(rollout.prompt_ids) + [token if trained else ignored for token, trained in response]
 

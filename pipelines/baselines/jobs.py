@@ -67,7 +67,7 @@ class BaselineJob:
 
 
 def parse_methods(text: str) -> list[str]:
-    """Comma-separated methods. Raises: ConfigError."""
+    """Parse comma-separated methods. Raises: ConfigError."""
     methods = [name.strip() for name in text.split(",")]
     for name in methods:
         if name not in METHODS:
@@ -81,7 +81,7 @@ def parse_methods(text: str) -> list[str]:
 
 
 def parse_shares(text: str) -> list[float]:
-    """Comma-separated shares of the merge's training. Raises: ConfigError unless 0 < share <= 1."""
+    """Parse comma-separated shares of the merge's training. Raises: ConfigError unless 0 < share <= 1."""
     shares = []
     for part in text.split(","):
         try:
@@ -97,7 +97,7 @@ def parse_shares(text: str) -> list[float]:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Comma-separated seeds. Raises: ConfigError."""
+    """Parse comma-separated seeds. Raises: ConfigError."""
     parts = [part.strip() for part in text.split(",")]
     seeds = [int(part) for part in parts if part.isdecimal()]
     if len(set(seeds)) < len(parts) or len(parts) > MAX_SEEDS:  # by number: `1,01` is one seed twice
@@ -111,7 +111,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def scale_steps(config: PipelineConfig, share: float) -> PipelineConfig:
-    """The same merge in a share of its steps: warm-up and decay shrink with them."""
+    """Return the same merge in a share of its steps: warm-up and decay shrink with them."""
     trainer = config.trainer
     fewer: dict[str, Any] = {"steps": max(1, round(share * trainer.steps))}
     fewer |= {"warmup_steps": round(share * trainer.warmup_steps), "extended": trainer.extended if share == 1 else ()}
@@ -128,10 +128,10 @@ def scale_steps(config: PipelineConfig, share: float) -> PipelineConfig:
 def plan_jobs(
     config: PipelineConfig, root: Path, methods: Sequence[str], shares: Sequence[float] | None, seed: int | None
 ) -> list[BaselineJob]:
-    """The results to compute, in order. `shares` default to the whole training, `seed` to the pipeline's.
+    """Return the results to compute, in order. `shares` default to the whole training, `seed` to the pipeline's.
 
-    Raises: ConfigError for several rounds, or shares of methods that train nothing; RunDirError for a run directory that
-    has no metrics.
+    Raises: ConfigError for several rounds, or shares of methods that train nothing; RunDirError for a run directory that has no
+    metrics.
     """
     refuse_rounds(config)
     trained = [method for method in methods if method in TRAINED_METHODS]
@@ -179,7 +179,7 @@ def refuse_rounds(config: PipelineConfig) -> None:
 
 
 def tokens_per_step(root: Path) -> dict[str, float] | None:
-    """Trained response tokens of each domain in a mean step of the directory's merge; None if it has none yet.
+    """Return the trained response tokens of each domain in a mean step of the directory's merge; None if it has none yet.
 
     Raises: RunDirError for a merge that has not taken a step.
     """
@@ -201,7 +201,7 @@ def tokens_per_step(root: Path) -> dict[str, float] | None:
 
 
 def open_run(root: Path, overrides: list[str] | None = None) -> PipelineConfig:
-    """The pipeline of a run directory of one round. `overrides` may change what a resume may change, except the steps.
+    """Return the pipeline of a run directory of one round. `overrides` may change what a resume may change, except the steps.
 
     Raises: RunDirError, ConfigError.
     """

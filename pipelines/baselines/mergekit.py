@@ -31,7 +31,7 @@ Recipe = dict[str, Any]
 
 
 def environment_dir() -> Path:
-    """The directory that mergekit is imported from; it need not exist yet."""
+    """Return the directory that mergekit is imported from; it need not exist yet."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return cache_dir() / f"mergekit-py{version}-{blake3_file(REQUIREMENTS)[:12]}"
 

@@ -40,12 +40,12 @@ MERGED_BYTES = 2 << 30
 def compute_results(
     jobs: Sequence[BaselineJob], tell: Callable[[str], None], keep_models: bool = False
 ) -> list[BaselineResult]:
-    """Every job's result. A result of the same inputs and the same merge is read from disk, any other is computed.
+    """Return every job's result. A result of the same inputs and the same merge is read from disk, any other is computed.
 
     All jobs have the same run directory and seed.
 
-    Raises: OpdError before any compute; RunError if one fails (those before it are on disk); Interrupted after Ctrl-C in
-    a merge.
+    Raises: OpdError before any compute; RunError if one fails (those before it are on disk); Interrupted after Ctrl-C in a
+    merge.
     """
     if not jobs:  # a comparison's later seeds, where no method depends on the seed
         return []
@@ -67,7 +67,7 @@ def compute_results(
 
 
 def _has_valid_result(job: BaselineJob, inputs: Inputs, tell: Callable[[str], None]) -> bool:
-    """True if there is a valid result of this job already."""
+    """Return True if there is a valid result of this job already."""
     if not job.result.exists():
         return False
     why = explain_outdated(job, BaselineResult.load(job.result), inputs)
@@ -179,6 +179,7 @@ def _merge_weights(
             each_s = (time.monotonic() - began) / len(batch)
             for job, strength in batch:
                 trials[job.name].add(engine, merged / _candidate_name(job, strength), strength, each_s)
+                # The last strength of this method: the best of its models is known.
                 if strength == WEIGHT_METHODS[job.method].list_strengths()[-1]:
                     yield job, trials[job.name].best_result(engine)
     shutil.rmtree(merged)
@@ -190,7 +191,7 @@ def _candidate_name(job: BaselineJob, strength: float | None) -> str:
 
 
 class _Trials:
-    """Tries the strengths of one method and keeps the best on the validation prompts; of equals the first."""
+    """Trials of one method's strengths: the model that is best on the validation prompts is kept, of equals the first."""
 
     def __init__(self, job: BaselineJob, inputs: Inputs, tell: Callable[[str], None]) -> None:
         self._job = job
@@ -215,7 +216,7 @@ class _Trials:
         self._wall_s += merging_s + time.monotonic() - began
 
     def best_result(self, engine: VLLMRolloutEngine) -> BaselineResult:
-        """The result of the exam of the best model."""
+        """Return the result of the best model in the exam."""
         began = time.monotonic()
         engine.load(self._job.model)
         found = _Found(

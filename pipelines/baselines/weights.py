@@ -34,11 +34,11 @@ class WeightMethod:
     """True if the result depends on the seed."""
 
     def list_strengths(self) -> tuple[float | None, ...]:
-        """The strengths to try; None stands for a method without strengths."""
+        """Return the strengths to try; None stands for a method without strengths."""
         return self.grid or (None,)
 
     def mergekit_recipe(self, student: ModelInfo, experts: Sequence[Path], strength: float | None) -> Recipe:
-        """mergekit's document: every expert counts the same, computed in float32, stored as the student is."""
+        """Return mergekit's document: every expert counts the same; computed in float32, stored as the student is."""
         models = [{"model": str(path), "parameters": {"weight": 1.0}} for path in experts]
         recipe: Recipe = {"merge_method": self.kind, "models": models, "dtype": "float32", "out_dtype": student.dtype}
         if strength is not None:
@@ -80,7 +80,7 @@ def check_one_architecture(method: str, inputs: Inputs) -> None:
 
 
 def validation_exams(config: PipelineConfig, inputs: Inputs) -> dict[str, DomainExam]:
-    """For each domain with an exam, a validation exam of as many questions from the end of its training prompts.
+    """Return a validation exam for each domain with an exam, of as many questions, from the end of its training prompts.
 
     Raises: PromptError if a prompt has no answer that a verifier could use, or one that it may not judge.
     """

@@ -53,7 +53,7 @@ class TeacherComparison:
     """-log q of the domain's answers, nats a token."""
 
     def guessing_ratio(self, vocab_size: int) -> float | None:
-        """The smaller NLL, of prompts or of answers, as a share of ln V, the NLL of a blind guess among all tokens.
+        """Return the smaller NLL, of prompts or of answers, as a share of ln V, the NLL of a blind guess among all tokens.
 
         A model that was only trained on answers may know nothing of prompts, and one that reasons first nothing of bare
         answers. A garbled one knows neither.
@@ -92,7 +92,8 @@ class Comparer:
     def compare_teacher(
         self, teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]
     ) -> TeacherComparison:
-        """`responses` are the student's; `texts` are prompts with their answers as `response_ids`."""
+        """Measure one teacher against the student. `responses` are the student's; `texts` are prompts with their answers as
+        `response_ids`."""
         try:
             self._scorer.head_key(teacher)
             check_probe(self._scorer, teacher, self._options)
@@ -103,7 +104,7 @@ class Comparer:
         return TeacherComparison(kl=kl, overlap=overlap, prompt_nll=prompt_nll, answer_nll=answer_nll)
 
     def _measure_distance(self, teacher: Teacher, responses: Sequence[Rollout]) -> tuple[float | None, float | None]:
-        """Mean |KL|, and the share of tokens on which both have the same argmax."""
+        """Return the mean |KL|, and the share of tokens on which both have the same argmax."""
         kl: list[float] = []
         agree: list[float] = []
         heads = {self._scorer.head_key(teacher): Head(self._scorer.head(teacher), self._scorer.head_rule(teacher))}
@@ -118,7 +119,8 @@ class Comparer:
 
     @torch.no_grad()
     def _student_hidden(self, rows: Sequence[TargetRow]) -> Tensor:
-        """[N, D] on the CPU, like the teacher's. Each row is computed alone, so that an error of a scorer's layout shows."""
+        """Return the student's hidden states, [N, D] on the CPU, like the teacher's. Each row is computed alone, so that an
+        error of a scorer's layout shows."""
         parts = []
         for row in rows:
             packed = lay_out_single([*row.rollout.prompt_ids, *row.rollout.response_ids])
@@ -127,7 +129,7 @@ class Comparer:
         return torch.cat(parts)
 
     def _measure_nll(self, teacher: Teacher, texts: Sequence[Rollout]) -> tuple[float | None, float | None]:
-        """Mean NLL of prompts and of answers; the first token of a text is read only."""
+        """Return the mean NLL of prompts and of answers; the first token of a text is read only."""
         lengths = {t.sample_id: max(0, len(t.prompt_ids) - 1) for t in texts}  # a prompt may have no text
         whole = [_from_second_token(t) for t in texts if len(t.prompt_ids) + len(t.response_ids) > 1]
         prompts: list[float] = []
@@ -148,7 +150,7 @@ class Comparer:
 
 
 def _from_second_token(text: Rollout) -> Rollout:
-    """The same tokens, with a score for every one but the first."""
+    """Return the same tokens as a rollout in which every token but the first is scored."""
     ids = (*text.prompt_ids, *text.response_ids)
     return Rollout.to_score(text.sample_id, ids[:1], ids[1:], text.domain)
 

@@ -71,7 +71,7 @@ def judge_student(itself: TeacherComparison) -> Iterator[Finding]:
 
 
 def judge_teachers(measured: Sequence[MeasuredTeacher], vocab_size: int) -> Iterator[Finding]:
-    """All findings, in the order of the domains."""
+    """Yield all findings, in the order of the domains."""
     for one in measured:
         why = explain_garbled(one, vocab_size)
         if why:
@@ -130,7 +130,7 @@ def explain_garbled(one: MeasuredTeacher, vocab_size: int) -> str:
 
 
 def _judge_accuracy(one: MeasuredTeacher) -> Iterator[Finding]:
-    """Findings from the exam of the domain's heaviest teacher."""
+    """Yield findings from the exam of the domain's heaviest teacher."""
     student, expert, domain = one.student_accuracy, one.expert_accuracy, one.domain
     if student is None or expert is None:
         yield Finding(
@@ -154,7 +154,7 @@ def _judge_accuracy(one: MeasuredTeacher) -> Iterator[Finding]:
 
 
 def _judge_gain(one: MeasuredTeacher, student: float, expert: float) -> Iterator[Finding]:
-    """Findings about the gain: can the student learn from this teacher, or more from another one?"""
+    """Yield findings about the gain: can the student learn from this teacher, or more from another one?"""
     domain = one.domain
     rival = max(one.rivals, key=lambda name: one.rivals[name], default=None)
     if min(student, expert) >= MASTERED:
@@ -194,7 +194,7 @@ def _is_garbled(one: MeasuredTeacher, why: str) -> Finding:
 
 
 def is_doubtful(student: float, expert: float) -> bool:
-    """True if there is no clear gain, and room for another expert to be clearly better."""
+    """Return True if there is no clear gain, and room for another expert to be clearly better."""
     return not _is_clear(expert - student) and _is_clear(1 - expert)
 
 

@@ -70,7 +70,7 @@ class CheckReport:
         return any(finding.level == "fail" for finding in self.findings)
 
     def worst_level(self, domain: str) -> str:
-        """The worst level of a domain's findings: fail, warn or ok."""
+        """Return the worst level of a domain's findings: fail, warn or ok."""
         levels = {finding.level for finding in self.findings if finding.domain == domain}
         return next((level for level in ("fail", "warn") if level in levels), "ok")
 
@@ -113,7 +113,8 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
 
 
 def teacher_rows(report: CheckReport) -> list[tuple[str, ...]]:
-    """Domain, expert, both accuracies, overlap, KL, share of a guess's NLL, verdict; `-` where nothing was measured."""
+    """Return rows of domain, expert, both accuracies, overlap, KL, share of a guess's NLL, and verdict; `-` where nothing was
+    measured."""
     return [
         (
             one.domain,
@@ -148,6 +149,7 @@ def measure_teachers(
     # Sorted by teacher, so that each is loaded once.
     for domain, teacher in sorted(routed, key=lambda route: teachers.index(route[1])):
         compared = compare(teacher, responses[domain], texts[domain])
+        # A teacher that guesses here but knows another domain is not garbled; it may be swapped.
         others = [texts[d] for d in texts if d != domain] if is_guess(compared, vocab_size) else []
         rows[domain, teacher] = MeasuredTeacher(
             domain=domain,
@@ -195,7 +197,7 @@ def _most_frequent(inputs: Inputs, domain: str) -> tuple[str, float]:
 
 
 def _measure_accuracies(engine: RolloutEngine, evaluator: Evaluator, wanted: Iterable[Route]) -> dict[Route, float]:
-    """Accuracy of each wanted teacher; the engine loads every teacher once."""
+    """Return the accuracy of each wanted teacher; the engine loads every teacher once."""
     domains: dict[Teacher, list[str]] = defaultdict(list)
     for domain, teacher in wanted:
         domains[teacher].append(domain)
@@ -209,7 +211,7 @@ def _measure_accuracies(engine: RolloutEngine, evaluator: Evaluator, wanted: Ite
 
 
 def _held_out_prompts(inputs: Inputs, domain: str) -> Sequence[Prompt]:
-    """The domain's held-out prompts, or its training prompts if it has none."""
+    """Return the domain's held-out prompts, or its training prompts if it has none."""
     return (inputs.exams[domain].prompts if domain in inputs.exams else inputs.prompts[domain])[:COMPARED]
 
 
@@ -223,7 +225,7 @@ def _sample_responses(inputs: Inputs, engine: RolloutEngine) -> dict[str, list[R
 
 
 def _reference_texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[Rollout]]:
-    """Prompts with their right answers, in the shape of rollouts, cut to the rollout's context."""
+    """Return prompts with their right answers, in the shape of rollouts, cut to the rollout's context."""
     room = config.rollout.max_model_len
     by_domain: dict[str, list[Rollout]] = {}
     for domain in inputs.routes:
@@ -240,7 +242,7 @@ def _reference_texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[R
 
 
 def memory_findings(config: PipelineConfig, needs: Sequence[Need], limit: int) -> Iterator[Finding]:
-    """Findings about memory for which `opd merge` would refuse to start."""
+    """Yield findings about memory for which `opd merge` would refuse to start."""
     found = describe_shortage(config, needs, limit)
     if found is not None:
         yield Finding(level="fail", domain="", message=f"the merge needs {found}", fix=suggest_fix(needs))

@@ -79,7 +79,7 @@ def baseline(
 
 
 def _find_merge(target: str, run_dir: Path | None, overrides: list[str] | None) -> tuple[PipelineConfig, Path]:
-    """The pipeline of the merge, and the run directory that gets the baselines' results."""
+    """Return the pipeline of the merge, and the run directory that gets the baselines' results."""
     from opd.config import load_pipeline
     from pipelines.baselines.jobs import open_run
     from pipelines.catalog import find_pipeline
@@ -93,7 +93,7 @@ def _find_merge(target: str, run_dir: Path | None, overrides: list[str] | None) 
 
 
 def _result_cells(result: BaselineResult) -> tuple[str, ...]:
-    """The cells of `RESULT_COLUMNS`."""
+    """Return the cells of `RESULT_COLUMNS`."""
     share, tokens = or_dash(result.token_share, "g"), or_dash(result.tokens, ",")
     return result.label, share, tokens, f"{result.accuracy:.3f}"
 

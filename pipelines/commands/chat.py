@@ -63,7 +63,7 @@ def _print_piece(piece: str) -> None:
 
 
 def _terminal_lines() -> Iterator[str]:
-    """Lines from the terminal, until Ctrl-D."""
+    """Yield lines from the terminal, until Ctrl-D."""
     import readline  # noqa: F401  makes the arrow keys work in input()
 
     while True:

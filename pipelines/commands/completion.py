@@ -14,28 +14,28 @@ METHODS = ("linear", "task_arithmetic", "ties", "dare_ties", "slerp", "off_polic
 
 
 def complete_pipelines(incomplete: str) -> list[str]:
-    """Shipped pipelines, and YAML files."""
+    """Return shipped pipelines, and YAML files."""
     from pipelines.catalog import shipped_pipelines
 
     return _matching_names(shipped_pipelines(), incomplete) + _matching_files(incomplete)
 
 
 def shipped_pipelines(incomplete: str) -> list[str]:
-    """Shipped pipelines alone."""
+    """Return shipped pipelines alone."""
     from pipelines.catalog import shipped_pipelines
 
     return _matching_names(shipped_pipelines(), incomplete)
 
 
 def training_specs(incomplete: str) -> list[str]:
-    """Shipped training specs, and YAML files."""
+    """Return shipped training specs, and YAML files."""
     from experts.spec import list_shipped_specs
 
     return _matching_names(list_shipped_specs(), incomplete) + _matching_files(incomplete)
 
 
 def complete_experts(incomplete: str) -> list[str]:
-    """Experts of the registry that a command without `--registry` uses."""
+    """Return experts of the registry that a command without `--registry` uses."""
     from experts.registry import Registry, default_root
     from opd.errors import OpdError
 
@@ -63,26 +63,27 @@ def runs_and_pipelines(incomplete: str) -> list[str]:
 
 
 def complete_environments(incomplete: str) -> list[str]:
-    """Environments that come with us."""
+    """Return environments that come with us."""
     from opd.environments import ENVIRONMENTS
 
     return _matching_names(ENVIRONMENTS, incomplete)
 
 
 def complete_settings(incomplete: str) -> list[str]:
-    """Keys of a pipeline for `--set KEY=VALUE`, from a file: building the config's classes would take longer than a Tab may."""
+    """Return the keys of a pipeline for `--set KEY=VALUE`, from a file: building the config's classes would take longer than a
+    Tab may."""
     keys = KEYS.read_text(encoding="utf-8").splitlines() if "=" not in incomplete else []
     return [f"{key}=" for key in _matching_names(keys, incomplete)]
 
 
 def complete_methods(incomplete: str) -> list[str]:
-    """Ways to merge, behind those that are there already, comma-separated."""
+    """Return methods for a comma-separated list, each with the methods before it that are typed already."""
     before, comma, start = incomplete.rpartition(",")
     return [f"{before}{comma}{name}" for name in _matching_names(METHODS, start)]
 
 
 def complete_clusters(incomplete: str) -> list[str]:
-    """Shipped cluster specs, and YAML files."""
+    """Return shipped cluster specs, and YAML files."""
     from pipelines.catalog import PLANS
 
     shipped = sorted(file.stem for file in (PLANS / "clusters").glob("*.yaml"))
@@ -90,7 +91,7 @@ def complete_clusters(incomplete: str) -> list[str]:
 
 
 def complete_suites(incomplete: str) -> list[str]:
-    """Suites of prompts that need no download."""
+    """Return suites of prompts that need no download."""
     from experts.suites import SUITES
 
     return _matching_names(SUITES, incomplete)
@@ -101,13 +102,13 @@ def _matching_names(known: Iterable[str], incomplete: str) -> list[str]:
 
 
 def _matching_files(incomplete: str) -> list[str]:
-    """YAML files that begin so, and directories, which may hold more of them."""
+    """Return YAML files that begin so, and directories, which may hold more of them."""
     found = _matching_paths(incomplete)
     return [path for path in found if path.endswith((".yaml", ".yml"))] + [f"{p}/" for p in found if Path(p).is_dir()]
 
 
 def _matching_paths(incomplete: str) -> list[str]:
-    """Paths that begin with these characters, spelt as they are; hidden ones only where a dot was written."""
+    """Return paths that begin with these characters, spelt as they are; hidden ones only where a dot was written."""
     above, start = os.path.split(incomplete)
     directory = Path(above or ".")
     names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []

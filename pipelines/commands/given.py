@@ -78,7 +78,7 @@ class MergeArguments:
         return run.extend(root, further, self.overrides)
 
     def _begin_run(self, tell: Tell) -> tuple[RunPaths, MergeRun | Rounds]:
-        """A run that begins, with the student or at a checkpoint of another run."""
+        """Return a run that begins, with the student or at a checkpoint of another run."""
         from opd.config import load_pipeline
         from pipelines.catalog import find_pipeline
         from pipelines.merging.first_look import first_look

@@ -64,12 +64,12 @@ def in_a_directory(file: Path | None) -> Path | None:
 
 
 def help_examples(*lines: str) -> str:
-    """The epilog of a command's help page. A blank line between two of them keeps each on a line of its own."""
+    """Return the epilog of a command's help page. A blank line between two examples keeps each on a line of its own."""
     return "\n\n".join(["Examples:", *lines])
 
 
 class EndsClearly(TyperGroup):
-    """Group of commands. Each command runs within `ends_clearly`."""
+    """Group of commands. Each command runs within `explain_errors`."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         with ends_clearly(DEBUG in args):
@@ -186,7 +186,7 @@ def print_line(line: str, err: bool = True) -> None:
 
 
 def print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """A table on standard output; the first column is text, the others are numbers."""
+    """Print a table on standard output; the first column is text, the others are numbers."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -206,12 +206,12 @@ def is_terminal(*streams: TextIO | None) -> bool:
 
 
 def split_names(names: str | None) -> list[str] | None:
-    """Comma-separated names; None for nothing."""
+    """Split comma-separated names; None for nothing."""
     return names.split(",") if names else None
 
 
 def run_root(run_dir: Path | None, name: str) -> Path:
-    """The run directory: the one that the user names, else one under `runs/`."""
+    """Return the run directory: the one that the user names, else one under `runs/`."""
     return run_dir or Path("runs") / name
 
 

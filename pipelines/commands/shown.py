@@ -31,8 +31,8 @@ REFUSED = "refused"
 
 
 class MergeOutput:
-    """How one merge is shown. Within the block its end is told too, whatever it is; an error goes on its way, for it decides
-    the exit code."""
+    """Output of one merge: a screen, lines, JSON or nothing. At the end of the block the outcome is printed too, whatever it is; an
+    error passes through, because it decides the exit code."""
 
     def __init__(self, quiet: bool, as_json: bool) -> None:
         self._quiet = quiet

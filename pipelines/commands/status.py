@@ -139,7 +139,7 @@ def _follow_run(run_dir: Path, as_json: bool) -> None:
 
 
 def _poll_run(run_dir: Path) -> Iterator[View]:
-    """What there is to see, again and again, until the merge is no longer at work."""
+    """Yield a view of the run now and then, until the merge is no longer at work."""
     from opd.live.status import status_of
     from opd.live.view import RUNNING
 

@@ -17,12 +17,12 @@ DEBUG = "--debug"
 
 
 def shows_help(error: Exception) -> bool:
-    """True for the error by which typer shows a help page, where a command was given nothing at all."""
+    """Return True for the error by which typer shows a help page, where a command was given nothing at all."""
     return type(error).__name__ == "NoArgsIsHelpError"
 
 
 def debug_first(args: list[str]) -> list[str]:
-    """The arguments with `--debug` in front, where it belongs to `opd` itself: people write it at the end."""
+    """Return the arguments with `--debug` in front, where it belongs to `opd` itself: people write it at the end."""
     end = args.index("--") if "--" in args else len(args)
     if DEBUG not in args[:end]:
         return args
@@ -30,7 +30,7 @@ def debug_first(args: list[str]) -> list[str]:
 
 
 def explain_usage_error(error: Any) -> OpdError:
-    """The error in our form."""
+    """Return typer's error in the form of all others: where, what was found, what is wanted, the way out."""
     context, option = error.ctx, getattr(error, "option_name", None)
     # Started as `python -m cli` the program has another name, which nobody could type again.
     command = " ".join(["opd", *context.command_path.split()[1:]]) if context else "opd"
@@ -58,7 +58,7 @@ def _unknown(command: str, kind: str, name: str, known: list[str]) -> OpdError:
 
 
 def _wrong_value(error: Any, command: str, usage: str, help_page: str) -> OpdError:
-    """The error about the value of one option or argument, or about one that is left out."""
+    """Return the error about the value of one option or argument, or about one that is left out."""
     name = next((name for name in error.param.opts if name.startswith("--")), error.param.name.upper())
     meant = getattr(error.param, "help", None) or usage
     found = "nothing" if type(error).__name__ == "MissingParameter" else error.message.rstrip(".")

@@ -12,7 +12,7 @@ UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 
 def find_problems() -> list[str]:
-    """One sentence for each thing that is wrong, with the way out; empty if all is well."""
+    """Return one sentence for each thing that is wrong, with the way out; empty if all is well."""
     found = [p for p in map(_import_problem, ENGINES) if p]
     if not found:
         found += [

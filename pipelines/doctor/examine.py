@@ -21,10 +21,10 @@ def examine_machine(imports: bool) -> Iterator[DoctorFinding]:
 
 
 def is_failed(findings: Sequence[DoctorFinding]) -> bool:
-    """True if a merge cannot run here."""
+    """Return True if a merge cannot run here."""
     return any(one.level == "failed" for one in findings)
 
 
 def as_json(findings: Sequence[DoctorFinding]) -> dict[str, Any]:
-    """The findings as one JSON object."""
+    """Return the findings as one JSON object."""
     return {"opd": __version__, "ok": not is_failed(findings), "checks": [asdict(one) for one in findings]}

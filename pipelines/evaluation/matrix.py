@@ -35,7 +35,7 @@ class Matrix:
     """Model -> the domains that it teaches; the merged model has all of them."""
 
     def as_json(self) -> dict[str, Any]:
-        """The contents of `evaluation/matrix.json`."""
+        """Return the contents of `evaluation/matrix.json`."""
         models = {name: asdict(found) for name, found in self.models.items()}
         return {"format": FORMAT, "models": models, "own": {name: list(mine) for name, mine in self.own.items()}}
 
@@ -57,7 +57,7 @@ def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequen
 
 
 def _domains_by_expert(rounds: Sequence[Inputs]) -> dict[Teacher, tuple[str, ...]]:
-    """Expert -> the domains that it teaches. If two rounds have experts of one name, the later name says its round."""
+    """Return expert -> the domains that it teaches. If two rounds have experts of one name, the later name says its round."""
     found: dict[tuple[str, str], tuple[Teacher, list[str]]] = {}
     for number, one in enumerate(rounds, start=1):
         for domain, assigned in one.routes.items():

@@ -50,7 +50,7 @@ class Subject:
 def evaluate_models(
     config: PipelineConfig, model_dirs: Sequence[Path], domains: Sequence[str] | None, tell: Tell
 ) -> dict[str, Evaluation]:
-    """Path of a model -> its evaluation on the named domains. A LoRA adapter will do if its base can be found.
+    """Return path of a model -> its evaluation on the named domains. A LoRA adapter will do if its base can be found.
 
     Raises: OpdError before the engine starts; RunError if it fails.
     """
@@ -97,8 +97,8 @@ def check_models(
 
 
 def with_all_domains(config: PipelineConfig) -> PipelineConfig:
-    """The pipeline with the domains of all its rounds, each as in the last round that has it; prompts that its expert was
-    registered with there stand in it like its own. Raises: RegistryError."""
+    """Return the pipeline with the domains of all its rounds, each as in the last round that has it. A domain without prompts
+    gets those that its expert was registered with. Raises: RegistryError."""
     domains = {}
     for one in rounds_of(config):
         for name, domain in one.domains.items():
@@ -108,7 +108,8 @@ def with_all_domains(config: PipelineConfig) -> PipelineConfig:
 
 
 def exam_domains(config: PipelineConfig, domains: Sequence[str] | None) -> list[str]:
-    """The named domains, or all that have an exam. Raises: ConfigError for a named one without an exam, or if no domain has one."""
+    """Return the named domains, or all that have an exam. Raises: ConfigError for a named one without an exam, or if no domain
+    has one."""
     measured = [name for name, domain in config.domains.items() if domain.eval]
     for name in domains or []:
         if name not in measured:
@@ -173,7 +174,7 @@ def _refuse_other_engines(subjects: Sequence[Subject]) -> None:
 
 
 def evaluate_subjects(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) -> dict[str, Evaluation]:
-    """Name of a subject -> its evaluation. One engine serves all; it starts with the first model."""
+    """Return name of a subject -> its evaluation. One engine serves all; it starts with the first model."""
     found = {}
     with ray_session(config.cluster, config.rollout.workers), whole(subjects[0].model) as start:
         first = subjects[0]
@@ -198,7 +199,7 @@ def evaluate_subjects(config: PipelineConfig, subjects: Sequence[Subject], tell:
 
 @contextmanager
 def whole(model: Teacher) -> Iterator[Path]:
-    """Within, a directory with the whole model; an adapter is merged into its base for that time."""
+    """Give a directory with the whole model within the block; an adapter is merged into its base for that time."""
     with (
         TemporaryDirectory(prefix="opd-evaluate-") as scratch,
         whole_model(model, Path(scratch) / "model") as directory,

@@ -27,8 +27,8 @@ LAST = "last"
 
 
 def step_episodes(run_dir: Path, wanted: str, domains: Sequence[str], limit: int) -> list[EpisodeTrace]:
-    """The first `limit` episodes of each of these domains, or of all, in a training step: all that the target log has, else
-    those that were kept.
+    """Return the first `limit` episodes of each of these domains, or of all, in a training step: all that the target log has,
+    else those that were kept.
 
     Raises: RunDirError if nothing is there of this step, or what is there is damaged or of another release.
     """
@@ -51,7 +51,7 @@ def step_episodes(run_dir: Path, wanted: str, domains: Sequence[str], limit: int
 
 
 def _choose_step(paths: RunPaths, wanted: str) -> int:
-    """The number of the step. Raises: RunDirError if nothing is there of it."""
+    """Return the number of the step. Raises: RunDirError if nothing is there of it."""
     there = sorted({*paths.traces_by_step(), *logged_steps(paths.targets)})
     if there and wanted == LAST:
         return there[-1]
@@ -84,6 +84,7 @@ def _of_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
             wanted="a target log of this release of opd, undamaged",
             fix=f"name a step that {paths.traces.name}/ has with --step",
         ) from None
+    # The target log has the rollouts; the losses, and the reasons to keep an episode, are in the stored traces alone.
     why = {episode.episode: episode.why for episode in kept.episodes}
     segments = [segment for episode in kept.episodes for segment in episode.segments]
     losses = {s.sample_id: [loss for piece in s.pieces for loss in piece.losses] for s in segments}

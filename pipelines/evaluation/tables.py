@@ -13,8 +13,8 @@ from pipelines.evaluation.matrix import Matrix
 
 
 def score_rows(found: Evaluation) -> list[tuple[str, ...]]:
-    """Domain, accuracy, 95 % interval, questions x answers, then pass@k for each k above 1, length, truncated, failed; turns
-    and invalid calls where a domain has episodes."""
+    """Return rows of domain, accuracy, 95 % interval, questions x answers, then pass@k for each k above 1, length, truncated,
+    failed; turns and invalid calls where a domain has episodes."""
     return [
         (
             domain,
@@ -32,7 +32,7 @@ def score_rows(found: Evaluation) -> list[tuple[str, ...]]:
 
 
 def score_columns(found: Evaluation) -> tuple[str, ...]:
-    """Headings of `score_rows`."""
+    """Return the headings of `score_rows`."""
     first = next(iter(found.scores.values()))
     passes = (f"pass@{k}" for k in first.pass_at if k != "1")
     acting = ("turns", "invalid calls") if _has_episodes(found) else ()
@@ -54,7 +54,7 @@ def _has_episodes(found: Evaluation) -> bool:
 
 
 def side_by_side_rows(models: Mapping[str, Evaluation]) -> list[tuple[str, ...]]:
-    """Domain, then each model's accuracy with the 95 % interval; the last row has the means."""
+    """Return rows of domain, then each model's accuracy with the 95 % interval; the last row has the means."""
     first = next(iter(models.values()))
     rows = [
         (domain, *(f"{(s := m.scores[domain]).accuracy:.3f} ({s.low:.2f} to {s.high:.2f})" for m in models.values()))
@@ -64,8 +64,8 @@ def side_by_side_rows(models: Mapping[str, Evaluation]) -> list[tuple[str, ...]]
 
 
 def length_rows(models: Mapping[str, Evaluation]) -> list[tuple[str, ...]]:
-    """Domain, right moves of the task, tasks, then each model's success on them with the 95 % interval; no row for a domain
-    whose tasks do not say their moves."""
+    """Return rows of domain, right moves of the task, tasks, then each model's success on them with the 95 % interval; no row
+    for a domain whose tasks do not say their moves."""
     return [
         (
             row.domain,
@@ -81,8 +81,8 @@ def length_rows(models: Mapping[str, Evaluation]) -> list[tuple[str, ...]]:
 
 
 def matrix_rows(matrix: Matrix) -> list[tuple[str, ...]]:
-    """Model, its accuracy on each domain (`*`: one that it teaches), and the mean gained (+) or lost (-) against the
-    student before on its own domains and on the others."""
+    """Return rows of model, its accuracy on each domain (`*`: one that it teaches), and the mean gained (+) or lost (-) against
+    the student before on its own domains and on the others."""
     before = matrix.models[BEFORE].accuracy
 
     def gain(found: Evaluation, domains: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from opd.run.paths import RunPaths
 
 
 def episodes_of(run_dir: Path, exam: str, domains: Sequence[str], limit: int) -> list[ScoredAnswer]:
-    """The first `limit` episodes of each of these domains, or of all, in one exam; by default the newest of the student.
+    """Return the first `limit` episodes of each of these domains, or of all, in one exam; by default the newest of the student.
 
     Raises: RunDirError if there is no such exam, if its file is damaged, or if it has no episode.
     """
@@ -34,7 +34,7 @@ def episodes_of(run_dir: Path, exam: str, domains: Sequence[str], limit: int) ->
 
 
 def _exam_file(paths: RunPaths, exam: str) -> Path:
-    """The file of the exam. Raises: RunDirError."""
+    """Return the file of the exam. Raises: RunDirError."""
     if not paths.root.is_dir():
         raise RunDirError.at(
             paths.root,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import Parameter, signature
 from typing import Any
 
 from opd.cluster import LOCAL
@@ -14,16 +13,6 @@ from opd.settings.named import import_user_object
 KEY = "rollout.engine"
 METHODS = (*(name for name in vars(RolloutEngine) if not name.startswith("_")), "wait_ready")
 """What a pipeline calls of an engine."""
-ARGUMENTS = (
-    (
-        "score_early",
-        "early",
-        "an engine that tells what came of each prompt as soon as that is whole",
-        "opd.interfaces.RolloutEngine",
-    ),
-    ("partial_rollout", "cuts", "an engine that cuts responses and carries them on", "opd.rollouts.vllm"),
-)
-"""Key of `schedule`, the argument of `generate` that it needs, what an engine with it does, and where one stands."""
 WANTED = "a class with the methods of opd.interfaces.RolloutEngine and wait_ready()"
 
 
@@ -51,27 +40,12 @@ def refuse_unfit(config: PipelineConfig) -> None:
         else:
             wanted, fix = WANTED, "add them: docs/python.md"
         raise ConfigError.at(KEY, found=found, wanted=wanted, fix=fix)
-    for key, argument, wanted, example in ARGUMENTS:
-        if getattr(config.schedule, key) and isinstance(engine, type) and not _takes_argument(engine, argument):
-            raise ConfigError.at(
-                KEY,
-                found=f"{place}, whose generate() has no argument `{argument}`",
-                wanted=f"{wanted}, with schedule.{key}",
-                fix=f"add it as {example} has it, or leave schedule.{key} out",
-            )
 
 
 def _has_own_method(engine: type, name: str) -> bool:
     """Return True if the class has a method of its own; whoever extends the protocol inherits one that does nothing."""
     found = getattr(engine, name, None)
     return callable(found) and found is not getattr(RolloutEngine, name, None)
-
-
-def _takes_argument(engine: type[Any], name: str) -> bool:
-    """Return True if `generate` has this argument."""
-    return any(
-        p.name == name or p.kind is Parameter.VAR_KEYWORD for p in signature(engine.generate).parameters.values()
-    )
 
 
 def refuse_unplaced(config: PipelineConfig) -> None:

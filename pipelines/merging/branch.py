@@ -52,7 +52,6 @@ DECIDE_ROLLOUTS = (
     "balance*",
     "rollout.*",
     "schedule.mode",
-    "schedule.partial_rollout*",
     "guard*",
     "teachers.mask_tokens*",
 )
@@ -135,8 +134,8 @@ def _same_writers(config: PipelineConfig, theirs: Mapping[str, Any], ours: Mappi
 def _take_over(
     origin: Origin, theirs: Mapping[str, Any], paths: RunPaths, ours: Mapping[str, Any], as_written: bool
 ) -> None:
-    """Put the origin's checkpoint, as one of the run with the identity `ours`, and its records into a run directory; what was
-    written ahead only if this run would have it `as_written`.
+    """Put the origin's checkpoint and its records into a run directory, the checkpoint as one of the run with this `identity`.
+    What was written ahead goes along only if this run would have it `as_written`.
 
     Raises: RunDirError for a checkpoint that is damaged or not the origin's.
     """
@@ -166,7 +165,7 @@ def _take_over_exams(origin: RunPaths, paths: RunPaths) -> None:
 
 
 def _refuse_other_shape(config: PipelineConfig, before: PipelineConfig, origin: Origin) -> None:
-    """Raises: ConfigError for a pipeline that cannot go on from a checkpoint of the pipeline `before`."""
+    """Raises: ConfigError for a pipeline that cannot go on from a checkpoint of the pipeline `origin_config`."""
     if config.rounds != 1:
         raise ConfigError.at(
             "rounds",
@@ -193,7 +192,7 @@ def _refuse_other_shape(config: PipelineConfig, before: PipelineConfig, origin: 
 
 
 def _state_requirements(config: PipelineConfig) -> dict[str, str]:
-    """Key -> what a checkpoint or the records are made for, in words."""
+    """Return key -> what a checkpoint or the records are made for, in words."""
     lora, reward = config.student.lora, config.objective.reward
     adapters = lora.model_dump(mode="json", exclude={"export"}) if lora else {}
     return {
@@ -210,7 +209,7 @@ def _describe_baseline(baseline: BaselineConfig) -> str:
 
 
 def _origin_requirements(config: PipelineConfig) -> dict[str, str]:
-    """Key -> why it must be the origin's, for the keys of which the run needs that."""
+    """Return key -> reason, for the keys that must be the origin's."""
     needed = {"student.lora": "it says which weights the checkpoint has"}
     reward = config.objective.reward
     if reward is not None and isinstance(reward.baseline, CriticBaseline | EmaBaseline):

@@ -27,7 +27,7 @@ def model_card(
     manifest: Mapping[str, Any] | None = None,
     report: Mapping[str, Any] | None = None,
 ) -> str:
-    """Markdown with the hub's header. `manifest` is the run's, `report` its report once there is one."""
+    """Return the card in Markdown, with the hub's header. `manifest` is the run's, `report` its report once there is one."""
     licences = _licences(inputs)
     known = find_common(licences)
     header = {"library_name": "transformers", **({"license": known} if known else {}), "tags": _card_tags(inputs)}
@@ -64,7 +64,7 @@ def _expert_lines(inputs: Inputs) -> list[str]:
 
 
 def _result_lines(report: Mapping[str, Any] | None) -> list[str]:
-    """Right answers on held-out prompts; nothing before they were measured."""
+    """Return the table of right answers on held-out prompts; nothing before they were measured."""
     rows = domain_rows(dict(report)) if report else []
     if not rows:
         return []
@@ -72,7 +72,7 @@ def _result_lines(report: Mapping[str, Any] | None) -> list[str]:
 
 
 def _licences(inputs: Inputs) -> dict[str, list[Licence]]:
-    """Whoever the model was made from -> the licences that its directory names; a base of adapters once."""
+    """Return owner (student, expert, base) -> the licences that its directory names; a base of several adapters comes once."""
     places = {f"the student `{Path(inputs.student.path).name}`": Path(inputs.student.path)}
     for name, expert in inputs.experts.items():
         places[f"the expert `{name}`"] = Path(expert.adapter.path if expert.adapter else expert.info.path)
@@ -123,14 +123,14 @@ def _describe_merge(config: PipelineConfig, inputs: Inputs) -> list[str]:
 
 
 def _extrapolation_line(config: PipelineConfig) -> list[str]:
-    """The card's line about domains whose target lies beyond their experts, if there are any."""
+    """Return the card's line about domains whose target lies beyond their experts, if there are any."""
     factors = {domain: domain_extrapolation(config, domain) for domain in config.domains}
     shown = ", ".join(f"{domain} {factor:g}" for domain, factor in factors.items() if factor > 1)
     return [f"- Extrapolated beyond the experts, away from the student as it was: {shown}"] if shown else []
 
 
 def _weights_cell(expert: Expert) -> str:
-    """The card's cell about an expert's weights; for an adapter its own hash, and name and hash of its base."""
+    """Return the card's cell about an expert's weights; for an adapter its own hash, and name and hash of its base."""
     full = ", ".join(digest[:16] for digest in expert.info.weight_files.values())
     if expert.adapter is None:
         return f"`{full}`"

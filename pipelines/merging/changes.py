@@ -87,7 +87,6 @@ SAME_BUT_FOR_ROUNDING = (
     # A cache without room for all sequences divides a batch.
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",
-    "schedule.score_early",
     "teachers.workers",
     "teachers.kv_cache_gib",
     "teachers.gpu_memory_utilization",
@@ -116,13 +115,13 @@ Key = tuple[str, ...]
 
 
 def changed_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[Key, tuple[Any, Any]]:
-    """Key -> (recorded, found), for every key that differs between two resolved pipelines."""
+    """Return key -> (recorded, current), for every key that differs between two resolved pipelines."""
     before, now = _flatten(_with_mappings(recorded)), _flatten(_with_mappings(found))
     return {key: (before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)}
 
 
 def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manifest: Path) -> list[str]:
-    """Sentences about changes that are allowed. Raises: RunDirError with a table of those that are not."""
+    """Return sentences about changes that are allowed. Raises: RunDirError with a table of those that are not."""
     recorded = validate_section(PipelineConfig, recorded, manifest).model_dump(
         mode="json"
     )  # adds defaults of newer keys
@@ -151,13 +150,14 @@ def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manife
 
 
 def refused_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Keys that differ and decide what is computed, including the number of steps."""
+    """Return the keys that differ and decide what is computed, including the number of steps."""
     free = (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING)
     return [dotted_key(key) for key in changed_keys(recorded, found) if not matches_pattern(key, free)]
 
 
 def run_identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of a run, which its checkpoints carry: hashes of the keys that may not change, of student and experts.
+    """Return the identity of a run, which its checkpoints carry: hashes of the keys that may not change, of student and
+    experts.
 
     It is made once, when the run begins, because a later release may know more keys.
     """
@@ -189,7 +189,8 @@ def refuse_foreign(checkpoint: Checkpoint, ours: Mapping[str, Any]) -> None:
 
 
 def refuse_lost_records(config: PipelineConfig, paths: RunPaths, done: int) -> None:
-    """Balanced prompts follow from the records of all steps before. Raises: RunDirError if some up to step `done` are gone."""
+    """Refuse to go on from `step` with balanced prompts, which follow from the records of all steps before, if some of these
+    are gone. Raises: RunDirError."""
     if isinstance(config.balance, SamplesBalance):
         return
     try:
@@ -265,10 +266,10 @@ def refuse_columns_of_registered_prompts(
 
 
 def warn_unrecorded(recorded: Mapping[str, Any]) -> list[str]:
-    """A warning about a run that an older release began, with hashes of weights only.
+    """Return a warning about a run that an older release began, with hashes of weights only.
 
-    Such a run goes on: nothing is known to be wrong with it, and a refusal would lose its steps. The manifest records now
-    what was found, so that later resumes compare with that.
+    Such a run goes on: nothing is known to be wrong with it, and a refusal would lose its steps. The manifest records now what
+    was found, so that later resumes compare with that.
     """
     if "config.json" in recorded["student"]:
         return []
@@ -280,7 +281,7 @@ def warn_unrecorded(recorded: Mapping[str, Any]) -> list[str]:
 
 
 def changed_rules(recorded: Mapping[str, Any], config: PipelineConfig) -> list[str]:
-    """A warning about a run that an older release began, if its next steps are not those that this release would have had it take."""
+    """Return a warning about a run that an older release began, if this release takes its next steps differently."""
     other = other_rules(recorded, config)
     if not other:
         return []
@@ -313,7 +314,7 @@ def _other_rules(config: PipelineConfig) -> Iterator[str]:
 
 
 def _weights_only(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of the facts that an older release recorded."""
+    """Return the part of the facts that an older release recorded."""
     student = {name: digest for name, digest in found["student"].items() if name.endswith(".safetensors")}
     experts = {
         name: {key: value for key, value in facts.items() if key != "config"}
@@ -332,7 +333,7 @@ def _name_change(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def version_warnings(recorded: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """One sentence for each library that is not the one the run began with."""
+    """Return one sentence for each library that is not the one the run began with."""
     return [
         f"{name} {recorded.get(name, 'was absent')} when the run began, {found.get(name, 'absent')} now: "
         "the weights may differ in their last bits"
@@ -353,7 +354,7 @@ def _stands_for(pattern: str, key: Key) -> bool:
 
 
 def dotted_key(key: Key) -> str:
-    """The key as people write it."""
+    """Return the key as people write it."""
     return ".".join(key)
 
 
@@ -367,7 +368,7 @@ def _flatten(data: Mapping[str, Any], above: Key = ()) -> dict[Key, Any]:
 
 
 def _with_mappings(pipeline: Mapping[str, Any]) -> dict[str, Any]:
-    """The pipeline with each path to prompts as the mapping that it is short for, because both mean the same."""
+    """Return the pipeline with each path to prompts as the mapping that it is short for: both mean the same."""
     domains = {}
     for name, domain in pipeline.get("domains", {}).items():
         exam = domain.get("eval")

@@ -56,7 +56,8 @@ def refuse_no_run(paths: RunPaths) -> None:
 
 @contextmanager
 def new_directory(root: Path) -> Iterator[RunPaths]:
-    """An empty directory beside `root` to fill; it gets the name `root` when the block ends well, and is deleted otherwise.
+    """Give an empty directory beside `root` to fill; it gets the name `root` when the block ends well, and is deleted
+    otherwise.
 
     Raises: RunDirError if that is impossible, or if another command has begun a run in `root` meanwhile.
     """

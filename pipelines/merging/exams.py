@@ -21,8 +21,11 @@ from pipelines.inputs.read import Inputs, as_teacher
 
 @dataclass(frozen=True, slots=True)
 class StartingExams:
-    """Each is taken once per run: results on disk are used if they were measured on these models. So are, for each model, those
-    of other runs that asked the same in the same way."""
+    """The two exams of one run.
+
+    Each is taken once: results on disk are used if they were measured on these models, and so are results of other runs that asked
+    the same models the same questions in the same way.
+    """
 
     parts: loop.Parts
     config: PipelineConfig
@@ -31,7 +34,7 @@ class StartingExams:
     shown: Display
 
     def measure_exams(self) -> tuple[Evaluation, Evaluation]:
-        """The exam of the student before, and that of the experts; the engine holds the student afterwards."""
+        """Return the exam of the student before, and that of the experts; the engine holds the student afterwards."""
         inputs = self.inputs
         known = KnownExams(self.config, inputs, self.paths.root, self.shown.say)
         student = as_teacher(BEFORE, inputs.student, None)
@@ -61,7 +64,8 @@ class StartingExams:
     def _measure_once(
         self, name: str, weights: Mapping[str, str], measure: Callable[[Sequence[str]], Evaluation]
     ) -> Evaluation:
-        """The exam in the run directory, completed by what is missing in it. `weights`: domain -> digest of who answers."""
+        """Return the exam in the run directory, after measuring the domains that it lacks. `weights`: domain -> digest of the
+        model that answers."""
         file = self.paths.evaluation_file(name)
         known = Evaluation.load(file) if file.exists() else None
         missing = [d for d in self.inputs.exams if not (known and known.is_of(d, weights[d]))]
@@ -75,7 +79,7 @@ class StartingExams:
         return found
 
     def _expert_exam(self, known: KnownExams, domain: str, before: Mapping[str, float]) -> Evaluation:
-        """The exam of one domain's expert; `before` are the student's accuracies."""
+        """Return the exam of one domain's expert; `student_accuracy` is by domain."""
         teacher, scratch = self.inputs.teachers[domain], self.paths.scratch_path("expert")
 
         def measure(domains: Sequence[str]) -> Evaluation:
@@ -101,7 +105,7 @@ class StartingExams:
             self.parts.engine.load(directory)
 
     def _announce_reuse(self, found: Evaluation, who: Teacher) -> Evaluation:
-        """The same exam; what was taken over from another run is said."""
+        """Tell the user which results come from another run's exam. Returns the same evaluation."""
         for domain, source in found.cached.items():
             self.shown.say(f"{who.name}: {found.scores[domain].accuracy:.3f} on {domain}, cached from {source}")
         return found

@@ -20,7 +20,7 @@ from pipelines.interrupts import Interrupted
 
 
 class Journal:
-    """The file `.live.json` of one merge. Whoever leaves the block by an error has its last word written there."""
+    """The file `.live.json` of one merge. If an error ends the block, its message is written there."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -45,7 +45,7 @@ class Journal:
         self.now.write(self._paths.live, self._paths.scratch_path(self._paths.live.name))
 
     def write_beside(self, displays: Displays) -> Displays:
-        """The same displays; what they are told is written down too."""
+        """Return the same displays, with everything that they are told also written into the journal."""
 
         @contextmanager
         def both(begun: Beginning) -> Iterator[Display]:
@@ -58,7 +58,7 @@ class Journal:
 
 
 class _JournalDisplay:
-    """Hands everything on to a display, and notes it."""
+    """Display that passes everything on to another one, and notes it in the journal."""
 
     def __init__(self, journal: Journal, shown: Display) -> None:
         self._journal = journal

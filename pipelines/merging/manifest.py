@@ -69,7 +69,7 @@ def finish_inputs(paths: RunPaths) -> None:
 
 
 def own_pipeline(paths: RunPaths, recorded: Mapping[str, Any]) -> Path:
-    """The file with the own pipeline of the run whose manifest is `recorded`."""
+    """Return the file with the pipeline that belongs to the manifest `recorded`: the next one if a kill left it in waiting."""
     ready = paths.next_pipeline
     is_next = ready.exists() and as_begun(yaml.safe_load(ready.read_text(encoding="utf-8"))) == recorded["config"]
     return ready if is_next else paths.pipeline
@@ -98,12 +98,12 @@ def read_manifest(paths: RunPaths) -> dict[str, Any]:
 
 
 def renew_manifest(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of a run that goes on with accepted changes; its identity stays that of its checkpoints."""
+    """Return the manifest of a run that goes on with accepted changes; its identity stays that of its checkpoints."""
     return {**recorded, **{key: found[key] for key in ("format", "config", "student", "experts")}}
 
 
 def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
-    """The facts that a run depends on, with hashes of the contents."""
+    """Return the facts that a run depends on, with hashes of the contents."""
     return {
         "format": MANIFEST_FORMAT,
         "versions": library_versions(),
@@ -128,12 +128,12 @@ def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
 
 
 def _model_size(info: ModelInfo) -> dict[str, Any]:
-    """Size of a model for readers of the report; a resume does not compare it."""
+    """Return the size of a model for readers of the report; a resume does not compare it."""
     return {"architecture": info.architecture, "parameters": info.parameters}
 
 
 def resolve_pipeline(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
-    """The pipeline with every default and absolute paths, so that a resume does not depend on where it is started."""
+    """Return the pipeline with every default and absolute paths, so that a resume does not depend on where it is started."""
     data = with_absolute_paths(config)
     data["student"]["template_date"] = _absolute_path(config.student.template_date or inputs.template_date)
     if not isinstance(config.experts, RegisteredExperts):
@@ -143,7 +143,7 @@ def resolve_pipeline(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
 
 
 def with_absolute_paths(config: PipelineConfig) -> dict[str, Any]:
-    """The pipeline with absolute paths and every default that does not follow from a file."""
+    """Return the pipeline with absolute paths and every default that does not follow from a file."""
     data = config.model_dump()
     data["student"]["add_special_tokens"] = config.student.puts_in_front
     if isinstance(config.experts, RegisteredExperts):
@@ -167,8 +167,8 @@ def _find_rules(guard: Any) -> None:
 
 
 def _rule_hashes(config: PipelineConfig) -> dict[str, dict[str, str]]:
-    """Domain with a guard -> a file's place among its rules, or name in its judge's model -> content hash. Shipped rules belong
-    to the release."""
+    """Return domain with a guard -> (index of a file of rules, or name of a file of the judge's model) -> content hash. Shipped
+    rules belong to the release."""
     guards = {
         name: guard_of(config.guard, domain.guard) for name, domain in config.domains.items() if domain.has_episodes
     }
@@ -206,7 +206,7 @@ def _absolute_path(value: Any) -> Any:
 
 
 def _prompt_hashes(config: PipelineConfig, inputs: Inputs, name: str) -> dict[str, str]:
-    """Path -> content hash: first the source of the training prompts, then that of the exam if there is one."""
+    """Return path -> content hash: first the source of the training prompts, then that of the exam if there is one."""
     domain = config.domains[name]
     sources = {"": prompts_of(name, domain, inputs.registered_prompts(name))}
     if domain.eval is not None and domain.eval.prompts is not None:
@@ -220,7 +220,7 @@ def _prompt_hashes(config: PipelineConfig, inputs: Inputs, name: str) -> dict[st
 
 
 def library_versions() -> dict[str, str]:
-    """Library -> version, for Python, this package and the engines."""
+    """Return library -> version, for Python, this package and the engines."""
     found = {"python": sys.version.split()[0], "opd-merge": __version__}
     for name in VERSIONED:
         try:

@@ -27,7 +27,7 @@ class Origin:
 
 
 def origin_of(given: str) -> Origin:
-    """The checkpoint of `RUN_DIR@STEP`, or the newest one of `RUN_DIR`; its bytes are not verified yet.
+    """Return the checkpoint of `RUN_DIR@STEP`, or the newest one of `RUN_DIR`; its bytes are not verified yet.
 
     Raises: RunDirError if there is no such run, or no such checkpoint in it.
     """

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def trained_so_far(metrics: Path) -> tuple[int, int]:
-    """`steps_and_tokens` of a metrics file."""
+    """Return the steps and response tokens that a metrics file records."""
     return count_steps_and_tokens(MetricsFile(metrics).read())
 
 
@@ -37,10 +37,10 @@ def of_merged(found: Evaluation, model: Path, steps: int, tokens: int) -> Evalua
 
 
 def take_back(paths: RunPaths, done: int, steps: int) -> None:
-    """Take back the results of an earlier end, before a merge goes on from step `done` to `steps`.
+    """Take back the results of an earlier end, before a merge goes on from step `start_step` to `steps`.
 
-    The exam of that end becomes one during the merge, unless the run goes back to an earlier step. The page says that the merge goes
-    on. The model of the earlier end stays until there is a new one.
+    The exam of that end becomes one during the merge, unless the run goes back to an earlier step. The page says that the merge
+    goes on. The model of the earlier end stays until there is a new one.
     """
     for measured, file in paths.exams_by_step().items():
         if measured > done:
@@ -70,7 +70,7 @@ def _but_merged(by_model: Mapping[str, T]) -> dict[str, T]:
 
 
 def _stored_steps(report: Path) -> int | None:
-    """Steps of a run according to its report, for evaluations of an older release, which do not record them."""
+    """Return the steps of a run according to its report, for evaluations of an older release, which do not record them."""
     if not report.exists():
         return None
     steps: int | None = json.loads(report.read_text(encoding="utf-8")).get("steps")

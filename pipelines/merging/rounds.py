@@ -118,7 +118,7 @@ def reopen_rounds(
 
 
 def _checked_again(run: Rounds) -> list[Facts]:
-    """Check the rounds that are left again, and put what is found into the plan; on disk too if anything has changed.
+    """Check the rounds that are left once more, and put their inputs into the plan; on disk too if anything has changed.
 
     Raises: OpdError, and then nothing is written.
     """
@@ -168,7 +168,8 @@ def _write_rounds(paths: RunPaths, config: PipelineConfig, plan: Sequence[Facts]
 
 
 def _whole_pipeline(config: PipelineConfig, plan: Sequence[Facts]) -> dict[str, Any]:
-    """The pipeline of all rounds, with absolute paths and bases of adapters as the checked pipelines of the rounds have them."""
+    """Return the pipeline of all rounds, with absolute paths and bases of adapters as the checked pipelines of the rounds have
+    them."""
     data = with_absolute_paths(config)
     for name, expert in data["experts"].items():
         for found in (one["config"]["experts"].get(name) for one in plan):
@@ -182,7 +183,7 @@ def _whole_pipeline(config: PipelineConfig, plan: Sequence[Facts]) -> dict[str, 
 
 
 def _round_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The `RoundConfig` that turns `first` into `other`."""
+    """Return the `RoundConfig` that turns `first_config` into `later_config`."""
     found = {key: other[key] for key in RoundConfig.model_fields if other[key] != first[key]}
     for key in ("rollout", "teachers", "objective", "trainer"):
         if key in found and other[key].get("kind") == first[key].get("kind"):
@@ -211,7 +212,7 @@ def _read_plan(file: Path) -> list[Facts]:
 
 
 def _num_finished(configs: Sequence[PipelineConfig], root: Path) -> int:
-    """Number of finished rounds, counted from the first."""
+    """Return the number of finished rounds, counted from the first."""
     for index, config in enumerate(configs):
         paths = RunPaths(root).round_dir(index + 1)
         measured = not config.evaluate.lm_eval.tasks or MERGED in read_lm_eval(paths.lm_eval)
@@ -263,6 +264,7 @@ def _begin_round(
     whole = RunPaths(run.root)
     before = whole.round_dir(index)
     facts = _exam_facts(config, read_inputs(config))
+    # The student is the model that the round before left: no plan could have its hash.
     refuse_changed_inputs(plan[index] | {"student": facts["student"]}, facts, whole.rounds)
     if before.checkpoints.exists() or before.targets.exists():
         run.tell(f"round {index} is finished: its checkpoints are deleted, its model stays")
@@ -273,9 +275,10 @@ def _begin_round(
 
 
 def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, str]:
-    """Evaluations that the next round need not repeat: of the model that the finished round left, and of experts on the same exam.
+    """Return the evaluations that the next round need not repeat: of the model that the finished round left, and of experts on
+    the same exam.
 
-    File of `evaluation/` -> its text. `before` are the facts of the finished round in `paths`, `now` those of the next.
+    File of `evaluation/` -> its text. `old_facts` are those of the finished round in `paths`, `new_facts` those of the next.
     """
     exams = [d for d in now["config"]["domains"] if d in before["config"]["domains"] and _same_exam(d, before, now)]
     experts = [domain for domain in exams if before["teachers"][domain] == now["teachers"][domain]]
@@ -295,8 +298,8 @@ def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, s
 
 
 def _same_exam(domain: str, before: Facts, now: Facts) -> bool:
-    """True if questions, verifier, limits and what the student acts on are the same. Rounds cannot differ in `evaluate` and
-    `guard`, so these are not compared."""
+    """Return True if questions, verifier, limits and what the student acts on are the same. Rounds cannot differ in `evaluate`
+    and `guard`, so these are not compared."""
 
     def exam(facts: Facts) -> tuple[Any, ...]:
         own, asked = facts["config"]["domains"][domain], list(facts["prompts"][domain].values())
@@ -325,6 +328,7 @@ def _finish_rounds(run: Rounds, plan: Sequence[Facts]) -> dict[str, Any]:
     paths.evaluation.mkdir(exist_ok=True)
     measured = {name: [Evaluation.load(one.evaluation_file(name)) for one in rounds] for name in EXAMS}
     combine_evaluations(measured["expert"], EXPERT).save(paths.evaluation_file("expert"))
+    # The first evaluation of each list is of the very first student, or of the last model; later ones only name further domains.
     for name, found, in_rounds, model in (
         ("before", measured["before"], configs, configs[0].student.model),
         ("after", measured["after"][::-1], configs[::-1], paths.model),

@@ -161,7 +161,7 @@ def start_or_resume(config: PipelineConfig, root: Path) -> dict[str, Any]:
 def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = None) -> MergeRun:
     """Begin a new merge of one round, whose run directory `root` must not exist; from here on it can be resumed.
 
-    `known`: name -> text of files of `evaluation/` that were measured before and are not measured again.
+    `evaluation_files`: name -> text of files of `evaluation/` that were measured before and are not measured again.
     Raises: OpdError before anything is written.
     """
     assert config.rounds == 1, "see pipelines.merging.rounds"
@@ -194,7 +194,7 @@ def reopen(
     """Reopen an interrupted merge, to go on from a checkpoint, or from the start if it has none.
 
     `config` replaces the run's own pipeline, `overrides` change it; both may change only what `pipelines.merging.changes`
-    lists; `wanted` is what `opd.run.checkpoints.choose_checkpoint` takes. Raises: OpdError, and then nothing is written.
+    lists; `resume_from` is what `opd.run.checkpoints.choose_checkpoint` takes. Raises: OpdError, and then nothing is written.
     """
     paths = RunPaths(root)
     refuse_no_run(paths)
@@ -217,7 +217,7 @@ def extend(root: Path, longer: Extension, overrides: list[str] | None = None) ->
 
 
 def _make_resumed_run(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConfig, wanted: str) -> MergeRun:
-    """The run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
+    """Return the run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
     config = as_recorded(config, validate_section(PipelineConfig, recorded["config"], paths.manifest))
     inputs = read_inputs(config)
     refuse_too_large(config, inputs)
@@ -275,7 +275,7 @@ def _refuse_fewer_steps(config: PipelineConfig, done: int) -> None:
 def _run_session(
     run: MergeRun, checkpoint: Checkpoint | None, notices: Sequence[str], signals: Interrupts
 ) -> dict[str, Any]:
-    """Take the run from a checkpoint to its report, with new workers. Raises: WorkerDied; as `_leave_early`."""
+    """Take the run from a checkpoint to its report, with new workers. Raises: WorkerDied; as `_raise_if_unfinished`."""
     began = time.monotonic()
     config, paths = run.config, run.paths
     done = checkpoint.step if checkpoint else 0
@@ -305,6 +305,7 @@ def _run_session(
         shown.doing("the merged model is written")
         _export_model(parts, run)
         shown.doing("the exam of the merged model")
+        # The exam is taken by the exported files, not by the weights that the engines got from the last push.
         parts.sync.hold(paths.model, like=config.student.model)
         after = of_merged(parts.evaluator.evaluate(model=MERGED), paths.model, *trained_so_far(paths.metrics))
         parts.reporter.evaluation("after", after)
@@ -317,7 +318,7 @@ def _run_session(
 
 
 def _leave_early(parts: loop.Parts, run: MergeRun, last: int, signals: Interrupts) -> None:
-    """Nothing, if the run is through with step `last`.
+    """Raise if the run ends before its last step; return if step `last` is that one.
 
     Raises: RunError if a monitor ends it, Paused among them, with the page of what it saw written; Interrupted after a signal.
     """
@@ -364,7 +365,7 @@ def _load_checkpoint(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, show
 
 
 def _plan_steps(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.Plan:
-    """The steps that are left; none if the checkpoint is of the last step."""
+    """Return the steps that are left; none if the checkpoint is of the last step."""
     return loop.Plan(
         first_step=checkpoint.step + 1 if checkpoint else 1,
         last_step=config.trainer.steps,
@@ -376,7 +377,7 @@ def _plan_steps(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.P
 
 
 def _before_and_experts(parts: loop.Parts, run: MergeRun, shown: Display) -> tuple[Evaluation, Evaluation]:
-    """The exams of the student before training and of each domain's expert."""
+    """Return the exams of the student before training and of each domain's expert."""
     before, expert = StartingExams(parts, run.config, run.inputs, run.paths, shown).measure_exams()
     shown.exams(before.accuracy, expert.accuracy, clear_domains(before.scores, expert.scores))
     return before, expert

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig, most_samples
+from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
 from opd.config.drift import engines_of_worker
 from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
@@ -429,7 +429,7 @@ def teacher_sizes(config: PipelineConfig, models: MergeModels) -> tuple[list[int
 
 
 def _transfer_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
-    responses = most_samples(config) * max(_longest_sample(config, domain) for domain in config.domains.values())
+    responses = config.trainer.samples_per_step * max(_longest_sample(config, domain) for domain in config.domains.values())
     opinions = max((len(part) for part in models.scoring.values()), default=1)
     return [
         Need(what="new weights on their way", nbytes=pushed_bytes(config, models), knobs="trainer.dtype"),

@@ -219,15 +219,15 @@ class FlightPool:
             raise ProtocolError(f"parts of {sizes} bytes arrived, {list(reply.sizes)} were sent")
 
     def _call_with_retry(self, operation: str, timeout_s: float, request: Callable[[Any], T]) -> T:
-        """One question with one answer. Raises: as `_iterate_attempts`."""
+        """Ask one question that has one answer. Raises: as `_iterate_attempts`."""
         for attempt in self._iterate_attempts(operation, timeout_s):
             with attempt as options:
                 return request(options)
         raise AssertionError("the last attempt returns or raises")
 
     def _iterate_attempts(self, operation: str, timeout_s: float) -> Iterator[AbstractContextManager[Any]]:
-        """Call options of each attempt, within which to ask; it swallows that the server could not be reached, all but
-        the last. All attempts share the deadline. Raises: RunError."""
+        """Yield a context for each attempt, which gives the call options and swallows that the server could not be reached; the
+        last one raises it. All attempts share the deadline. Raises: RunError."""
         deadline = time.monotonic() + timeout_s
         for number, wait_s in enumerate((*RETRY_WAITS_S, None), start=1):
             yield self._try_call(f"`{operation}`", number, timeout_s, deadline, wait_s)
@@ -260,7 +260,7 @@ class FlightPool:
     # What is checked
 
     def _refuse_mismatch(self, hello: Hello) -> None:
-        """Raises: RunError naming what both sides have."""
+        """Refuse a server that serves something else. Raises: RunError naming what both sides have."""
         local = {
             "stream version": STREAM_VERSION,
             "payload": self._options.payload,

@@ -160,7 +160,7 @@ class PoolServer(flight.FlightServerBase):
         free_slots: threading.Semaphore,
         client_left: threading.Event,
     ) -> None:
-        """Score in the server's turn, part by part as there is `room` for them; until the client is `gone`, or takes nothing."""
+        """Score in the server's turn, part by part as slots become free, until the client leaves or takes nothing."""
         with self._hold_turn(context):
             targets = self._pool.score(rollouts)
             while (part := targets.take_part()) is not None and not client_left.is_set():
@@ -174,7 +174,7 @@ class PoolServer(flight.FlightServerBase):
         if not self._turn.acquire(timeout=self._timeout_s):
             raise RunError(f"others' steps took longer than {self._timeout_s:.0f} s (cluster.phase_timeout_s)")
         try:
-            if context.is_cancelled():
+            if context.is_cancelled():  # while it waited: its step would only hold the others up
                 raise flight.FlightCancelledError("the client left")
             yield
         finally:
@@ -182,7 +182,7 @@ class PoolServer(flight.FlightServerBase):
 
     @contextmanager
     def _report_errors(self, context: Any, operation: str) -> Iterator[None]:
-        """An error that we worded ourselves reaches the client as it is, and the server's own output."""
+        """Let an error that we worded ourselves reach the client as it is, and the server's own output."""
         try:
             yield
         except (OpdError, RunError) as error:

@@ -44,7 +44,7 @@ Sequences = Sequence[Sequence[int]]
 
 
 class OpenAIScorer:
-    """Implements `teachers.scorers.Scorer`, for payloads that an engine's log-probs are enough for."""
+    """Implements `opd.interfaces.Scorer`, for payloads that an engine's log-probs are enough for."""
 
     def __init__(self, options: ScorerOptions) -> None:
         self._answers = answer_class(options.payload)
@@ -58,14 +58,14 @@ class OpenAIScorer:
         self._verified_teachers: set[str] = set()
 
     def prefetch(self, teacher: Teacher) -> None:
-        """Nothing: a server has its weights."""
+        """Do nothing: a server has its weights."""
 
     def head(self, teacher: Teacher) -> Tensor:
-        """Servers do not send it, and no payload of theirs needs it."""
+        """Never called: servers send no head, and no payload of theirs needs one."""
         raise AssertionError("a head is needed by hidden states only")
 
     def head_key(self, teacher: Teacher) -> str:
-        """Empty, once the server has scored a few tokens.
+        """Return an empty key, once the server has scored a few tokens.
 
         Raises: RunError if the teacher has no server, the server does not score, or its head has padding rows.
         """
@@ -77,18 +77,18 @@ class OpenAIScorer:
         return ""
 
     def head_file(self, teacher: Teacher) -> None:
-        """A server shows none."""
+        """Return None: a server shows no file."""
         return None
 
     def layout(self, teacher: Teacher) -> None:
-        """The engine keeps its sequences apart by itself."""
+        """Return None: the engine keeps its sequences apart by itself."""
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
-        """Log-probs are ready: nothing is to be done to them."""
+        """Return the identity: nothing is to be done to log-probs."""
         return IDENTITY
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
-        """Target rows in batches, shortest rows first.
+        """Yield target rows in batches, shortest rows first.
 
         A response with a log-prob that is not finite gets no row but an entry in `broken`: sample id -> reason.
         Raises: RunError for an answer that cannot be had or used, after all attempts.

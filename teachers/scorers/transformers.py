@@ -38,7 +38,7 @@ from teachers.weights import State, WeightCache, base_key, read_tensors, weight_
 
 
 class TransformersScorer:
-    """Implements `teachers.scorers.Scorer`; one teacher is in a skeleton at a time."""
+    """Implements `opd.interfaces.Scorer`; one teacher is in a skeleton at a time."""
 
     def __init__(self, options: ScorerOptions, device: str | None = None) -> None:
         """`device` is torch's name of one; default: the GPU if there is one."""
@@ -84,7 +84,7 @@ class TransformersScorer:
         return weight
 
     def head_key(self, teacher: Teacher) -> str:
-        """BLAKE3 of the head's bytes, type and logit rule: equal heads have one key.
+        """Return BLAKE3 of the head's bytes, type and logit rule: equal heads have one key.
 
         Raises: RunError if the head is not finite, or if head and rule do not give the model's own logits.
         """
@@ -157,7 +157,7 @@ class TransformersScorer:
             return bias is not None and bool((bias[: self._vocab_size] != 0).any())
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
-        """Target rows in batches, shortest rows first. The teacher is loaded when this returns.
+        """Return target rows in batches, shortest rows first. The teacher is loaded when this returns.
 
         A response whose hidden states are not finite gets no row but an entry in `broken`: sample id -> reason.
         """
@@ -312,7 +312,7 @@ class TransformersScorer:
         return state
 
     def _measure(self, directory: Path, dtype: torch.dtype) -> int:
-        """Return the bytes of what `_read` returns."""
+        """Return the bytes of what `_read_state` returns."""
         return weights_nbytes(directory, dtype, self._on_disk(directory))
 
     def _on_disk(self, directory: Path) -> frozenset[str]:

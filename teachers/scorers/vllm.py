@@ -41,7 +41,7 @@ TOLERANCE = {"float32": 0.01, "bfloat16": 0.1}
 
 
 class VLLMScorer:
-    """Implements `teachers.scorers.Scorer`; one teacher is in the engine at a time."""
+    """Implements `opd.interfaces.Scorer`; one teacher is in the engine at a time."""
 
     def __init__(self, options: ScorerOptions) -> None:
         self._options = options
@@ -60,7 +60,7 @@ class VLLMScorer:
         """Key: `weight_key` of the teacher."""
 
     def prefetch(self, teacher: Teacher) -> None:
-        """Nothing: the engine reads a teacher's files when it needs them."""
+        """Do nothing: the engine reads a teacher's files when it needs them."""
 
     def head(self, teacher: Teacher) -> Tensor:
         """[V, D] the teacher's output head, on the CPU, as its files have it: a pooling engine holds none."""
@@ -77,14 +77,14 @@ class VLLMScorer:
         return self._verify_head(teacher).file
 
     def layout(self, teacher: Teacher) -> None:
-        """The engine keeps its sequences apart by itself."""
+        """Return None: the engine keeps its sequences apart by itself."""
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
         """Return what the teacher's architecture does to its logits."""
         return self._verify_head(teacher).rule
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
-        """Target rows in batches, shortest rows first.
+        """Yield target rows in batches, shortest rows first.
 
         A response whose states or log-probs are not finite gets no row but an entry in `broken`: sample id -> reason.
         """

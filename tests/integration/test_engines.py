@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from opd import cluster
 from opd.records.types import Prompt, Rollout
-from opd.rollouts.partial import Cuts
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import VLLMWorker
 from tests.integration.parts import (
@@ -187,12 +186,8 @@ def test_rollouts_report_the_log_probs_of_what_they_sampled(engine: VLLMRolloutE
     assert [q.prompt_id for q in batch.quarantined] == ["left/long"]
     assert [r.sample_id for r in batch.rollouts] == [f"000001/left/{i}" for i in range(6)]
     assert {r.policy_version for r in batch.rollouts} == {7}
-    cut = engine.generate(prompts, step=3, policy_version=7, cuts=Cuts(at=2, times=1))
-    later = engine.generate([], step=4, policy_version=8, cuts=Cuts(at=2, times=1, begun=cut.unfinished))
-    assert all([s.length for s in r.spans] == [2, len(r.response_ids) - 2] for r in later.rollouts) and later.rollouts
-    responses = batch.rollouts + cut.rollouts + later.rollouts
-    whole = plain_logprobs(tiny_model_dir, [(*r.prompt_ids, *r.response_ids) for r in responses])
-    for rollout, logprobs in zip(responses, whole, strict=True):
+    whole = plain_logprobs(tiny_model_dir, [(*r.prompt_ids, *r.response_ids) for r in batch.rollouts])
+    for rollout, logprobs in zip(batch.rollouts, whole, strict=True):
         assert 1 <= len(rollout.response_ids) <= 8
         assert rollout.truncated == (rollout.response_ids[-1] != EOS)
         assert rollout.behaviour_logprobs == pytest.approx(logprobs[len(rollout.prompt_ids) - 1 :], abs=1e-4)

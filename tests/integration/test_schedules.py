@@ -57,30 +57,6 @@ def test_one_step_off_killed_and_resumed_ends_with_the_same_weights(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_long_response_is_cut_carried_on_and_trained_once(tmp_path: Path, pipeline: dict[str, Any]) -> None:
-    """Killed and resumed, too. A second merge hardly moves: there both parts of a response come from nearly the same weights, and
-    the log-probs that the engine said of them have to be those of one sequence."""
-    pipeline["schedule"] = {"mode": "one_step_off", "partial_rollout": {"cut_at": 3, "cuts": 2}}
-    pipeline["checkpoint"] = {"every": 2, "keep": 9}
-    file = tmp_path / "pipeline.yaml"
-    file.write_text(yaml.safe_dump(pipeline))
-    opd("merge", file, "--run-dir", "whole", cwd=tmp_path)
-    kill_when_logged(file, tmp_path / "broken", 4)
-    opd("merge", "--resume", "broken", cwd=tmp_path)
-    opd("merge", file, "--run-dir", "still", "--set", "trainer.lr=1e-12", cwd=tmp_path)
-    whole, broken, still = (records(tmp_path / name) for name in ("whole", "broken", "still"))
-    assert {3, 4} <= {r["step"] for r in broken if "replayed" in r}
-    assert [(r["loss"], r["token_ages"]) for r in broken] == [(r["loss"], r["token_ages"]) for r in whole]
-    assert {age for r in whole for age in r["token_ages"]} == {"0", "1", "2", "3"}
-    waiting = [r.get("unfinished", 0) for r in whole]
-    assert min(waiting[:-1]) > 0 == waiting[-1]
-    assert sum(d["samples"] for r in whole for d in r["domains"].values()) == 6 * 24, "each response is trained once"
-    assert max(r["drift"] for r in still) < 1e-5 < max(r["drift"] for r in whole)
-    ours, theirs = (blake3_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "broken"))
-    assert ours == theirs
-
-
-@pytest.mark.slow
 def test_an_engine_that_dies_while_the_trainer_trains_writes_again_with_the_same_weights(
     tmp_path: Path, pipeline: dict[str, Any]
 ) -> None:

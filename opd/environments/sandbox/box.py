@@ -178,7 +178,7 @@ class Box:
         return answer
 
     def _read_more(self, end: float) -> bool:
-        """Read what is there, or wait for it. False if the sandbox has ended, or at the deadline."""
+        """Read what is there, or wait for it. Return False if the sandbox has ended, or at the deadline."""
         assert self._process.stdout is not None
         source, waiting = self._process.stdout.fileno(), select.poll()  # select knows no file numbers above 1023
         waiting.register(source, select.POLLIN)

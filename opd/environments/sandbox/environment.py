@@ -151,7 +151,7 @@ class Sandbox:
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
-        """`n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
+        """Return `n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
         return draw_tasks("sandbox", (SandboxOptions, options), _drawn, n, seed)
 
     def _carry_out(self, action: Action) -> Outcome:
@@ -176,7 +176,7 @@ class Sandbox:
         return f"wrote {len(content)} characters to {readable(path)}" if ran.code == 0 else self._describe_result(ran)
 
     def _read(self) -> str:
-        """The file of the task as it is now."""
+        """Return the file of the task as it is now."""
         return self._run(["/bin/cat", "--", str(self._task["file"])], output=MOST_JUDGED).output
 
     def _seconds_left(self) -> float:
@@ -224,7 +224,7 @@ def _drawn(rng: random.Random, options: SandboxOptions, limit: int) -> Iterator[
 
 
 def _make_task(rng: random.Random, problem: Problem, bug: tuple[str, str], calls: int) -> TaskRow | None:
-    """A row, or None if the calls that were drawn do not show the bug."""
+    """Return a row, or None if the calls that were drawn do not show the bug."""
     name = problem.function.__name__
     fixed = inspect.getsource(problem.function).replace("  # type: ignore[no-untyped-def]", "")
     assert fixed.count(bug[0]) == 1, f"{name}: {bug[0]!r} is not once in it"

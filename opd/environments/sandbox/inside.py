@@ -73,7 +73,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(what: str, done: int) -> None:
-    """Raises: OSError if a C function failed; `what` says which."""
+    """Check the result of the C function of this name. Raises: OSError if it failed."""
     if done != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -99,6 +99,7 @@ def leave_the_machine() -> None:
         except OSError:
             os._exit(1)
         os._exit(0)
+    # The users can only be mapped once the namespace is there: until then the helper waits for a byte.
     failed = libc.unshare(NEWUSER | NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET) and ctypes.get_errno()
     os.write(ready[1], b".")
     _, status = os.waitpid(helper, 0)
@@ -119,7 +120,7 @@ def _map_users(process: Path, uid: int, gid: int) -> None:
 
 
 def become_first() -> None:
-    """Go on as process 1 of the new process namespace. The process outside only waits; if it dies, so do we."""
+    """Go on as process 1 of the new namespace, which only a child enters. The parent outside waits; if it dies, so do we."""
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
@@ -152,7 +153,7 @@ def build_root(python: str, disk_mb: int) -> None:
 
 
 def bind_mount(source: str, target: str) -> None:
-    """Show a file or directory of the machine at `target`, which is made."""
+    """Create `target`, and show a file or directory of the machine there."""
     if Path(source).is_dir():
         Path(target).mkdir(parents=True, exist_ok=True)
     else:
@@ -219,13 +220,15 @@ def _own_directories(root: str, disk_mb: int) -> None:
 
 
 def calls_filter(machine: str) -> bytes:
-    """The program with which the kernel looks at every system call of a command, for a processor's name.
+    """Return the program with which the kernel looks at every system call of a command, for a processor's name.
 
     Raises: OSError for a processor whose calls we do not know.
     """
     if machine not in MACHINES or sys.byteorder != "little":
         raise OSError(f"no list of system calls for the processor {machine}")
     known, number = MACHINES[machine]
+    # Opcodes of BPF: load a word, jump if equal, if at least, if any bit is set, and, return. What is read is seccomp_data: the
+    # number of the call at byte 0, the architecture at 4, the arguments from 16 on in 8 bytes each, their low halves first.
     load, jump, jump_from, jump_any, mask, end = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     allow, kill, fail = 0x7FFF0000, 0x80000000, 0x00050000
     made: list[tuple[int, int, int, int]] = []
@@ -290,7 +293,7 @@ def give_up_rights(limits: dict[str, int], program: bytes) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3 of capabilities
     call("capset", libc.capset(header, nothing))
     call("prctl", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     filter_calls(program)
@@ -385,8 +388,9 @@ def _read_until_end(
 
 
 def memory_in_use() -> int:
-    """Bytes that the sandbox holds: what its processes wrote to their own memory, swapped out or not, and the kernel's tables of it;
-    the files that it wrote; and the most that its sockets can hold. The calls that hold memory elsewhere are filtered out."""
+    """Return the bytes that the sandbox holds: what its processes wrote to their own memory, swapped out or not, and the
+    kernel's tables of it; the files that it wrote; and the most that its sockets can hold. The calls that hold memory elsewhere
+    are filtered out."""
     held = sum(_own_memory(entry) for entry in os.listdir("/proc") if entry.isdigit() and entry != "1")  # noqa: PTH208 often
     for name in FILES:
         files = os.statvfs(f"/{name}")
@@ -395,7 +399,7 @@ def memory_in_use() -> int:
 
 
 def _own_memory(process: str) -> int:
-    """Pages of files are not in it: those of our own are counted as files, the machine's are there without us."""
+    """Return the bytes of a process without pages of files: ours are counted as files, the machine's are there without us."""
     try:
         status = Path("/proc", process, "status").read_text()
     except OSError:  # it ended meanwhile
@@ -404,12 +408,12 @@ def _own_memory(process: str) -> int:
 
 
 def sockets_in_use() -> int:
-    """Sockets of our network namespace."""
+    """Return the number of sockets in our network namespace."""
     return int(Path("/proc/net/sockstat").read_text().split()[2])
 
 
 def _socket_bytes() -> int:
-    """Bytes that may lie unread in a socket of this machine."""
+    """Return the bytes that may lie unread in a socket of this machine."""
     with socket.socket(socket.AF_UNIX) as one:
         return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 

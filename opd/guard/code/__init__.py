@@ -28,7 +28,7 @@ class Code:
     strings: list[str] = field(default_factory=list)
     """All short strings."""
     texts: list[str] = field(default_factory=list)
-    """All that stands in it, in which somebody may look for paths."""
+    """Texts in which `find_mentions` looks for paths: all strings of Python code, also long ones; all code of other languages."""
     uses: list[str] = field(default_factory=list)
     """Dotted names, import aliases resolved."""
     env: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Code:
         self.mentions += [posixpath.join(self.cwd, text) for text in self.later]
 
     def mention(self, text: str, globs: bool) -> None:
-        """Note a string of the code; with `globs` as one that may be expanded."""
+        """Note a string of the code. With `globs` a `*` in it stands for any text, as in a glob."""
         self.texts.append(text)
         if not text or len(text) > 512 or "\n" in text:
             return

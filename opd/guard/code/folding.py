@@ -70,7 +70,7 @@ class Folder:
         """True once a value came out of encoded text."""
 
     def dotted_name(self, node: ast.AST) -> str:
-        """The dotted name of an expression; `?` in the place of what is none."""
+        """Return the dotted name of an expression; `?` stands for a part that has no name."""
         if isinstance(node, ast.Name):
             return self.aliases.get(node.id, node.id)
         if isinstance(node, ast.Attribute):
@@ -85,7 +85,7 @@ class Folder:
         return "?"
 
     def fold_value(self, node: ast.AST) -> Any:
-        """The value of an expression, or UNKNOWABLE. Raises: Unreadable if there is too much to work out."""
+        """Return the value of an expression, or UNKNOWABLE. Raises: UnreadableCommand if there is too much to work out."""
         self._steps += 1
         if self._steps > MAX_STEPS:
             raise UnreadableCommand("code that takes too long to read")
@@ -141,7 +141,7 @@ class Folder:
                 None if end is None else ast.literal_eval(end)
                 for end in (node.slice.lower, node.slice.upper, node.slice.step)
             ]
-            self.decoded = self.decoded or ends[2] == -1
+            self.decoded = self.decoded or ends[2] == -1  # a text from right to left is hidden, too
             return whole[ends[0] : ends[1] : ends[2]]
         return whole[ast.literal_eval(node.slice)]
 
@@ -190,5 +190,5 @@ class Folder:
 
 
 def _bounded_bytes(given: Any) -> bytes:
-    """`bytes(given)`; of a number only if it is small."""
+    """Return `bytes(argument)`. Of a large number only as many as `fold_value` needs to find it too long."""
     return bytes(min(given, MAX_TEXT + 1)) if isinstance(given, int) else bytes(given)

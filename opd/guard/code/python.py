@@ -54,9 +54,10 @@ _ENVIRONMENT = {"os.environ.get", "os.getenv", "os.environ.pop", "os.environ.set
 
 
 def read_python(text: str) -> Code:
-    """Read what a Python program would do. Raises: Unreadable if it does not parse."""
+    """Read what a Python program would do. Raises: UnreadableCommand if it does not parse."""
     try:
         with warnings.catch_warnings():
+            # The parser warns of invalid escapes, which are the policy's.
             warnings.simplefilter("ignore")
             tree = ast.parse(textwrap.dedent(text), "<string>")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -86,6 +87,7 @@ class _PythonReader(ast.NodeVisitor):
         if isinstance(node, ast.expr):
             value = self.fold.fold_value(node)
             if isinstance(value, bytes) and not isinstance(node, ast.Name):
+                # Each byte is a character there, so nothing is lost.
                 value = value.decode("latin-1")
             if isinstance(value, str) and not isinstance(node, ast.Name):
                 self.code.mention(value, globs="*" in value)
@@ -121,13 +123,13 @@ class _PythonReader(ast.NodeVisitor):
             self.code.uses.append(f"{node.module or ''}.{alias.name}")
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        """A variable whose value is known stays known until it is set again."""
+        """Keep the value of a variable until it is set again."""
         self.generic_visit(node)
         self._assign_targets(node.targets, self.fold.fold_value(node.value))
         self._named |= {one.id: self._opened_path(node.value) for one in node.targets if isinstance(one, ast.Name)}
 
     def visit_For(self, node: ast.For) -> None:
-        """A loop over known strings is gone through once for each."""
+        """Go through the body of a loop over known values once for each."""
         values = self.fold.fold_value(node.iter)
         self.visit(node.iter)
         if self._shows_environment([node.iter]) and any(
@@ -176,7 +178,7 @@ class _PythonReader(ast.NodeVisitor):
             self.code.env.append(value)
 
     def visit_Call(self, node: ast.Call) -> None:
-        """A call: of a shell, of code, of what opens, writes or removes files."""
+        """Read a call: of a shell, of code, of what opens, writes or removes files."""
         called = self.fold.dotted_name(node.func)
         self.code.uses.append(called)
         if (called in _SHOWS or called.endswith(".write")) and self._shows_environment(node.args):
@@ -262,7 +264,7 @@ class _PythonReader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _opened_path(self, node: ast.AST) -> str:
-        """The path that an expression opens, or the path of a file with a name; empty if it is not known."""
+        """Return the path that an expression opens, or the path of a file with a name; empty if it is not known."""
         if isinstance(node, ast.Name):
             return self._named.get(node.id, "")
         if isinstance(node, ast.Call) and self.fold.dotted_name(node.func).rpartition(".")[2] == "open":

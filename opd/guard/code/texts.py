@@ -25,8 +25,8 @@ def _refuse_long(characters: int) -> None:
 
 
 def _shown_length(value: Any) -> int:
-    """At least as many characters as the value has when it is shown. Raises: TypeError for a list, which may hold another one many
-    times over."""
+    """Return an upper bound of the characters that show a value. Raises: TypeError for a list: it may hold another one many times
+    over, so that its length says little."""
     if isinstance(value, list):
         raise TypeError("a list is not shown")
     if isinstance(value, str | bytes):
@@ -35,7 +35,7 @@ def _shown_length(value: Any) -> int:
 
 
 def _refuse_shown(pattern: str, values: Sequence[Any], times: int) -> None:
-    """Refuse a pattern with so many places for these values. Raises: ValueError, TypeError."""
+    """Refuse a pattern with `times` places for values, if the result may be too long. Raises: ValueError, TypeError."""
     width = 999 if re.search(r"\d\d", pattern) else 9
     _refuse_long(times * max(map(_shown_length, values), default=0) + times * width)
 
@@ -47,7 +47,7 @@ def joined_paths(parts: Sequence[Any]) -> str:
 
 
 def join_parts(parts: Sequence[Any]) -> str:
-    """The text of an f-string."""
+    """Return the text of an f-string."""
     _refuse_long(sum(map(_shown_length, parts)))
     return "".join(map(str, parts))
 

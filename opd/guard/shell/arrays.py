@@ -14,7 +14,7 @@ EVERY = ("[@]", "[*]")
 
 
 def array(fields: Iterable[str]) -> str:
-    """The value of an array with these items. Of `[3]=x` the place is not kept."""
+    """Return the value of an array with these items. Of `[3]=x` the place is not kept."""
     return BREAK.join(_KEY.sub("", field.translate(VALUE), count=1) for field in fields)
 
 
@@ -34,7 +34,7 @@ def assign(variables: dict[str, str], node: Assignment, value: str) -> None:
 
 
 def item(value: str, index: str) -> str:
-    """The item of an array at `[index]`; all of them where the place is not known. Without an index it is the first."""
+    """Return the item of an array at `[index]`; all of them where the place is not known. Without an index it is the first."""
     items = value.split(BREAK)
     if not index:
         return items[0]

@@ -27,7 +27,7 @@ def run_declare(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def run_unset(walker: Walker, run: ProgramRun) -> str | None:
-    """Variables and functions are gone."""
+    """`unset NAME ...`: variables and functions are forgotten."""
     walker.note_call(run)
     for arg in run.argv[1:]:
         walker.session.variables.pop(show_field(arg), None)
@@ -54,7 +54,7 @@ def read(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def _split_words(line: str, separators: str, most: int) -> list[str]:
-    """The words of a line; `most` is how often it is split."""
+    """Return the words of a line; `most` is how often it is split."""
     if separators.strip() or not separators:
         return re.split(f"[{re.escape(separators)}]", line, maxsplit=max(most, 0)) if separators and most else [line]
     return line.split(maxsplit=most) if most else [line.strip()]
@@ -71,7 +71,7 @@ def run_mapfile(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def _parse_names(argv: list[str], valued: str) -> tuple[list[str], dict[str, str]]:
-    """The names behind the options, and the values of these options by their letters."""
+    """Return the names behind the options, and the values of these options by their letters."""
     names: list[str] = []
     values: dict[str, str] = {}
     rest = iter(map(show_field, argv[1:]))

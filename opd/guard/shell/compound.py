@@ -27,7 +27,7 @@ FIRST_LINES = 3
 
 
 def walk_group(session: GuardSession, node: CompoundCommand, streams: Streams, walk: Walk) -> Output:
-    """Go through the bodies of a group; what it prints, or, if it has branches, what it may print, a line each."""
+    """Go through the bodies of a group. Return what it prints; of branches, the output of each on lines of its own."""
     if node.kind == "subshell":
         return act_in_subprocess(session, partial(walk, node.bodies[0], streams))
     if node.kind == "braces":
@@ -53,7 +53,7 @@ def walk_group(session: GuardSession, node: CompoundCommand, streams: Streams, w
 
 
 def _walk_if(session: GuardSession, bodies: Sequence[Callable[[], object]]) -> list[GuardSession]:
-    """A branch runs behind its own test and those before it. The last of an odd number is the `else`."""
+    """Go through the branches of an `if`, each after its own test and those before it. The last of an odd number is the `else`."""
     ways, ended = list_states(session), list[GuardSession]()
     for index in range(0, len(bodies) - 1, 2):
         ways = in_each(session, ways, bodies[index])
@@ -62,13 +62,13 @@ def _walk_if(session: GuardSession, bodies: Sequence[Callable[[], object]]) -> l
 
 
 def _walk_case(session: GuardSession, bodies: Sequence[Callable[[], object]]) -> list[GuardSession]:
-    """One branch runs; the first body is the subject."""
+    """Go through the branches of a `case`, of which one runs. The first body is the subject."""
     ways = in_each(session, list_states(session), bodies[0])
     return [way for body in bodies[1:] for way in in_each(session, ways, body)] or ways
 
 
 def _walk_loop(session: GuardSession, test: Callable[[], object], body: Callable[[], object]) -> list[GuardSession]:
-    """The test runs first and last, the body never or many times: twice is enough to see what a round does to the next."""
+    """Go through a loop: test, body, test, body, test; it may end after each test. Two rounds show what one does to the next."""
     ways = done = in_each(session, list_states(session), test)
     for _ in range(2):
         after = in_each(session, ways, body)
@@ -80,7 +80,8 @@ def _walk_loop(session: GuardSession, test: Callable[[], object], body: Callable
 
 
 def _lines_of_while_read(node: CompoundCommand, streams: Streams) -> list[str]:
-    """The lines that a `while read ...` gets, if they are known: the first few, and of the others those that may be paths."""
+    """Return the lines that a `while read ...` gets, if they are known: the first few, and of the others those that may be
+    paths."""
     test = node.bodies[0]
     first = test[0].pipelines[0].commands[0] if test else None
     if not isinstance(first, Simple) or not first.words or first.words[0] != (Literal("read"),):
@@ -98,7 +99,7 @@ def _by_line(walk: Walk, bodies: Sequence[Script], streams: Streams, lines: Sequ
 
 
 def loop_over(session: GuardSession, node: For, values: Sequence[str], walk: Callable[[Script], Output]) -> Output:
-    """Go through the body of a `for` for each of its words; what it prints, if that is known."""
+    """Go through the body of a `for` for each of its words. Return what it prints, if that is known."""
     printed: list[Output] = []
 
     def one_round(value: str) -> None:

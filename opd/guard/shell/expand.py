@@ -57,7 +57,7 @@ class Expander:
         self._work = work
 
     def expand_to_fields(self, word: Word) -> list[str]:
-        """The arguments that a word becomes. Raises: Unreadable if that is too much."""
+        """Return the arguments that a word becomes. Raises: UnreadableCommand if that is too much."""
         text = self._expand_text(word, split=True)
         if text.startswith("~"):
             text = self._expand_home(text)
@@ -69,7 +69,7 @@ class Expander:
         return [f for f in found if f or _keeps_empty_word(word)][:MAX_FIELDS]
 
     def expand_to_value(self, word: Word) -> str:
-        """The word as one string without marks of globs: the value of an assignment, the text of a heredoc."""
+        """Return the word as one string without marks of globs: the value of an assignment, the text of a heredoc."""
         text = self._expand_text(word, split=False)
         if text.startswith("~"):
             text = self._expand_home(text)
@@ -119,7 +119,7 @@ class Expander:
         return _unset_variable_mark(part.name) if value is None else value
 
     def _variable_value(self, name: str) -> str | None:
-        """The value of a variable; None if it is not known."""
+        """Return the value of a variable; None if it is not known."""
         session = self.session
         if name.partition("[")[0] not in session.variables:
             session.read_variables.append(name.partition("[")[0])
@@ -165,32 +165,32 @@ class Expander:
 
 
 def _unset_variable_mark(name: str) -> str:
-    """The mark of a variable that the episode did not set."""
+    """Return the mark of a variable that the episode did not set."""
     own = _NUMBER.fullmatch(name) or (name.isidentifier() and not name.startswith(ENVIRONMENT))
     return UNSET if own and name != "0" else UNKNOWN
 
 
 def _apply_to_items(value: str, operator: str, operand: str, from_one: bool) -> str:
-    """The items of an array after an operator: some of them, or all, changed one by one."""
+    """Return the items of an array after an operator: some of them, or all, changed one by one."""
     items = value.split(BREAK)
     if operator != ":":
         return BREAK.join(apply_text_operator(one, operator, operand) for one in items)
     found = _SLICE.fullmatch(show_field(operand))
     if found is None or found[1].startswith("-"):
         return value
-    start = max(int(found[1]) - from_one, 0)
+    start = max(int(found[1]) - from_one, 0)  # `${@:1}` begins at `$1`, `${x[@]:1}` at the second item
     return BREAK.join(items[start:][: int(found[2])] if found[2] else items[start:])
 
 
 def _count_comparisons(value: str, operator: str, operand: str) -> int:
-    """At most how many characters are compared to cut or to replace the operand in the value."""
+    """Return an upper bound of the characters that are compared to cut or to replace the operand in the value."""
     if operator not in ("/", "//", "#", "##", "%", "%%"):
         return 0
     return len(value) * len(operand) * (len(value) if operator[0] == "/" and STAR in operand else 1)
 
 
 def apply_text_operator(value: str, operator: str, operand: str) -> str:
-    """A known value after one of the operators that cut, replace or change case."""
+    """Return a known value after one of the operators that cut, replace or change case."""
     if operator in ("^^", ",,", "^", ","):
         return {"^^": value.upper(), ",,": value.lower(), "^": value[:1].upper() + value[1:]}.get(operator, value)
     if operator == ":":
@@ -201,6 +201,7 @@ def apply_text_operator(value: str, operator: str, operand: str) -> str:
         return rest[: int(slice_[2])] if slice_[2] else rest
     if operator in ("/", "//"):
         old, _, new = operand.partition("/")
+        # The length first: the result may be too long to make.
         made, count = _regex(old).subn("", value, count=0 if operator == "//" else 1)
         if not old or len(made) + count * len(new) > MAX_VALUE:
             return UNKNOWN if old else value
@@ -211,7 +212,7 @@ def apply_text_operator(value: str, operator: str, operand: str) -> str:
 
 
 def _cut_match(value: str, operator: str, pattern: str) -> str:
-    """The value without the shortest or longest beginning or end that fits."""
+    """Return the value without the shortest or longest beginning or end that fits."""
     backwards = operator[0] == "%"
     text = value[::-1] if backwards else value
     found = _regex(pattern, backwards, len(operator) == 1).match(text)

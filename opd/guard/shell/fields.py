@@ -34,12 +34,12 @@ MAX_FIELDS = 256
 
 
 def show_field(field: str) -> str:
-    """The field as a person would write it; what is not known is an ellipsis."""
+    """Return the field as a person would write it; what is not known is an ellipsis."""
     return field if field.isascii() else field.translate(PLAIN)  # most have no mark, and to translate is slow
 
 
 def is_fully_known(field: str) -> bool:
-    """True if nothing of the field depends on what runs before."""
+    """Return True if nothing of the field depends on what runs before."""
     return UNKNOWN not in field and UNSET not in field
 
 
@@ -48,8 +48,8 @@ def has_glob(field: str) -> bool:
 
 
 def expand_braces(field: str, spend: Callable[[int], None]) -> list[str]:
-    """The fields that brace expansion makes of one: `a{b,c}` is `ab` and `ac`, `{1..3}` is 1, 2, 3. `spend` is told the characters
-    that are looked at."""
+    """Return the fields that brace expansion makes of one: `a{b,c}` is `ab` and `ac`, `{1..3}` is 1, 2, 3. `spend` gets
+    the number of characters that are looked at."""
     done: list[str] = []
     waiting = [field]
     while waiting and len(done) + len(waiting) < MAX_FIELDS:
@@ -88,7 +88,7 @@ def _find_brace_pairs(field: str) -> list[list[int]]:
 
 
 def _expand_sequence(text: str) -> list[str]:
-    """The members of `1..3` or `a..c`; none if the text is no sequence."""
+    """Return the members of `1..3` or `a..c`; none if the text is no sequence."""
     if match := re.fullmatch(r"(-?\d{1,6})\.\.(-?\d{1,6})", text):
         low, high = int(match[1]), int(match[2])
         step = 1 if low <= high else -1
@@ -101,7 +101,7 @@ def _expand_sequence(text: str) -> list[str]:
 
 
 def glob_regex(pattern: str, backwards: bool = False, shortest: bool = False) -> re.Pattern[str]:
-    """A shell glob, with marks or as plain text, as a regular expression over one string; `*` also matches `/`.
+    """Return a shell glob, with marks or as plain text, as a regular expression over one string; `*` also matches `/`.
 
     It never goes back behind a piece between two `*`, so that it takes no longer than to read the text once for each piece.
     `backwards` is for a text from right to left, `shortest` for the shortest beginning of a text that fits.

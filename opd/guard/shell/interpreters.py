@@ -48,7 +48,8 @@ def run_shell(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def _shell_options(argv: list[str]) -> tuple[str, list[str]]:
-    """The letters of a shell's options, and its other arguments. What is not known may be an option before `-c`, or nothing."""
+    """Return the letters of a shell's options, and its other arguments. What is not known may be an option before `-c`, or
+    nothing."""
     letters, unknown, index = "", list[str](), 0
     while index < len(argv):
         arg = show_field(argv[index])
@@ -122,6 +123,7 @@ def make_language_handler(language: str) -> Handler:
             for text in texts:
                 if not is_fully_known(text):
                     walker.tag_last_call("unseen")
+                # A name in place of what is not known, so that the code still parses.
                 walker.walk_code(language, show_field(text.replace(UNKNOWN, "unknown_value")), run)
             return None
         walker.note_call(run)
@@ -147,7 +149,7 @@ def make_language_handler(language: str) -> Handler:
 
 
 def _inline_code(language: str, argv: list[str]) -> tuple[list[str], list[str], bool]:
-    """Code in the arguments, the other arguments, and whether it is a module that runs."""
+    """Return the code in the arguments, the other arguments, and True if they name a module to run (`python -m`)."""
     texts: list[str] = []
     rest: list[str] = []
     index = 0
@@ -186,7 +188,7 @@ def run_trap(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def run_alias(walker: Walker, run: ProgramRun) -> str | None:
-    """An alias is a function that gives its arguments on."""
+    """Define an alias as a function that hands its arguments on."""
     walker.note_call(run)
     for arg in run.argv[1:]:
         name, equals, text = arg.partition("=")
@@ -207,6 +209,7 @@ def run_make(walker: Walker, run: ProgramRun) -> str | None:
         walker.tag_last_call("unseen")
     for line in (text or "").split("\n"):
         if line.startswith("\t"):
+            # Each line of a recipe has a shell of its own.
             with suppress(UnreadableCommand):  # make's own variables and functions
                 act_in_subprocess(
                     walker.session, partial(walker.walk_text, line.strip().lstrip("@-+").replace("$$", "$"))
@@ -215,6 +218,6 @@ def run_make(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def _written_makefile(walker: Walker) -> str | None:
-    """The text of the file that make takes by itself, if the episode wrote it."""
+    """Return the text of the file that make takes by itself, if the episode wrote it."""
     texts = map(walker.session.script_at, ("GNUmakefile", "makefile", "Makefile"))
     return next((text for text in texts if text is not None), None)

@@ -42,7 +42,7 @@ def run_xargs(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def choose_items(items: Sequence[str], many: int) -> list[str]:
-    """The first of many items, and of the others those that may be paths."""
+    """Return the first of many items, and of the others those that may be paths."""
     return [*items[:many], *[item for item in items[many:] if "/" in item or not is_fully_known(item)][:MAX_AT_ONCE]]
 
 
@@ -95,7 +95,7 @@ def _find_roots(argv: list[str]) -> list[str]:
 
 
 def _globs_of_find(argv: list[str]) -> list[str]:
-    """Globs of what a find may find: its roots with the patterns of its names. Raises: Unreadable if they are too many."""
+    """Return globs of what a find may find: its roots with the patterns of its names. Raises: UnreadableCommand if they are too many."""
     names = [argv[i + 1] for i, arg in enumerate(argv[:-1]) if arg in ("-name", "-iname")]
     paths = [] if names else _path_patterns(argv)
     roots = _find_roots(argv)
@@ -113,7 +113,7 @@ def _globs_of_find(argv: list[str]) -> list[str]:
 
 
 def _path_patterns(argv: list[str]) -> list[str]:
-    """The patterns of whole paths that are looked for, and not left out."""
+    """Return the patterns of whole paths that are looked for, and not left out."""
     return [
         argv[i + 1]
         for i, arg in enumerate(argv[:-1])

@@ -46,7 +46,7 @@ _SUBSTITUTE = re.compile(r"s([/|#,:!@])([\w /.:=-]+)\1([\w /.:=-]*)\1(g?)")
 
 
 def predict_output(argv: list[str], stdin: str | None, session: GuardSession) -> str | None:
-    """The standard output of a call; None if it is not known."""
+    """Return the standard output of a call; None if it is not known."""
     program = show_field(argv[0]).rpartition("/")[2]
     made = _PROGRAMS.get(program)
     if made is None or any(UNKNOWN in arg or arg == UNSET for arg in argv):
@@ -83,6 +83,7 @@ def _output_printf(args: list[str], stdin: str | None, session: GuardSession) ->
     if any("%" in piece for piece in pieces):
         return None
     count = len(kinds)
+    # printf begins its pattern again until it has used all arguments.
     rounds = max(1, -(-len(values) // count)) if count else 1
     values += [""] * (count * rounds - len(values))
     lines = []
@@ -105,7 +106,7 @@ def _written_text(path: str, session: GuardSession) -> str | None:
 
 
 def _input_text(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
-    """The text of the only file that is named, else of standard input."""
+    """Return the text of the only file that is named, else of standard input."""
     files = [arg for arg in args if not arg.startswith("-")]
     return _written_text(files[-1], session) if files else stdin
 
@@ -133,7 +134,7 @@ def _output_xxd(args: list[str], stdin: str | None, session: GuardSession) -> st
 
 
 def _decode_bytes(data: bytes) -> str:
-    """Bytes as characters of the same numbers where they are no UTF-8, so that they can become bytes again."""
+    """Return bytes as text; if they are no UTF-8, as Latin-1, from which `encode` gives the same bytes back."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -163,7 +164,7 @@ def _output_tr(args: list[str], stdin: str | None, session: GuardSession) -> str
 
 
 def _expand_tr_set(text: str) -> str:
-    """The characters of a set of `tr`, its ranges written out. Raises: ValueError if they are too many."""
+    """Return the characters of a set of `tr`, its ranges written out. Raises: ValueError if they are too many."""
     found, index = "", 0
     while index < len(text):
         if text[index + 1 : index + 2] == "-" and index + 2 < len(text):

@@ -36,7 +36,7 @@ ENDS_LIST = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
 
 
 def parse(text: str) -> Script:
-    """The tree of a script. Raises: Unreadable if it is none, or one that we cannot read."""
+    """Return the tree of a script. Raises: UnreadableCommand if it is none, or one that we cannot read."""
     reader = Parser(text)
     try:
         return reader.parse_script("")
@@ -47,7 +47,7 @@ def parse(text: str) -> Script:
 
 
 def _make_bash_error(text: str, at: int) -> str:
-    """The error of bash where it can read no further."""
+    """Return the error of bash where it can read no further."""
     token = _TOKEN.match(text, at)
     if token is None:
         return f"bash: -c: line {text.count(chr(10)) + 2}: syntax error: unexpected end of file"
@@ -106,7 +106,7 @@ class Parser(Reader):
             first = first or one
 
     def _peek_reserved_word(self) -> str:
-        """The reserved word that stands here, or nothing."""
+        """Return the reserved word that stands here, or nothing."""
         match = _RESERVED.match(self.text, self.at)
         if not match:
             return ""
@@ -166,7 +166,7 @@ class Parser(Reader):
         return None
 
     def _parse_bodies(self, reserved: str) -> tuple[Script, ...]:
-        """The lists of `if`, `while`, `until` and `{`, each up to the word that ends it."""
+        """Parse the lists of `if`, `while`, `until` and `{`, each up to the word that ends it."""
         follows = {
             "if": {"then"},
             "elif": {"then"},
@@ -247,6 +247,7 @@ class Parser(Reader):
             star, patterns = self._parse_patterns()
             every = star or every
             body = patterns + self._parse_list(frozenset({"esac"}))
+            # After `;&` the next body runs as well, so each body also counts together with those that fall into it.
             chain = (*chain, *body) if falls else body
             bodies += [chain, body] if falls else [body]
             falls = self.peek(2) == ";&" or self.peek(3) == ";;&"
@@ -254,7 +255,7 @@ class Parser(Reader):
                 self.at += 1
 
     def _parse_patterns(self) -> tuple[bool, Script]:
-        """The patterns of a branch: whether one of them is `*`, and what is expanded in them."""
+        """Parse the patterns of a branch. Return True if one of them is `*`, and a script of what is expanded in them."""
         expanded: Script = ()
         if self.peek() == "(":
             self.at += 1
@@ -367,5 +368,5 @@ def _runs_when_expanded(part: Part) -> bool:
 
 
 def _script_that_expands(word: Word) -> Script:
-    """A script that expands a word and does nothing else."""
+    """Return a script that expands a word and does nothing else."""
     return (List((Pipeline((Simple((), ((Literal(":"),), word)),)),)),)

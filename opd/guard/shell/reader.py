@@ -32,12 +32,12 @@ _ANSI_ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{1,2}|u[0-9A-Fa-f]{1,4}|U[0-9A-Fa-f]{
 
 
 def unescape(text: str) -> str:
-    """The text with the escapes of `$'...'`, `printf` and `echo -e` resolved."""
+    """Return the text with the escapes of `$'...'`, `printf` and `echo -e` resolved."""
 
     def one(match: re.Match[str]) -> str:
         code = match[1]
         if code[0] in "xuU" and len(code) > 1:
-            return chr(min(int(code[1:], 16), 0x10FFFF))
+            return chr(min(int(code[1:], 16), 0x10FFFF))  # chr() raises for a larger number
         if code[0] in "01234567":
             return chr(int(code, 8) & 0xFF)
         return ANSI.get(code, code if code in "\\'\"?" else "\\" + code)
@@ -55,14 +55,15 @@ class Reader:
         self.at = 0
         self.depth = depth
         self.heredocs: list[tuple[list[Redirect], str, bool, bool, str]] = []
-        """Heredocs whose bodies come after the next line end: where they go, end mark, tabs cut, quoted, number in front."""
+        """Heredocs whose bodies come after the next line end: redirections to add them to, end mark, True if tabs are cut, True
+        if the mark is quoted, number of the descriptor."""
 
     def parse_script(self, closing: str) -> Script:
-        """A script up to a closing operator, which is read too. The grammar is the parser's."""
+        """Parse a script up to a closing operator, which is read too. The grammar is the parser's."""
         raise NotImplementedError
 
     def inner_reader(self, text: str) -> Reader:
-        """A reader of the same kind for a text inside of this one."""
+        """Return a reader of the same kind for a text inside of this one."""
         return type(self)(text, self.depth + 1)
 
     def peek(self, count: int = 1) -> str:
@@ -83,12 +84,12 @@ class Reader:
                 return
 
     def peek_past_blanks(self) -> str:
-        """The next character that is no blank; nothing at the end."""
+        """Return the next character that is no blank; nothing at the end."""
         self.skip_blanks()
         return self.peek()
 
     def read_word(self) -> Word:
-        """The word that begins here; not empty. Raises: Unreadable."""
+        """Read the word that begins here; not empty. Raises: UnreadableCommand."""
         parts: list[Part] = []
         start = self.at
         while self.at < len(self.text):
@@ -180,7 +181,7 @@ class Reader:
                 parts.append(Literal(self.text[start : self.at], True))
 
     def expanded_text(self) -> Word:
-        """The whole text as a heredoc is read: expansions work, quotes are characters."""
+        """Return the whole text as a heredoc is read: expansions work, quotes are characters."""
         parts: list[Part] = []
         self._read_double_quotes(parts, "")
         return tuple(parts)
@@ -261,7 +262,7 @@ class Reader:
         return -1
 
     def read_operand(self) -> Word:
-        """The whole text as one word, blanks in it included."""
+        """Read the whole text as one word, blanks in it included."""
         parts: list[Part] = []
         while self.at < len(self.text):
             if self.peek() in ENDS_WORD:

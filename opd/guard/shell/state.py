@@ -49,7 +49,7 @@ def set_positional(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def run_shift(walker: Walker, run: ProgramRun) -> str | None:
-    """The first of `$1` and the others are gone."""
+    """`shift N`: the first positional arguments are dropped."""
     walker.note_call(run)
     count = show_field(run.argv[1]) if len(run.argv) > 1 else "1"
     walker.session.positional = walker.session.positional[int(count) if count.isdecimal() else 1 :]

@@ -60,7 +60,7 @@ class ProgramRun:
     tags: frozenset[str] = frozenset()
 
     def with_argv(self, argv: list[str]) -> ProgramRun:
-        """The same streams with other arguments: the program inside of a wrapper."""
+        """Return the same streams with other arguments: the program inside of a wrapper."""
         return ProgramRun(argv, self.streams, self.tags)
 
 
@@ -96,7 +96,7 @@ class Walker:
         self._expander = Expander(session, self._walk_substitution, self._work)
 
     def walk_text(self, text: str, streams: Streams | None = None, tags: frozenset[str] = frozenset()) -> str | None:
-        """Go through a script inside of the script; what it prints, if known. Raises: Unreadable."""
+        """Go through a script inside of the script. Return what it prints, if known. Raises: UnreadableCommand."""
         if self._nested >= MAX_NESTED:
             raise UnreadableCommand("too deeply nested")
         self._work.spend(len(text))
@@ -111,7 +111,7 @@ class Walker:
             self.tags = before
 
     def walk_script(self, script: Script, streams: Streams | None = None) -> str | None:
-        """Go through the pipelines of a script; what they print together, if known."""
+        """Go through the pipelines of a script. Return what they print together, if known."""
         printed = []
         stopped: list[GuardSession] = []
         for one in script:
@@ -144,6 +144,7 @@ class Walker:
             text = run() if alone else act_in_subprocess(self.session, run)
             sources = tuple(dict.fromkeys([*sources, *_program_names(self.calls[before:])]))
             if index:
+                # The calls of the command before feed those of this one.
                 feeds = tuple(call.call_line() for call in self.calls[before:])
                 self.calls[last:before] = [replace(call, feeds=feeds) for call in self.calls[last:before]]
         return (None if pipeline.unsure else self._success), text
@@ -164,6 +165,7 @@ class Walker:
             printed = loop_over(self.session, node, values, partial(self.walk_script, streams=streams))
         else:
             printed = walk_group(self.session, node, streams, self.walk_script)
+        # `break` stops no more than its loop, and `exit` no more than its subshell.
         if isinstance(node, For) or node.kind in ("loop", "subshell"):
             self._stops = False
         self._success = None
@@ -196,7 +198,7 @@ class Walker:
         return self._note_output(streams, printed)
 
     def _with_variables(self, values: list[tuple[Assignment, str]], run: ProgramRun) -> str | None:
-        """Note a call for which these variables are set."""
+        """Run a call with variables that are set for it alone: `NAME=value program`."""
         used = self.session.read_variables
         kept = {name: self.session.variables.get(name) for name in (one.name.partition("[")[0] for one, _ in values)}
         self._assign_variables(values)
@@ -208,7 +210,7 @@ class Walker:
                 state.set_back(kept)
 
     def _assigned_value(self, assignment: Assignment) -> str:
-        """The value that is assigned; items of an array with a mark between them."""
+        """Return the value that is assigned; items of an array with a mark between them."""
         if assignment.index:
             self._expander.expand_to_value(assignment.index)
         if assignment.items is None:
@@ -222,6 +224,7 @@ class Walker:
 
     def _expand_fields(self, word: Word) -> list[str]:
         if len(word) == 1 and isinstance(word[0], Process):
+            # As bash does, which counts down from 63.
             path = f"/dev/fd/{63 - len(self.session.written)}"
             before = len(self.calls)
             self.session.written[path] = self._walk_substitution(word[0].body)
@@ -234,7 +237,7 @@ class Walker:
             assign(self.session.variables, one, value)
 
     def _redirect_streams(self, redirects: list[Redirect], given: Streams) -> Streams:
-        """The streams after the redirections."""
+        """Return the streams after the redirections."""
         streams = Streams(stdin=given.stdin, has_stdin=given.has_stdin, sources=given.sources)
         for redirect in redirects:
             operator = redirect.operator
@@ -280,12 +283,12 @@ class Walker:
                 note(path, None)
 
     def _bare_redirects(self, streams: Streams) -> None:
-        """A call of its own for redirections without a program, or of a whole group."""
+        """Note redirections that have no program, or belong to a whole group, as a call of `cat`."""
         if streams.reads or streams.writes:
             self.add(read_call(["cat"], self.session, streams))
 
     def _note_output(self, streams: Streams, printed: str | None) -> str | None:
-        """Note what was printed where it went; what is left for the standard output."""
+        """Note what was printed in the files that it went to. Return what the standard output gets."""
         for state in (self.session, *self.session.others):
             for path in streams.truncates:
                 state.record_write(path, printed)
@@ -294,13 +297,14 @@ class Walker:
         return "" if streams.truncates or streams.appends else printed
 
     def add(self, call: ProgramCall) -> None:
-        """Note a call. Raises: Unreadable if there are too many."""
+        """Note a call. Raises: UnreadableCommand if there are too many."""
         own = self.session.written
         reads = tuple(path for path in call.reads if path not in own)
         if call.program in REMOVERS:
             call = replace(call, writes=tuple(path for path in call.writes if path not in own))
         if reads != call.reads or not self.tags <= call.tags:
             call = replace(call, reads=reads, tags=call.tags | self.tags)
+        # The same call in several states counts once.
         self._different.add(call)
         if len(self._different) > MAX_CALLS:
             raise UnreadableCommand("too many calls")
@@ -311,14 +315,14 @@ class Walker:
         self.calls[-1] = replace(self.calls[-1], tags=self.calls[-1].tags | {tag})
 
     def run(self, run: ProgramRun) -> str | None:
-        """Note what one program call does; what it prints, if known. Raises: Unreadable."""
+        """Note what one program call does. Return what it prints, if known. Raises: UnreadableCommand."""
         name = run.argv[0]
         if name in self.session.functions and self._open.count(name) < MAX_RECURSION:
             return self._walk_function(name, run)
         return self.walk_program(run)
 
     def walk_program(self, run: ProgramRun) -> str | None:
-        """The same for a program that cannot be a function of the shell."""
+        """Do as `run`, for a program that cannot be a function of the shell."""
         if self._wrapped >= MAX_WRAPPED:
             raise UnreadableCommand("too deeply nested")
         self._wrapped += 1
@@ -342,7 +346,7 @@ class Walker:
         return predict_output(run.argv, run.streams.stdin, self.session)
 
     def note_call(self, run: ProgramRun) -> None:
-        """Add the call as it stands. Raises: Unreadable if there is too much of it."""
+        """Add the call as it stands. Raises: UnreadableCommand if there is too much of it."""
         self._work.spend(sum(len(arg) + ARGUMENT + GLOB * has_glob(arg) for arg in run.argv))
         call = read_call(run.argv, self.session, run.streams, run.tags)
         written = run.streams.stdin if call.program == "tee" else None
@@ -364,7 +368,7 @@ class Walker:
             self._stops = False
 
     def with_arguments(self, arguments: list[str], act: Callable[[], str | None]) -> str | None:
-        """Do this where `$1` and the others are these."""
+        """Run `act` with these positional arguments, `$1` and so on."""
         kept, self.session.positional = self.session.positional, arguments
         try:
             return act()
@@ -382,12 +386,13 @@ class Walker:
         return self.with_arguments(run.argv[1:], partial(self.walk_text, text, run.streams))
 
     def decoding_tags(self, sources: tuple[str, ...]) -> frozenset[str]:
-        """The tags of code that came out of these programs, if one of them decodes."""
+        """Return the tags of code that came out of these programs, if one of them decodes."""
         hidden = frozenset({"decoded"}) if set(sources) & DECODERS else frozenset[str]()
         return hidden | {"encoded"} if set(sources) & HIDERS else hidden
 
     def walk_code(self, language: str, text: str, run: ProgramRun) -> None:
-        """Note what inline code would do, and go through the commands and the code that it would run. Raises: Unreadable."""
+        """Note what inline code would do, and go through the commands and the code that it would run. Raises:
+        UnreadableCommand."""
         if self._nested >= MAX_NESTED or len(text) > MAX_CHARACTERS:
             raise UnreadableCommand("too long or too deeply nested")
         self._work.spend(len(text) * PYTHON)
@@ -433,6 +438,6 @@ class Walker:
 
 
 def _program_names(calls: list[ProgramCall]) -> list[str]:
-    """The programs of calls, as sources of another one; a `find` that goes through the system is `find outward`, too."""
+    """Return the programs of calls, as sources of another one; a `find` that goes through the system is `find outward`, too."""
     named = [call for call in calls if call.program]
     return [*(c.program for c in named), *(f"{c.program} outward" for c in named if "outward" in c.tags)]

@@ -14,7 +14,7 @@ from opd.guard.session import FILES, GuardSession
 
 T = TypeVar("T")
 MAX_WAYS = 4
-"""States that are kept. Of more than that, those come first that know most of what no other one does."""
+"""States that are kept. Of more, those are chosen that differ most from each other."""
 
 Output = str | None
 """Output of commands; None if it is not known."""
@@ -31,7 +31,7 @@ class StateStep:
 
 
 def in_each(session: GuardSession, ways: Sequence[GuardSession], act: Callable[[], object]) -> list[GuardSession]:
-    """Do this in each of these states; the states afterwards, one of which has to be settled in."""
+    """Run `act` in each of these states, and return the states afterwards. The caller settles the session in them."""
     after: list[GuardSession] = []
     for way in ways:
         enter_state(session, way)
@@ -41,7 +41,7 @@ def in_each(session: GuardSession, ways: Sequence[GuardSession], act: Callable[[
 
 
 def act_in_every_state(session: GuardSession, act: Callable[[], object]) -> None:
-    """Do this in every state that the session may be in. If it raises, the others stay as they are."""
+    """Run `act` in every state that the session may be in. If it raises, the states that are left stay as they are."""
     if not session.others:
         act()
         return
@@ -64,7 +64,7 @@ def enter_state(session: GuardSession, way: GuardSession) -> None:
 
 
 def list_states(session: GuardSession) -> list[GuardSession]:
-    """All states that a session may be in, as sessions of their own."""
+    """Return all states that a session may be in, as sessions of their own."""
     here = session.copy()
     others, here.others = here.others, []
     return [here, *others]
@@ -78,7 +78,7 @@ def settle_states(session: GuardSession, ways: Iterable[GuardSession]) -> None:
 
 
 def distinct_states(ways: Iterable[GuardSession]) -> list[GuardSession]:
-    """One of all states that are alike, at most `MAX_WAYS`."""
+    """Return one state for each group of similar ones, `MAX_WAYS` at most."""
     kept: list[GuardSession] = []
     for way in ways:
         twin = next((one for one in kept if one.is_similar(way)), None)
@@ -92,7 +92,7 @@ def distinct_states(ways: Iterable[GuardSession]) -> list[GuardSession]:
 
 
 def _most_telling(ways: Sequence[GuardSession]) -> list[GuardSession]:
-    """The first state, and then again and again the one with most that those before it do not have."""
+    """Return `MAX_WAYS` states: the first, and then each time the one with most that the chosen ones do not have."""
     known = [way.state_entries() for way in ways]
     kept, seen = [0], set(known[0])
     while len(kept) < MAX_WAYS:
@@ -104,12 +104,12 @@ def _most_telling(ways: Sequence[GuardSession]) -> list[GuardSession]:
 
 
 def _entry_weight(entry: tuple[str, ...]) -> int:
-    """A path weighs more than a number: it is what the rules are about."""
+    """Return the weight of an entry of a state. A path weighs more than a number: it is what the rules are about."""
     return 8 if any("/" in part for part in entry[1:]) else 1
 
 
 def act_in_subprocess(session: GuardSession, act: Callable[[], T]) -> T:
-    """Do this in a process of its own: afterwards the shell is where it was, and only files have changed."""
+    """Run `act` as a process of its own: afterwards the shell is as it was, and only files have changed."""
     kept, used = session.copy(), session.read_variables
     try:
         return act()
@@ -120,7 +120,7 @@ def act_in_subprocess(session: GuardSession, act: Callable[[], T]) -> T:
 
 
 def _take_over_files(session: GuardSession, kept: GuardSession) -> None:
-    """Take over the files of each state that the session may be in, and all else from `kept`."""
+    """Take over the files of each state that the session may be in, and all else from `snapshot`."""
     kept.others = []
     ways: list[GuardSession] = []
     for state in list_states(session) if session.others else [session]:
@@ -132,12 +132,13 @@ def _take_over_files(session: GuardSession, kept: GuardSession) -> None:
 
 
 def in_turn(session: GuardSession, steps: Sequence[StateStep]) -> Output:
-    """Go through a list such as `a && b || c`, each step in the states in which it may run; what it prints."""
+    """Go through a list such as `a && b || c`, each step in the states in which it may run. Return what it prints."""
     if len(steps) == 1 and not session.others:
         return steps[0].act()[1]
     printed: list[Output] = []
     good = bad = list_states(session)
     for step in steps:
+        # Where no state fits, the step is gone through in the others: no command may be missed.
         runs = {"&&": good or bad, "||": bad or good}.get(step.when, good)
         worked, failed, said = _walk_step(session, runs, step)
         printed.append(said)
@@ -152,7 +153,7 @@ def in_turn(session: GuardSession, steps: Sequence[StateStep]) -> Output:
 def _walk_step(
     session: GuardSession, runs: Sequence[GuardSession], step: StateStep
 ) -> tuple[list[GuardSession], list[GuardSession], Output]:
-    """The states in which a step may have succeeded, those in which it may have failed, and what it may have printed."""
+    """Return the states in which a step may have succeeded, those in which it may have failed, and what it may have printed."""
     worked: list[GuardSession] = []
     failed: list[GuardSession] = []
     printed: list[Output] = []

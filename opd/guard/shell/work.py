@@ -27,7 +27,7 @@ class WorkBudget:
         self._left = MAX_WORK
 
     def spend(self, amount: int) -> None:
-        """Raises: Unreadable once there was too much."""
+        """Raises: UnreadableCommand once there was too much."""
         self._left -= amount
         if self._left < 0:
             raise UnreadableCommand("too much to go through")

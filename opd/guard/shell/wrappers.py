@@ -105,7 +105,8 @@ def run_wrapper(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def _separate_joined_options(argv: list[str], wrapper: Wrapper, options: tuple[str, ...]) -> list[str]:
-    """The arguments with a text that is joined to one of these options as an argument of its own: `env -S'ls -l'`."""
+    """Return the arguments with a text that is joined to one of these options, as in `env -S'ls -l'`, split off as the next
+    argument."""
     index = 1
     while index < len(argv) and ((arg := show_field(argv[index])).startswith("-") or "=" in arg):
         for one in options:
@@ -129,7 +130,7 @@ class Inner:
 
 
 def inner_command(argv: list[str], wrapper: Wrapper) -> Inner:
-    """The command inside of a wrapper's arguments."""
+    """Return the command inside of a wrapper's arguments."""
     index, operands, options = 0, wrapper.operands, True
     tags: set[str] = set()
     values: dict[str, str] = {}
@@ -153,7 +154,7 @@ def inner_command(argv: list[str], wrapper: Wrapper) -> Inner:
 
 
 def parse_option(arg: str, valued: Collection[str]) -> tuple[str, str | None]:
-    """The option with a value that an argument is, and its value if that is joined to it; without a name if it is none.
+    """Return the option with a value that an argument names, and the value if it is joined to it; an empty name if it is none.
 
     A long option may be cut short, short ones may stand together.
     """
@@ -205,7 +206,7 @@ def run_docker(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def _find_mounts(argv: list[str]) -> dict[str, tuple[str, str]]:
-    """Arguments that mount a directory of this machine in a container: where it is here, and where there."""
+    """Return the arguments that mount a directory in a container: argument -> (path on this machine, path in the container)."""
     found = {}
     for before, arg in pairwise(argv):
         name, _, joined = arg.partition("=")

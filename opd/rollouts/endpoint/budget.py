@@ -42,4 +42,5 @@ class Budget:
         """Free the tokens that were set aside for a turn which has ended."""
         self._aside -= share
         self._freed.set()
+        # A new one for those who wait from now on; all who wait on the old one wake up and look again.
         self._freed = asyncio.Event()

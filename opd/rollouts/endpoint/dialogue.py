@@ -28,17 +28,18 @@ class ClientDialogue(Protocol):
     """The student's language, as far as a session needs it."""
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the tokens of a conversation, up to where the policy begins its turn. Raises: Unreadable."""
+        """Return the tokens of a conversation, up to where the policy begins its turn. Raises:
+        UnreadableMessages."""
         ...
 
     def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of the messages that come after a turn of the policy, up to where its next one begins. Raises:
-        Unreadable."""
+        UnreadableMessages."""
         ...
 
     def before(self, history: History, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of what was written so far, as the policy reads them when these messages follow. Raises:
-        Unreadable."""
+        UnreadableMessages."""
         ...
 
     def text(self, turn: Sequence[int]) -> str:

@@ -104,7 +104,7 @@ class _ProgramEpisode:
         except EpisodeEnd as wrong:
             end = wrong
         session = self._session
-        found = EpisodeResult(
+        return EpisodeResult(
             rollouts=tuple(self._trace.to_rollouts(self._request.sample, end.reason, reward)),
             stop_reason=end.reason,
             reward=reward,
@@ -114,9 +114,6 @@ class _ProgramEpisode:
             text="\n".join([*session.said, *_describe_requests(session)]),
             guard=None if self._watch is None else self._watch.stats,
         )
-        if self._request.told is not None:
-            self._request.told(found)
-        return found
 
     async def _run_program(self, endpoint: EndpointServer) -> ProgramResult:
         """Run the agent's program. Raises: EpisodeEnd if it cannot be started, RunError if the engine fails meanwhile."""
@@ -134,6 +131,7 @@ class _ProgramEpisode:
             raise EpisodeEnd("agent", f"the program cannot be started: {error}") from None
         finally:
             endpoint.close(session)
+        # No fault of the program: the step fails with its engine.
         if session.failure is not None:
             raise session.failure
         return ran

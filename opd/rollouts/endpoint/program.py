@@ -56,6 +56,7 @@ async def run_program(
         waits = [asyncio.ensure_future(wait) for wait in (process.wait(), ended.wait())]
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            # Read before the group is ended: a program that has to be ended has none yet.
             code = process.returncode
             await _end_process_group(process)
             await asyncio.wait(readers, timeout=GRACE_S)  # a process outside of the group may hold the pipes open
@@ -71,9 +72,11 @@ def program_environment(folder: Path, given: Mapping[str, str], inherit: Sequenc
     base = {"HOME": str(folder), "TMPDIR": str(folder), "PATH": search_path()}
     return (
         base
+        # A proxy that the pipeline passes on must not get the requests to our endpoint.
         | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         | ours
         | dict(given)
+        # Behind the pipeline's, so that none of those hides whose program it is and where its files lie.
         | {leftovers.OWNER: leftovers.driver_mark()}
         | {TASK: str(folder / "task.json"), RESULT: str(folder / "result.json")}
     )
@@ -111,6 +114,7 @@ async def _start_process(
                 *command, cwd=folder, env=dict(environ), stdin=task, stdout=out, stderr=err, start_new_session=True
             )
     finally:
+        # The program has its own copies. As long as ours are open, too, the readers see no end.
         os.close(out)
         os.close(err)
     try:

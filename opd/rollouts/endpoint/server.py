@@ -98,6 +98,7 @@ class EndpointServer:
         shown = token if kind.lower() == "bearer" else http.headers.get("x-api-key", "")
         if not _equal_in_constant_time(shown, session.secret):
             for other in self._sessions.values():
+                # Its agent asked in the name of another episode, so it is the key's session that ends.
                 if _equal_in_constant_time(shown, other.secret):
                     other.end_session("foreign")
             raise ApiError(401, "authentication", "the key is not that of this session")
@@ -124,7 +125,7 @@ class EndpointServer:
 
 
 def _equal_in_constant_time(one: str, other: str) -> bool:
-    """Compare two texts in a time that does not tell how much of them is equal."""
+    """Return True if two texts are equal, in a time that does not tell how much of them is."""
     return hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode())
 
 

@@ -216,6 +216,7 @@ class EndpointSession:
                 self._refuse_if_ended()
                 written, segment = await self._one_turn(replace(turn, max_tokens=share))
             finally:
+                # Only now, with the turn in the trace: the budget takes off what is sampled there.
                 self._budget.give_back(share)
             if not written.looked.stops:
                 return self._make_reply(turn, written, segment)
@@ -227,6 +228,7 @@ class EndpointSession:
         draw = self._draws.draw_for_turn(turn.number, turn.request.identity)
         try:
             written = await self._write(turn, self._turn_seed(turn.number, draw))
+            # The session may have ended while the engine wrote; then the turn gets into no rollout.
             self._refuse_if_ended()
             return written, self._commit_turn(turn, written)
         except asyncio.CancelledError:  # the client has gone, or the episode is over
@@ -250,6 +252,7 @@ class EndpointSession:
         if self._watch is not None:
             made = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in read.calls)
             read = replace(read, looked=await self._watch.check_turn(turn.number, read.text, made))
+        # Many turns end in one step of the engine; between two of them the loop gets to other work.
         await hand_over(self._handover)
         return read
 
@@ -295,6 +298,7 @@ class EndpointSession:
         number = max((place for place, m in enumerate(messages, start=1) if m.role == "assistant"), default=0)
         known = await read_aside(_digest_conversation, request.context, messages[:number])
         if number and (places := self._places.get(known)):
+            # Of several equal conversations rather one that nothing follows yet: its segment can go on.
             place = next((one for one in places if one.last), places[-1])
             history, turn = _turns_before(place.segment, place.end), place.segment.ids[place.begin : place.end]
             told = _merge_dummies(_in_order(messages[number:], messages[number - 1].calls), place.dummies)
@@ -386,6 +390,7 @@ class EndpointSession:
         place = _Place(segment, end - len(sampled.token_ids), end, turn.number + 1, dummies)
         self._places.setdefault(digest, []).append(place)
         self._answered[request.identity] = reply
+        # The agent has a reply now, so what it sends next goes on from there.
         self._unseen.pop(request.identity, None)
         self.last_text = reply.text
         return reply

@@ -80,6 +80,7 @@ class ChatAppender:
         self._closer = ""
         """The end token that the template writes after a turn of the assistant."""
         self._histories = [history for history in _HISTORIES if self._accepts_history(history)]
+        # First: what is rendered below is cut at the end token that this finds.
         self._prove_template()
         self.parallel = self._renders_text(
             lambda: self._render([*_HISTORIES[0], _turn_with_probe_calls(*_ASKED)], [_PROBE])
@@ -87,6 +88,7 @@ class ChatAppender:
         """Whether the template takes more than one call in a turn."""
         self._tools_stay = self._renders_text(lambda: self._render_following(_HISTORIES[0], [_GO_ON], [_PROBE]))
         """Whether the template leaves the tools where they are when a message follows; some move them to the last one."""
+        # Assumed until the last line below tries it: the trial itself renders such a message.
         self._note_apart = True
         """Whether the template takes a message of the user after the results of tools; some want every user's turn answered."""
         self._odd_call = ""

@@ -62,6 +62,7 @@ class Delegation:
         """Return the episode that each call of a turn starts; None for a call over the limit. `tokens`: what is left of the
         agent's budget."""
         assert self._options.sub_agents is not None
+        # A call that was refused is among the ends too, but started nothing.
         left = self._options.sub_agents.at_most - sum(self.ends.values()) + self.ends[REFUSED]
         started = calls[:left]
         if not started:
@@ -73,7 +74,7 @@ class Delegation:
         return [*found, *[None] * (len(calls) - len(started))]
 
     def refusal_text(self) -> str:
-        """Return what the agent reads of a call that started nothing."""
+        """Count a call that started nothing, and return what the agent reads of it."""
         self.ends[REFUSED] += 1
         return NO_MORE
 

@@ -45,7 +45,7 @@ class Dialogue(Protocol):
 
     def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
         """Return the token ids that follow a turn with so many calls, a note of ours last; `ended` is explained at
-        `ChatAppender.after`. Raises: as `first`."""
+        `ChatAppender.encode_following`. Raises: as `first`."""
         ...
 
     def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
@@ -135,6 +135,7 @@ class ChatDialogue:
         texts = (observation,) if isinstance(observation, str) else observation
         role = "tool" if calls else "user"
         messages: list[dict[str, Any]] = [{"role": role, "content": check_observation(text)} for text in texts]
+        # Some templates refuse two messages of a user in a row.
         if note and messages and role == "user":
             messages[-1]["content"] += f"\n\n{note}"
             note = ""

@@ -16,7 +16,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,13 +74,6 @@ class _Leave:
     ask: _Ask
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Told:
-    """A message for whoever drives the engine."""
-
-    what: Any
-
-
 class BatchEngine:
     """Implements `opd.interfaces.TokenEngine` while `drive` runs."""
 
@@ -88,8 +81,7 @@ class BatchEngine:
         """`engine` is a `vllm.v1.engine.llm_engine.LLMEngine`, or what has its methods, that nobody else uses meanwhile."""
         self._engines = [engine]
         self._sampling = sampling
-        self._inbox: queue.SimpleQueue[_Ask | _Leave | _Told | None] = queue.SimpleQueue()
-        self._told: list[Any] = []
+        self._inbox: queue.SimpleQueue[_Ask | _Leave | None] = queue.SimpleQueue()
         self._waiting: dict[str, _Ask] = {}
         self._count = 0
         self._coming = math.inf
@@ -122,26 +114,11 @@ class BatchEngine:
             self._inbox.put(_Leave(ask))
             raise
 
-    def publish(self, what: Any) -> None:
-        """Hand something to whoever drives the engine, who gets it from the generator of steps. May be called from any thread."""
-        self._inbox.put(_Told(what))
-
     def drive(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work()` in an event loop in another thread, and step the engine in this one until it is done.
 
         Raises: what `work` raises, or the engine; a turn that is left then leaves the engine.
         """
-        steps = self.iterate_steps(work)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-
-    def iterate_steps(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Generator[list[Any], None, T]:
-        """Do as `drive` does; yield meanwhile what other threads handed over, and does not step the engine until it is asked
-        to go on."""
         done: Future[T] = Future()
 
         def talk() -> None:
@@ -150,6 +127,7 @@ class BatchEngine:
             except BaseException as error:  # noqa: BLE001 it is raised in the thread that waits
                 done.set_exception(error)
             finally:
+                # Wakes the engine's thread, which waits without a limit while its batch is empty.
                 self._inbox.put(None)
 
         thread = threading.Thread(target=talk, name="episodes", daemon=True)
@@ -157,11 +135,6 @@ class BatchEngine:
         try:
             while self._admit_requests():
                 self._step()
-                if self._told:
-                    told, self._told = self._told, []
-                    yield told
-            if self._told:
-                yield self._told
             return done.result()
         except BaseException as error:
             self._fail_requests(error)
@@ -169,6 +142,7 @@ class BatchEngine:
             raise
         finally:
             for place, engine in enumerate(self._engines):
+                # The engines go on to live: what is left here would be computed with their next batch.
                 engine.abort_request([name for name, ask in self._waiting.items() if ask.engine == place])
             self._waiting.clear()
 
@@ -193,11 +167,6 @@ class BatchEngine:
             if isinstance(item, _Leave):
                 self._remove_request(item.ask)
                 continue
-            if isinstance(item, _Told):
-                self._told.append(item.what)
-                if self._waiting:
-                    continue
-                return True  # a tool that runs long must not hold it up
             now = time.monotonic()
             until, latest = now + NEXT_S, latest if self._waiting else now + MOST_S
             self._add(item)
@@ -241,6 +210,7 @@ class BatchEngine:
 
     def _fail_requests(self, error: BaseException) -> None:
         """Fail all turns that are waited for or still in the inbox, so that nobody waits for ever."""
+        # First of all: a turn that is put into the inbox from now on sees it in `sample_turn`.
         self._failed = f"the engine failed: {error}"
         asks = list(self._waiting.values())
         with suppress(queue.Empty):

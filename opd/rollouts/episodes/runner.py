@@ -68,6 +68,7 @@ class Dialogues:
         """Return the appender for the student's chat template, as these options want it. Raises: ModelError if it cannot
         append."""
         day, parser, variables = options.template_date, options.tool_call_parser, options.chat_template_kwargs
+        # The variables as JSON, because a mapping cannot be part of a key.
         wanted = day, parser, json.dumps(variables, sort_keys=True)
         if wanted not in self._appenders:
             self._appenders[wanted] = ChatAppender(self.tokenizer, sorted(self.stops), day, parser, variables)
@@ -105,6 +106,7 @@ async def _at_once(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(part) for part in parts]
     except ExceptionGroup as errors:
+        # Callers know the errors of an engine or a template, and no group around them.
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
@@ -164,7 +166,7 @@ class _EpisodeRun:
         end = await self.play_episode()
         rewards = self._world.rewards
         reward = math.fsum(rewards) if rewards else None
-        found = EpisodeResult(
+        return EpisodeResult(
             rollouts=tuple(self._trace.to_rollouts(self._request.sample, end.reason, reward)),
             stop_reason=end.reason,
             reward=reward,
@@ -177,9 +179,6 @@ class _EpisodeRun:
             sub_agents=dict(self._delegation.ends),
             sub_agent_error=self._delegation.error,
         )
-        if self._request.told is not None:
-            self._request.told(found)
-        return found
 
     async def play_episode(self) -> EpisodeEnd:
         """Play all turns, close the environment, and return why the episode ended. Raises: as `run`."""
@@ -376,6 +375,7 @@ class _EpisodeRun:
             for call, request in zip(calls, self._delegation.make_requests(calls, self._own_tokens_left()), strict=True)
         ]
         ends = await _at_once(self._end_of(agent) for agent in agents)
+        # In the order of the calls, whichever sub-agent ended first: the trace must not depend on that.
         answers = [
             self._delegation.refusal_text()
             if agent is None or end is None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RunError
-from opd.records.episodes import BROKEN, EpisodeResult, EpisodeStats
+from opd.records.episodes import BROKEN, EpisodeStats
 from opd.records.types import Prompt, StopReason
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.compaction import CompactionOptions
@@ -85,8 +85,6 @@ class EpisodeRequest:
     """The expert that writes some of the turns; None: the policy writes all."""
     masked_by_domain: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """The same for what sub-agents write and the experts of another domain score."""
-    told: Callable[[EpisodeResult], None] | None = None
-    """Within a worker: who gets the result as soon as the episode has ended."""
 
 
 def is_reward(value: Any) -> bool:

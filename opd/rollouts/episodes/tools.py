@@ -1,4 +1,4 @@
-"""Tool calls and the tools of an environment: whether they fit, and how a model without a chat template writes them."""
+"""Checks of tool calls against the tools of an environment, and the calls of a model without a chat template."""
 
 from __future__ import annotations
 

@@ -109,7 +109,9 @@ class TraceSegment:
         self.busy = False
 
     def mark_last_turn(self, turn: Sampled, origin: Origin) -> None:
-        """Give what the policy wrote of the turn that was added last another origin; `masked` takes the loss from an expert's too."""
+        """Give another origin to what the policy wrote of the turn that was added last. `masked` takes the loss off an expert's
+        turn, too."""
+        # Back over the spans of that turn: it has several where some of its tokens are masked.
         left, place = len(turn.token_ids), len(self.spans)
         while left > 0:
             place -= 1
@@ -148,7 +150,7 @@ class Trace:
     def begin_segment(
         self, prompt_ids: Sequence[int], origin: SegmentOrigin = "main", parent: TraceSegment | None = None
     ) -> TraceSegment:
-        """Begin a segment with these tokens, none of which carries loss in it; with a `summary` its parent is at its end."""
+        """Begin a segment with these tokens, none of which carries loss in it; one of origin `summary` goes on from its parent."""
         made = TraceSegment(
             number=len(self.segments),
             ids=list(prompt_ids),
@@ -177,6 +179,7 @@ class Trace:
 
     def adopt_segments(self, other: Trace, caller: TraceSegment) -> None:
         """Take over the segments of a sub-agent that a turn of `caller` started."""
+        # A number is the place in the list, and these come behind those that are there.
         before = len(self.segments)
         for segment in other.segments:
             segment.number += before
@@ -257,6 +260,7 @@ class Trace:
 
 def _common_prefix(one: array[int], other: bytes) -> int:
     """Return how many tokens both begin with."""
+    # [N] token ids: both are buffers of 8 bytes a token.
     a_N, b_N = np.frombuffer(one, np.int64), np.frombuffer(other, np.int64)
     both = min(len(a_N), len(b_N))
     differ_N = a_N[:both] != b_N[:both]

@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 PAGES = [
     ROOT / "README.md",
+    ROOT / "AGENTS.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks/README.md",
     *sorted(ROOT.glob("docs/**/*.md")),

@@ -200,7 +200,7 @@ class Events:
 
     def parts(self) -> Parts:
         every: Any = self
-        bounds: Any = {"max_staleness": 0, "timeout_s": 60, "last_step": 99}
+        bounds: Any = {"max_staleness": 0, "timeout_s": 60}
         spec = ScheduleSpec(prompts=every, engine=every, log=every, sleeps=self.sleeps, **bounds)
         return Parts(
             prompts=every, schedule=SyncSchedule(spec), engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,

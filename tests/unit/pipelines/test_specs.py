@@ -30,7 +30,7 @@ SPECS = [
     RolloutSpec, TrainerSpec, RankOptions, ZeroOptions, AdamWOptions, LearningRate, PoolSpec, FlightSpec, ImitationSpec,
 ]  # fmt: skip
 SERVER = {"base_url": "http://127.0.0.1:8000/v1", "model": "m"}
-ELSEWHERE = {"engine", "zero_stage", "samples_per_step", "mask_tokens"}
+ELSEWHERE = {"engine", "samples_per_step", "mask_tokens"}
 """Keys that say which engine, that take one value only, or that decide what an engine is asked."""
 ROLLOUT = {
     "workers": 2, "n": 2, "dtype": "bfloat16", "max_new_tokens": 5, "temperature": 0.5, "max_model_len": 64,

@@ -20,16 +20,6 @@ VALID: dict[str, Any] = {
     "trainer": {"steps": 3, "samples_per_step": 4},
 }
 AHEAD = {"schedule": {"mode": "one_step_off"}}
-CUT = {"cut_at": 16}
-CUTTING: dict[str, Any] = {"schedule": {"mode": "one_step_off", "partial_rollout": CUT}}
-
-EARLY = {"schedule": {"score_early": 4}}
-ELSEWHERE = {"engine": "flight", "address": "grpc://localhost:1"}
-REWARDED = {
-    "prompts": "math.jsonl",
-    "eval": {"prompts": "e.jsonl", "verifier": {"kind": "exact_match"}},
-    "reward": True,
-}
 
 
 def config(**sections: Any) -> PipelineConfig:
@@ -44,8 +34,6 @@ def config(**sections: Any) -> PipelineConfig:
         ({"mode": "sync", "max_staleness": 2}, 2),
         ({"mode": "one_step_off"}, 1),
         ({"mode": "one_step_off", "max_staleness": 3}, 3),
-        ({"mode": "one_step_off", "partial_rollout": {"cut_at": 16}}, 2),
-        ({"mode": "one_step_off", "partial_rollout": {"cut_at": 16, "cuts": 3}}, 4),
     ],
 )
 def test_the_bound_follows_from_the_mode_unless_it_is_given(schedule: dict[str, Any], bound: int) -> None:
@@ -59,34 +47,6 @@ def test_the_bound_follows_from_the_mode_unless_it_is_given(schedule: dict[str, 
             {"schedule": {"mode": "one_step_off", "max_staleness": 0}},
             "schedule.max_staleness",
             "set schedule.mode to sync",
-        ),
-        ({"schedule": {"partial_rollout": CUT}}, "schedule.partial_rollout", "schedule.mode one_step_off"),
-        (CUTTING | {"rollout": {"max_new_tokens": 16}}, "schedule.partial_rollout.cut_at", "fewer than 16"),
-        (CUTTING | {"balance": "gap"}, "balance", "samples or tokens"),
-        (CUTTING | {"objective": {"kind": "sampled"}}, "schedule.partial_rollout", "an exact divergence"),
-        ({"schedule": AHEAD["schedule"] | {"partial_rollout": {"cut_at": 0}}}, "schedule.partial_rollout.cut_at", "1"),
-        (
-            {"schedule": AHEAD["schedule"] | {"partial_rollout": CUT | {"cuts": 2}, "max_staleness": 2}},
-            "schedule.max_staleness",
-            "at least 3",
-        ),
-        (
-            CUTTING | {"domains": {"math": {"prompts": "math.jsonl", "environment": {"name": "maze"}}}},
-            "schedule.partial_rollout",
-            "episodes are not cut",
-        ),
-        ({"schedule": {"score_early": 0}}, "schedule.score_early", "1"),
-        ({"schedule": AHEAD["schedule"] | {"score_early": 4}}, "schedule.score_early", "schedule.mode sync as well"),
-        (EARLY | {"teachers": ELSEWHERE}, "schedule.score_early", "is asked once a step"),
-        (
-            EARLY | {"objective": {"reward": {}}, "rollout": {"n": 2}, "domains": {"math": REWARDED}},
-            "schedule.score_early",
-            "which is judged later",
-        ),
-        (
-            EARLY | {"rollout": {"sleep": True}, "cluster": {"rollout_gpus": 0.4}},
-            "schedule.score_early",
-            "rollout.sleep false",
         ),
         ({"schedule": {"max_staleness": -1}}, "schedule.max_staleness", "0"),
         ({"schedule": {"mode": "asynch"}}, "schedule.mode", "one_step_off"),
@@ -111,9 +71,6 @@ def test_what_cannot_be_kept_is_refused(sections: dict[str, Any], where: str, sa
             AHEAD | {"cluster": {"trainer_gpus": 1}, "teachers": {"engine": "flight", "address": "grpc://localhost:1"}},
             1,
         ),
-        (EARLY, 2),
-        (EARLY | {"cluster": {"rollout_gpus": 1}}, 1),
-        (EARLY | {"cluster": {"teacher_gpus": 1}}, 1),
     ],
 )
 def test_engine_and_trainer_share_the_cores_if_they_compute_at_the_same_time(
@@ -122,9 +79,12 @@ def test_engine_and_trainer_share_the_cores_if_they_compute_at_the_same_time(
     assert roles_at_once(config(**sections)) == roles
 
 
-def test_a_trainer_has_the_cores_of_those_who_wait_for_it() -> None:
-    assert roles_at_once(config(**EARLY), training=True) == 1
-    assert roles_at_once(config(**AHEAD), training=True) == 2
+@pytest.mark.parametrize(("key", "value"), [("score_early", 4), ("partial_rollout", {"cut_at": 16})])
+def test_a_key_of_an_earlier_release_is_refused_unless_it_was_off(key: str, value: Any) -> None:
+    assert config(schedule={key: None}) == config()
+    with pytest.raises(ConfigError, match="remove the key") as error:
+        config(schedule={key: value})
+    assert str(error.value).startswith(f"p.yaml: schedule.{key}\n")
 
 
 def test_threads_are_the_cores_over_roles_and_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from opd.rollouts.episodes.drift import Curriculum, DriftOptions, Guide, Teacher
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import Trace
-from opd.rollouts.partial import Cuts
 from opd.rollouts.responses import _make_spans, sample_ids, seed_of
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import Generated, GenerateRequest, VLLMWorker, _read_output
@@ -234,49 +233,6 @@ def test_spans_are_the_runs_of_trained_and_of_masked_tokens() -> None:
     assert [(s.length, s.origin) for s in found] == [(1, "policy"), (3, "masked"), (1, "policy"), (1, "masked")]
     assert {s.policy_version for s in found} == {5}
     assert _make_spans((), frozenset({1}), 5) == (Span(length=0, origin="policy", policy_version=5),)
-
-
-def test_a_long_response_is_cut_and_carried_on_by_the_next_weights(in_process: Any) -> None:
-    made, cuts = engine(in_process, workers=1), Cuts(at=2, times=2)
-    first = made.generate([prompt(1), prompt(2)], step=4, policy_version=2, cuts=cuts)
-    assert first.rollouts == () and first.carried_on == frozenset()
-    assert [(r.sample_id, r.response_ids) for r in first.unfinished] == [("000004/d/1", (1, 1)), ("000004/d/2", (2, 2))]
-    second = made.generate([prompt(3)], step=5, policy_version=3, cuts=replace(cuts, begun=first.unfinished[:1]))
-    assert second.rollouts == () and second.carried_on == {"000004/d/1"}
-    new, old = second.unfinished
-    assert (new.sample_id, new.step, old.sample_id, old.step) == ("000005/d/3", 5, "000004/d/1", 5)
-    third = made.generate([], step=6, policy_version=4, cuts=replace(cuts, begun=(old,)))
-    (whole,) = third.rollouts
-    assert (whole.response_ids, whole.behaviour_logprobs) == ((1,) * LIMIT, (-1.0,) * LIMIT)
-    assert [(s.length, s.policy_version) for s in whole.spans] == [(2, 2), (2, 3), (2, 4)]
-    assert (whole.group, whole.episode, whole.step) == ("000004/d/1", "000004/d/1", 6)
-    requests = in_process.workers[0].requests
-    assert requests[-1].token_ids == prompt(1).token_ids + (1,) * 4, "it reads what it has written"
-    assert len({r.seed for r in requests}) == len(requests), "each part has a seed of its own"
-
-
-def test_a_response_that_was_cut_often_enough_is_written_to_its_end(in_process: Any) -> None:
-    made = engine(in_process, workers=1)
-    cut = made.generate([prompt(1)], step=1, policy_version=0, cuts=Cuts(at=2, times=1)).unfinished
-    batch = made.generate([], step=2, policy_version=1, cuts=Cuts(at=2, times=1, begun=cut))
-    assert [s.length for s in batch.rollouts[0].spans] == [2, 4] and batch.unfinished == ()
-    last = made.generate([prompt(1)], step=3, policy_version=2, cuts=Cuts(at=2, times=0, begun=cut))
-    assert [r.sample_id for r in last.rollouts] == ["000003/d/1", "000001/d/1"], (
-        "none is cut, also none of the new ones"
-    )
-
-
-def test_a_response_that_ends_where_it_would_be_cut_is_not(in_process: Any) -> None:
-    made = engine(in_process, workers=1)
-    assert made.generate([prompt(1)], step=1, policy_version=0, cuts=Cuts(at=LIMIT, times=1)).unfinished == ()
-    full = made.generate([prompt(1, ROOM - 2)], step=1, policy_version=0, cuts=Cuts(at=2, times=1))
-    assert (len(full.rollouts), full.unfinished) == (1, ()), "the context ends there"
-
-
-def test_an_uncut_response_is_the_same_with_and_without_cuts(in_process: Any) -> None:
-    plain, cutting = engine(in_process, workers=1), engine(in_process, workers=1)
-    wanted = plain.generate([prompt(1)], step=1, policy_version=0)
-    assert cutting.generate([prompt(1)], step=1, policy_version=0, cuts=Cuts(at=LIMIT, times=1)) == wanted
 
 
 def test_requests_are_spread_evenly(in_process: Any) -> None:

@@ -6,7 +6,6 @@ changes, and what it writes follows from the hash and the prompt; a thread write
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,9 +27,7 @@ from opd.interfaces import Schedule
 from opd.loop import Parts, Plan, run
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts
 from opd.records.step import StepRecord
-from opd.records.types import DomainStats, Prompt, PushReport, Rollout, RolloutBatch, Span, StepReport, WrittenFile
-from opd.rollouts.partial import Cuts
-from opd.rollouts.responses import WHOLE
+from opd.records.types import DomainStats, Prompt, PushReport, Rollout, RolloutBatch, StepReport, WrittenFile
 from opd.run.checkpoints import CheckpointStore, choose_checkpoint, set_newer_aside
 from opd.run.metrics import MetricsFile
 from opd.schedules import SCHEDULES
@@ -63,7 +60,6 @@ class Merge:
     kill: tuple[str, int] = ("", 0)
     balanced: bool = False
     max_staleness: int | None = None
-    cuts: Cuts | None = None
     seen: Callable[[str, int], None] = lambda moment, step: None
     """Told of every moment, in the thread in which it happens."""
     told: list[str] = field(default_factory=list)
@@ -122,7 +118,6 @@ class Merge:
         bound = self.max_staleness if self.max_staleness is not None else SCHEDULES[self.mode].STEPS_AHEAD
         spec = ScheduleSpec(
             prompts=prompts, engine=engine, log=log, max_staleness=bound, timeout_s=30,  # type: ignore[arg-type]
-            cuts=self.cuts, last_step=self.last,
         )  # fmt: skip
         schedule: Schedule = SCHEDULES[self.mode](spec)
 
@@ -221,31 +216,14 @@ class Engine:
         self.weights, self.version = weights, 0
         self.writing = threading.Lock()
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, step: int, policy_version: int, cuts: Cuts = WHOLE
-    ) -> RolloutBatch:
+    def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
         assert policy_version == self.version, "it says that other weights wrote"
         with self.writing:
             self._merge.moment("write", step)
             rollouts = [self.respond(prompt, step) for prompt in prompts]
-            rollouts += [self.carry_on(begun, step) for begun in cuts.begun]
             self._merge.moment("written", step)
         self._merge.wrote.append(step)
-        cut = [
-            r for r in rollouts if len(r.response_ids) == cuts.at and cuts.times and r.sample_id[:6] == f"{step:06d}"
-        ]
-        return RolloutBatch(
-            rollouts=tuple(r for r in rollouts if r not in cut), quarantined=(), unfinished=tuple(cut),
-            carried_on=frozenset(r.sample_id for r in cuts.begun),
-        )  # fmt: skip
-
-    def carry_on(self, begun: Rollout, step: int) -> Rollout:
-        """The response with two tokens more, which these weights choose."""
-        ids = tuple(byte % VOCABULARY for byte in blake3(f"{self.weights} {begun.sample_id}".encode()).digest()[:2])
-        return replace(
-            begun, step=step, response_ids=begun.response_ids + ids, behaviour_logprobs=(*begun.behaviour_logprobs, -0.5, -0.5),
-            spans=(*begun.spans, Span(length=2, origin="policy", policy_version=self.version)),
-        )  # fmt: skip
+        return RolloutBatch(rollouts=tuple(rollouts), quarantined=())
 
     def respond(self, prompt: Prompt, step: int) -> Rollout:
         digest = blake3(f"{self.weights} {prompt.id} {step}".encode()).digest()
@@ -287,8 +265,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple
     """`whole`, once for all tests with the same options."""
 
     @cache
-    def found(balanced: bool, with_cuts: bool) -> tuple[str, Merge]:
-        return whole(tmp_path_factory.mktemp("whole"), balanced=balanced, **(CUTS if with_cuts else {}))
+    def found(balanced: bool) -> tuple[str, Merge]:
+        return whole(tmp_path_factory.mktemp("whole"), balanced=balanced)
 
     return found
 
@@ -374,7 +352,7 @@ KILLS = [
 def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_weights(
     moment: str, step: int, balanced: bool, undisturbed: Callable[..., tuple[str, Merge]], tmp_path: Path
 ) -> None:
-    wanted, merge = undisturbed(balanced, with_cuts=False)
+    wanted, merge = undisturbed(balanced)
     broken = tmp_path / "broken"
     with pytest.raises(Killed):
         Merge(broken, kill=(moment, step), balanced=balanced).take_to()
@@ -385,89 +363,6 @@ def test_killed_at_any_moment_and_resumed_it_ends_with_the_same_weights(
     ]
     assert resumed.told == []
     assert (len({tuple(r.prompts.values()) for r in merge.records}) > 1) == balanced
-
-
-CUTS: dict[str, Any] = {"cuts": Cuts(at=3, times=1), "max_staleness": 2}
-"""Responses of three tokens are cut: about a fifth of them."""
-
-
-def test_a_response_that_is_cut_is_trained_once_as_a_whole_in_the_next_step(tmp_path: Path) -> None:
-    _, merge = whole(tmp_path, **CUTS)
-    asked = {
-        f"{step:06d}/{p.id}"
-        for step in range(1, STEPS + 1)
-        for p in merge.prompts(MetricsFile(tmp_path / "m")).take(step)
-    }
-    assert set(merge.trained) == asked, "none is lost, and none comes twice"
-    late = {i: r for i, r in merge.trained.items() if r.step == int(i[:6]) + 1}
-    assert len(late) > 2 and all(r.step == int(i[:6]) for i, r in merge.trained.items() if i not in late)
-    parts = {i: [(s.length, s.policy_version) for s in r.spans] for i, r in late.items()}
-    assert parts == {i: [(3, max(0, r.step - 3)), (2, max(0, r.step - 2))] for i, r in late.items()}
-    assert [r.unfinished for r in merge.records] == [
-        sum(r.step == step + 1 for r in late.values()) for step in range(1, STEPS + 1)
-    ]
-    assert {age for ages in merge.ages.values() for age in ages} == {"0", "1", "2"}
-    assert all(r.prompts == {"a": 2, "b": 2} for r in merge.records), "each prompt counts where it was taken"
-
-
-def test_what_the_last_step_trains_is_written_to_its_end(tmp_path: Path) -> None:
-    _, merge = whole(tmp_path, **CUTS)
-    assert merge.records[-1].unfinished == 0 < sum(r.unfinished for r in merge.records)
-    assert any(len(r.response_ids) == 3 and r.step == STEPS for r in merge.trained.values()), "one that would be cut"
-
-
-def test_what_was_written_ahead_is_written_again_if_other_responses_wait(tmp_path: Path) -> None:
-    _, merge = whole(tmp_path / "a", **CUTS)
-    cut = next(r.step for r in merge.records if r.unfinished)
-    with pytest.raises(Killed):
-        Merge(tmp_path / "b", kill=("record", cut), **CUTS).take_to()
-    schedule = Merge(tmp_path / "b", **CUTS)
-    metrics = MetricsFile(tmp_path / "m")
-    student = Student(schedule)
-    engine = Engine(schedule, student.weights)
-    parts = schedule.parts(student, engine, metrics)
-    engine.version = cut - 1
-    parts.schedule.begin_next(cut + 1, cut - 1, ())
-    parts.schedule.finish_writing()
-    assert schedule.wrote == [cut + 1], "the log has that step with other responses carried on"
-
-
-@pytest.mark.parametrize("balanced", [False, True], ids=["fixed", "balanced"])
-@pytest.mark.parametrize(("moment", "step"), KILLS)
-def test_with_cuts_too_a_kill_changes_nothing(
-    moment: str, step: int, balanced: bool, undisturbed: Callable[..., tuple[str, Merge]], tmp_path: Path
-) -> None:
-    wanted, merge = undisturbed(balanced, with_cuts=True)
-    with pytest.raises(Killed):
-        Merge(tmp_path / "broken", kill=(moment, step), balanced=balanced, **CUTS).take_to()
-    resumed = Merge(tmp_path / "broken", balanced=balanced, **CUTS)
-    assert resumed.take_to() == wanted
-    assert [(r.step, r.token_ages, r.prompts, r.unfinished) for r in resumed.records] == [
-        (r.step, r.token_ages, r.prompts, r.unfinished) for r in merge.records
-    ]
-    assert resumed.told == []
-
-
-@pytest.mark.parametrize("name", ["written.arrow", "unfinished.arrow", "written.json"])
-def test_with_cuts_damaged_responses_are_written_again_from_where_they_were_cut(name: str, tmp_path: Path) -> None:
-    wanted, merge = whole(tmp_path, **CUTS)
-    cut = next(r.step for r in merge.records if r.unfinished and 4 <= r.step <= 6)
-    with pytest.raises(Killed):
-        Merge(tmp_path / "broken", kill=("trained", cut - 1), **CUTS).take_to()
-    file = tmp_path / "broken" / "targets" / f"written-{cut:06d}" / name
-    data = bytearray(file.read_bytes())
-    data[-2] ^= 1
-    file.write_bytes(data)
-    resumed = Merge(tmp_path / "broken", **CUTS)
-    assert resumed.take_to() == wanted
-    assert len(resumed.told) == 1 and f"step {cut} is rolled out again" in resumed.told[0]
-
-
-def test_with_cuts_an_older_checkpoint_needs_no_log(tmp_path: Path) -> None:
-    wanted, merge = whole(tmp_path, **CUTS)
-    for path in (merge.root / "targets").iterdir():
-        shutil.rmtree(path)
-    assert Merge(merge.root, **CUTS).take_to(wanted="3") == wanted
 
 
 @pytest.mark.parametrize(("moment", "step"), [("save", 3), ("prune", 3), ("save", 6), ("prune", 6)])

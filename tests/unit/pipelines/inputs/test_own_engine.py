@@ -26,10 +26,6 @@ class WithoutReceive:
     def wait_ready(self): ...
 class Whole(WithoutReceive):
     def receive(self, send): ...
-class Cutting(Whole):
-    def generate(self, prompts, *, step, policy_version, cuts=None): ...
-class Telling(Whole):
-    def generate(self, prompts, *, step, policy_version, early=None): ...
 class Inherited(RolloutEngine):
     def wait_ready(self): ...
 class Nothing:
@@ -64,21 +60,6 @@ def test_an_engine_that_takes_no_weights_from_the_network(pipeline: Any, look: A
     message = str(refused.value)
     assert message.startswith(f"rollout.engine\n  found:  {NAME}:WithoutReceive without receive()\n"), message
     assert "sync.kind network" in message and "set sync.kind to shared_memory" in message
-
-
-def test_an_engine_that_cuts_nothing_has_no_partial_rollouts(pipeline: Any) -> None:
-    cut: dict[str, Any] = {"schedule": {"mode": "one_step_off", "partial_rollout": {"cut_at": 1}}}
-    with pytest.raises(ConfigError, match=r"generate\(\) has no argument `cuts`"):
-        refuse_at_once(pipeline("Whole", **cut))
-    refuse_at_once(pipeline("Cutting", **cut))
-    refuse_at_once(pipeline("Whole"))
-
-
-def test_an_engine_that_tells_nothing_is_not_scored_early(pipeline: Any) -> None:
-    early: dict[str, Any] = {"schedule": {"score_early": 4}}
-    with pytest.raises(ConfigError, match=r"generate\(\) has no argument `early`"):
-        refuse_at_once(pipeline("Cutting", **early))
-    refuse_at_once(pipeline("Telling", **early))
 
 
 @pytest.mark.parametrize(("engine", "last"), [("Nothing", ", wait_ready()"), ("Inherited", "")])

@@ -62,7 +62,7 @@ def test_a_branch_has_the_steps_before_it_and_leaves_its_origin_alone(interrupte
 
 
 MASKED = "teachers.mask_tokens.up=['a']"
-AHEAD = "schedule={mode: one_step_off, partial_rollout: {cut_at: 1}}"
+AHEAD = "schedule.mode=one_step_off"
 
 
 @pytest.mark.parametrize(

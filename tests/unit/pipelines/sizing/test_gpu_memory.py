@@ -221,12 +221,9 @@ def test_a_sum_beyond_the_gpu_is_refused_and_shown_with_the_share_that_fits(
         refuse_crowded_gpus(on_one_gpu(inputs[0], float(share) + 0.02), inputs[1])
 
 
-@pytest.mark.parametrize("schedule", [{"mode": "one_step_off"}, {"score_early": 4}])
-def test_sleep_is_no_way_out_where_it_is_refused(
-    inputs: Any, schedule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sleep_is_no_way_out_where_it_is_refused(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [8 * GIB])
-    config = on_one_gpu(inputs[0], 0.85, schedule=schedule)
+    config = on_one_gpu(inputs[0], 0.85, schedule={"mode": "one_step_off"})
     with pytest.raises(ValueError, match="false"):
         changed(config, rollout={"sleep": True})
     with pytest.raises(ConfigError) as error:

@@ -85,12 +85,6 @@ def test_what_a_push_takes_on_its_way(given: Any, monkeypatch: pytest.MonkeyPatc
     assert lines(given, **network)[what] == 3 * 4 * 64 * 128, "a weight is not cut"
 
 
-def test_the_last_step_has_room_for_what_waits(given: Any) -> None:
-    what, ahead = "a step's scored rows", {"mode": "one_step_off", "max_staleness": None}
-    plain = lines(given, schedule=ahead)[what]
-    assert lines(given, schedule=ahead | {"partial_rollout": {"cut_at": 1, "cuts": 2}})[what] == 3 * plain
-
-
 def test_a_bucket_bounds_what_a_rank_holds_beside_its_shares(given: Any) -> None:
     state, sums = "trainer: weights, gradients, AdamW", "trainer: gradients on their way to the sum over ranks"
     largest = 64 * 128
