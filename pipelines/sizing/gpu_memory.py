@@ -198,14 +198,9 @@ def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[Role]:
             share_key="rollout.gpu_memory_utilization",
             engines=engines,
             sleeps=config.rollout.sleep,
-<<<<<<< HEAD:pipelines/sizing/gpu_memory.py
             may_sleep=engines == 1 and config.schedule.mode == "sync",
             least=least_bytes(config, models),
             least_of="weights, activations and the longest sequence",
-=======
-            may_sleep=engines == 1 and config.schedule.mode == "sync",
-            least=student.parameters * DTYPE_BYTES[config.rollout.dtype] // config.rollout.tensor_parallel_size,
->>>>>>> n2-pre:pipelines/inputs/gpu_memory.py
         )
         found += [engine] * config.rollout.workers
     if cluster.teacher_gpus and not config.teachers.elsewhere:
